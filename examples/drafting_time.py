@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_specdec.cache.layer_kinds import LayerKinds
 from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.drafters import Eagle3Drafter, PEagleDrafter
-from hf_specdec.engine.cuda_graphs import CudaGraph
+from hf_specdec.graphs.cuda_graphs import CudaGraph
 from hf_specdec.kernels.types import VerificationResult
-from hf_specdec.patching.layer_kinds import LayerKinds
+from hf_specdec.modules.patch import engine
 from hf_specdec.patching.linear import patched_linear
-from hf_specdec.patching.patch import engine
 from hf_specdec.state import Shape
 
 SHAPES = {

@@ -27,7 +27,7 @@ if why_broken() is None:
     from .auto import AutoDrafter
     from .config import DrafterConfig
     from .drafters import Drafter, NoDrafter, register_drafter
-    from .integration.hooks import install, uninstall
+    from .install import install, uninstall
     from .stats import SpeculationStats
 
     install()

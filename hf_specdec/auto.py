@@ -18,7 +18,7 @@ from .checkpoints.tensors import plain_weight
 from .config import DrafterConfig
 from .drafters.base import Drafter
 from .drafters.registry import find_family, needed_by, refuse, registered_drafters
-from .patching.hidden_states import device_of_last_layer
+from .modules.hidden_states import device_of_last_layer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -19,7 +19,7 @@ def _subcommands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
         return (add_doctor,)
     from .bench import add_bench
     from .inspection.report import add_inspect
-    from .serve import add_serve
+    from .serving.server import add_serve
 
     return add_inspect, add_bench, add_serve, add_doctor
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from . import state_ops
+from .cache.layer_kinds import LayerKinds
+from .cache.packed_cache import PackedCache
+from .cache.ragged_cache import RaggedCache
 from .kernels.types import NO_TOKEN, SamplingSettings, VerificationResult
-from .patching.cache import RaggedCache
-from .patching.layer_kinds import LayerKinds
-from .patching.packed_cache import PackedCache
 from .row_buffers import NEW_ROW, NUMBERS, OF_ROWS, set_numbers, set_rows, upload
 
 

@@ -31,7 +31,7 @@ from hf_specdec.drafters import (
 )
 from hf_specdec.drafters.cached import CachedDrafter
 from hf_specdec.drafters.draft_layers import DraftLayersDrafter
-from hf_specdec.patching.hidden_states import decoder_layers
+from hf_specdec.modules.hidden_states import decoder_layers
 
 _TOKEN_BY_TOKEN = {"depth_ratio": 1.0, "survival_floor": 1.0, "round_floor": 1.0}
 _AT_MASKS = {"mask_token_id": None, "num_steps": 8, "depth_ratio": 0.8, "survival_floor": 0.2, "round_floor": 1.0}

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.drafters import DFlashDrafter
 from hf_specdec.drafters.cached import CachedDrafter
-from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
+from hf_specdec.modules.hidden_states import AuxHiddenStateRecorder
 
 from .data import Batch
 

@@ -19,10 +19,10 @@ from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 from ..config import AUTO
 from ..drafters import Drafter
-from ..engine.equivalence import why_not_equivalent
 from ..host.generation import GenerationOutput, WorkloadHints
+from ..hosting.equivalence import why_not_equivalent
+from ..memory.virtual_memory import peak_committed_bytes, reset_peak_committed_bytes
 from ..stats import SpeculationStats, add_up
-from ..virtual_memory import peak_committed_bytes, reset_peak_committed_bytes
 from .batches import Batch
 from .clock import Clock, GpuClock, synchronize
 from .traffic import round_bytes

@@ -10,7 +10,7 @@ import torch
 from .. import state_ops
 from ..engine import rounds
 from ..kernels.types import Proposal, RandomStream, VerificationResult
-from ..patching.patch import replaced
+from ..modules.patch import replaced
 from ..state import DecodeState
 
 # A random stream of its own, independent of those of sampling.

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..drafters import Drafter
+from ..modules.weights import local_shard
 from ..parallel.tensor_parallel import tensor_parallel_group
-from ..patching.linear import local_shard
 from .clock import synchronize
 
 # More than the caches of most devices.

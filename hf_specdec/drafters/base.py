@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..cache.layer_kinds import LayerKinds
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.tensors import KEY_MAPPING, check_tensors, rename
 from ..config import AUTO, DrafterConfig, check_num_or_auto
 from ..kernels.types import Proposal, VerificationResult
-from ..patching.hidden_states import find_decoder_layers
-from ..patching.layer_kinds import LayerKinds
+from ..modules.hidden_states import find_decoder_layers
 from ..state import DecodeState, Shape
 from .shared_weights import SharedWeight
 

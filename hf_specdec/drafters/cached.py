@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from .. import ops
+from ..cache.key_layers import attention_layers
+from ..cache.layer_kinds import LayerKinds, Use
+from ..cache.packed_cache import PackedCache
+from ..cache.ragged_cache import RaggedCache
 from ..config import DrafterConfig
 from ..kernels.types import DraftInputs, Proposal, VerificationResult
 from ..ops import draw_draft
-from ..patching.cache import RaggedCache
-from ..patching.key_layers import attention_layers
-from ..patching.layer_kinds import LayerKinds, Use
-from ..patching.packed_cache import PackedCache
 from ..state import DecodeState
 from .base import Drafter
 from .none import no_drafts

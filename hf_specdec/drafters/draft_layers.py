@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from .. import layer_ops
 from ..checkpoints.checkpoint import Checkpoint
 from ..config import DraftLayersConfig
-from ..patching.hidden_states import check_aux_hidden_states, decoder_layers
+from ..modules.hidden_states import check_aux_hidden_states, decoder_layers
 from .base import Reads
 from .cached import CachedDrafter
 from .layers import rotary_embedding

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..cache.layer_kinds import LayerKinds, Use
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.mtp_layouts import module_names
 from ..checkpoints.read_models import auto_class
 from ..config import DraftModelConfig
+from ..modules.hidden_states import decoder_of
 from ..patching.attention import set_ragged_attention
-from ..patching.hidden_states import decoder_of
 from ..patching.implementations import registered_attention
-from ..patching.layer_kinds import LayerKinds, Use
 from ..patching.masked_attention import why_not_masked
 from ..patching.support import (
     cache_layers,

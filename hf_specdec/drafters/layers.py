@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 from ..config import DFlash2Config, DFlashConfig, DraftLayersConfig, Eagle3Config
 from ..host.modeling import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 from ..layer_ops import RotaryKind
-from ..patching.deferred import residual_stream, rotated
-from ..patching.layer_choice import uses_layer_kernels
+from ..modules.deferred import residual_stream, rotated
+from ..modules.layer_choice import uses_layer_kernels
 
 
 class Attend(Protocol):

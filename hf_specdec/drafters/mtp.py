@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..cache.ragged_cache import RaggedCache
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.mtp_layouts import missing_experts, module_tensors, needed_tensors
 from ..checkpoints.quantised import check_not_quantised
@@ -19,9 +20,8 @@ from ..errors import first_line
 from ..host.caches import cache_parameter
 from ..host.modeling import switches_experts
 from ..kernels.types import DraftInputs, Proposal, VerificationResult
-from ..patching.cache import RaggedCache
+from ..modules.hidden_states import NUM_PROBE_TOKENS, check_aux_hidden_states
 from ..patching.experts import original_experts_implementation
-from ..patching.hidden_states import NUM_PROBE_TOKENS, check_aux_hidden_states
 from ..patching.implementations import registered_attention
 from ..state import DecodeState
 from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left

@@ -10,10 +10,10 @@ import transformers
 from torch import nn
 from transformers import MODEL_MAPPING, AutoConfig, PreTrainedModel
 
+from ..cache.layer_kinds import Use, first_reason, plug_ins
 from ..config import MtpConfig
 from ..host.modeling import LlamaRMSNorm, Qwen3NextRMSNorm, step3p7_text_model
 from ..patching.attention import ATTENTION_NAME
-from ..patching.layer_kinds import Use, first_reason, plug_ins
 from ..patching.support import configured_layers
 
 

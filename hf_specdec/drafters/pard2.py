@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.checkpoint import PROJECTION_FILE, Checkpoint
 from ..config import Pard2Config
-from ..patching.hidden_states import check_aux_hidden_states, decoder_layers
+from ..modules.hidden_states import check_aux_hidden_states, decoder_layers
 from ..state import DecodeState
 from .base import Reads
 from .draft_model import DraftModelDrafter

@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from .. import layer_ops
 from ..checkpoints.tensors import is_plain, plain_weight
-from ..patching.layer_choice import uses_layer_kernels
-from ..patching.linear import linear, local_shard
-from ..patching.signature import last_step
+from ..modules.layer_choice import uses_layer_kernels
+from ..modules.signature import last_step
+from ..modules.weights import local_shard
+from ..patching.linear import linear
 
 # Rows of a copy that are compared with the target's. Writes through `.data` are not counted by the version of a tensor.
 _NUM_SAMPLES = 32

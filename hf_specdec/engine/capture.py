@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..errors import first_line
+from ..graphs.cuda_graphs import Capture
 from ..kernels.types import Proposal, VerificationResult
+from ..modules.signature import Signature
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.experts import capturable_experts, copies_experts
-from ..patching.signature import Signature
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
-from .cuda_graphs import Capture
 from .prefill import prefill_chunk
 from .rounds import catch_up, draft_and_forward, run_round, verify_and_commit
 from .sessions import Session

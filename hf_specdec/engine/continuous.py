@@ -15,17 +15,17 @@ import torch
 from transformers import LogitsProcessorList
 
 from ..device_policy import policy_of
+from ..graphs.buckets import fewer_rows, next_power_of_two, row_sizes
 from ..host.caches import OUTPUT_NAME
 from ..kernels.types import NO_TOKEN
+from ..modules.patch import user_code
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
-from ..patching.patch import user_code
 from ..patching.support import stated_positions
 from ..row_buffers import set_rows, upload, upload_all
 from ..sampling.logits import RowSampling
 from ..sampling.processors import BlockProcessor
 from ..sampling.row_processors import RowsProcessor
 from ..state import DecodeState, Shape
-from .buckets import fewer_rows, next_power_of_two, row_sizes
 from .groups import Groups
 from .hosted_target import HostedTarget
 from .lease import SessionLease, first_k, shape_of

@@ -20,16 +20,16 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from ..cache.layer_kinds import LayerKind, LayerKinds, LayerMemory, Use, patches_of
+from ..cache.ragged_cache import RaggedCache
 from ..errors import first_line
 from ..host.caches import CACHE_NAMES
 from ..host.generation import ModelOutput, inputs_after
 from ..host.modeling import ROPE_DELTAS
-from ..patching.cache import RaggedCache
-from ..patching.hidden_states import AuxHiddenStateRecorder, modules_of
-from ..patching.layer_kinds import LayerKind, LayerKinds, LayerMemory, Use, patches_of
+from ..modules.hidden_states import AuxHiddenStateRecorder, modules_of
+from ..modules.patch import current_engine, engine, user_code
+from ..modules.signature import fact
 from ..patching.mask_rules import ordinary_prompts
-from ..patching.patch import current_engine, engine, user_code
-from ..patching.signature import fact
 from ..patching.support import cache_layers, cache_name, configured_layers
 from ..state import DecodeState
 from .kv_transfer import read_cache, run_as_given, stores_keys

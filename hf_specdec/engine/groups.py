@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ..graphs.buckets import next_power_of_two
 from ..row_buffers import upload
 from ..state import DecodeState
-from .buckets import next_power_of_two
 from .hosted_target import HostedTarget
 from .lease import SessionLease, shape_of
 from .prefix_cache import Prefix, copy_prefixes, copy_texts, spans_after

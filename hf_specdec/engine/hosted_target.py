@@ -10,10 +10,10 @@ from types import TracebackType
 from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
+from ..modules.module_hooks import has_hooks
+from ..modules.patch import engine, is_anything_replaced
+from ..modules.signature import Fingerprint, signature_of
 from ..patching.batch_invariance import batch_invariant
-from ..patching.module_hooks import has_hooks
-from ..patching.patch import engine, is_anything_replaced
-from ..patching.signature import Fingerprint, signature_of
 from .capture import why_not_captured
 from .key_layout import KeyLayout
 from .sessions import Hosting, sessions_of

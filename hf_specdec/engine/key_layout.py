@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..patching.cache import RaggedCache
+from ..cache.ragged_cache import RaggedCache
+from ..memory.virtual_memory import RowMemory, aligned
 from ..state import DecodeState
-from ..virtual_memory import RowMemory, aligned
 
 
 class _Part(NamedTuple):

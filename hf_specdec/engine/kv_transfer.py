@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
+from ..cache.key_layers import Keys
+from ..cache.layer_kinds import LayerKinds
+from ..cache.ragged_cache import RaggedCache
 from ..host.caches import CacheLayerMixin
 from ..host.generation import ModelOutput, keeps_logits, prefill
-from ..patching.cache import RaggedCache
-from ..patching.key_layers import Keys
-from ..patching.layer_kinds import LayerKinds
 from ..patching.support import cache_name, parts
 from .last_states import replay_states
 from .prompts import Prompts

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..patching.cache import RaggedCache
+from ..cache.ragged_cache import RaggedCache
 from ..row_buffers import upload
 from ..state import DecodeState
 from .target import Target

@@ -7,15 +7,15 @@ from collections.abc import Hashable
 
 import torch
 
+from ..graphs.buckets import next_power_of_two, slots_for, useful_drafts
+from ..graphs.cuda_graphs import start_compiler
 from ..kernels.types import VerificationResult
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import cache_layers, stated_positions, uses_attention_interface
 from ..sampling.processors import BlockProcessor
 from ..state import Shape
 from .auto_drafts import Acceptance, AutoDrafts, Drafts, FixedDrafts, SharedClock, first_drafts
-from .buckets import next_power_of_two, slots_for, useful_drafts
 from .capture import CapturedRound, capture_catch_up, capture_round
-from .cuda_graphs import start_compiler
 from .hosted_target import HostedTarget
 from .request import Request
 from .rounds import catch_up, run_round

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from ..cache.layer_kinds import Use
 from ..drafters.base import Drafter
-from ..patching.layer_kinds import Use
 from ..patching.support import why_not_used
 from ..row_buffers import upload
 from ..state import DecodeState

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 import torch
 
 from .. import ops
+from ..cache.layer_kinds import Use
 from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
 from ..errors import first_line
+from ..memory.virtual_memory import RowMemory, has_virtual_memory, slot_unit, total_bytes
 from ..op_choice import noting_attended
 from ..parallel.tensor_parallel import tensor_parallel_group
-from ..patching.layer_kinds import Use
 from ..patching.support import cache_layers
 from ..state import DecodeState, Shape
-from ..virtual_memory import RowMemory, has_virtual_memory, slot_unit, total_bytes
 from .hosted_target import HostedTarget
 from .key_layout import KeyLayout, caches_of
 from .rounds import draft_and_forward

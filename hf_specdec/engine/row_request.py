@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from ..host.generation import GenerationOutput, RequestStatus
 from ..kernels.types import NO_TOKEN, SamplingSettings
-from ..patching.patch import user_code
+from ..modules.patch import user_code
 from ..row_buffers import upload
 
 

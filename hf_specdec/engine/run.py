@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from ..device_policy import policy_of
+from ..graphs.cuda_graphs import RoundClock
 from ..kernels.types import NO_TOKEN
-from ..patching.patch import user_code
+from ..modules.patch import user_code
 from ..stats import Counters, SpeculationStats
-from .cuda_graphs import RoundClock
 from .prefix_cache import Plan, Prefix, RowPrefixes
 from .request import Request, no_positions
 from .rounds import RoundReport

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ..memory.virtual_memory import RowMemory, available_bytes
 from ..row_buffers import set_rows, upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from ..stats import Counters
-from ..virtual_memory import RowMemory, available_bytes
 from .auto_drafts import Acceptance, Drafts
 from .hosted_target import HostedTarget
 from .lease import SessionLease, first_k

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..patching.layer_kinds import Use
+from ..cache.layer_kinds import Use
+from ..graphs import buckets
 from ..patching.support import why_not_used
 from ..row_buffers import upload
-from . import buckets
 from .capture import capture_prefill
 from .first_pass import FirstPass
 from .hosted_target import HostedTarget

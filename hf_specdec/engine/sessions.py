@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..drafters.base import Drafter
-from ..patching.patch import Patch
-from ..patching.signature import Fingerprint
+from ..graphs.cuda_graphs import Fence, GraphPool
+from ..memory.virtual_memory import RowMemory
+from ..modules.patch import Patch
+from ..modules.signature import Fingerprint
 from ..state import DecodeState, Shape
-from ..virtual_memory import RowMemory
 from .auto_drafts import RoundTimes
-from .cuda_graphs import Fence, GraphPool
 from .key_layout import KeyLayout
 from .kv_transfer import DeferredCache
 from .packed_prompts import PromptBuffers

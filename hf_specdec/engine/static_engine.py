@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import torch
 
+from ..graphs.buckets import next_power_of_two
 from ..host.caches import OUTPUT_NAME
-from ..patching.patch import user_code
+from ..modules.patch import user_code
 from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from . import prefix_cache
-from .buckets import next_power_of_two
 from .first_pass import FirstPass
 from .groups import Groups
 from .hosted_target import HostedTarget
@@ -49,7 +49,7 @@ def decode(request: Request) -> SpeculativeOutput | torch.Tensor:
     """Generate on the static engine: what `generate()` returns, sequences `[B, P + new]` or a `SpeculativeOutput`.
 
     The target of `request` is on one device, in evaluation mode, and of the kinds that the engine supports (see
-    `integration.eligibility`).
+    `hosting.eligibility`).
     """
     # A context: the target is patched inside at most, and only if need be.
     with HostedTarget(request.model, request.drafter, request.kept) as target:

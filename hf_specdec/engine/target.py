@@ -12,19 +12,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..cache.layer_kinds import PositionMarker, patches_of, plug_ins
 from ..drafters.base import Drafter
 from ..host.generation import keeps_logits
+from ..modules.hidden_states import AuxHiddenStateRecorder
+from ..modules.patch import Patch, current_engine, engine, replaced
 from ..op_choice import without_dispatch_modes
 from ..parallel.all_reduce import symmetric_memory_all_reduce
 from ..parallel.tensor_parallel import local_linears
 from ..patching.attention import ragged_attention
 from ..patching.experts import triton_experts
 from ..patching.fused_linear import fused_linears
-from ..patching.hidden_states import AuxHiddenStateRecorder
 from ..patching.layer_kernels import layer_kernels
-from ..patching.layer_kinds import PositionMarker, patches_of, plug_ins
 from ..patching.linear import patched_linear
-from ..patching.patch import Patch, current_engine, engine, replaced
 from ..patching.rotary_functions import rotary_functions
 from ..patching.support import cache_name, position_markers
 from ..state import DecodeState

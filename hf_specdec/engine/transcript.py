@@ -8,7 +8,7 @@ import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
 from ..kernels.types import NO_TOKEN
-from ..patching.patch import user_code
+from ..modules.patch import user_code
 from .prompts import Prompts
 
 if TYPE_CHECKING:

@@ -94,7 +94,7 @@ def _describe_module(name: str, purpose: str) -> str:
 def _why_not_target(name: str, is_loaded: bool) -> tuple[str, str | None]:
     """The class of the target called `name`, and the reason why the static engine does not run it; None if it does."""
     from ..checkpoints.checkpoint import check_folder
-    from ..engine.equivalence import why_not_equivalent
+    from ..hosting.equivalence import why_not_equivalent
     from ..loading import load_target
     from ..patching.support import why_not_supported
 

@@ -14,8 +14,8 @@ from ..checkpoints.rope import rope_by_layer_type
 from ..config import DEFAULT_ROPE_THETA, DraftLayersConfig
 from ..drafters.draft_layers import DraftLayersDrafter
 from ..drafters.layers import rotary_embedding
-from ..patching.hidden_states import AuxHiddenStateRecorder, decoder_layers
-from ..patching.length_rope import LENGTH_DEPENDENT
+from ..modules.hidden_states import AuxHiddenStateRecorder, decoder_layers
+from ..patching.plugins.length_rope import LENGTH_DEPENDENT
 
 # Draft steps that are scored.
 NUM_STEPS = 3

@@ -27,7 +27,7 @@ from ..engine.request import Request
 from ..engine.row_request import ContinuousBatching, RowRequest
 from ..host.generation import GenerationOutput, prepared_config
 from ..host.generation import stopping_criteria as make_criteria
-from ..patching.patch import on_host
+from ..modules.patch import on_host
 from ..sampling.randomness import Randomness
 from .dispatch import generate_continuously, request_of
 from .request_processors import are_of_all_rows, processors_of_prompt

@@ -16,23 +16,23 @@ from ..config import AUTO
 from ..drafters.base import Drafter
 from ..engine.auto_drafts import CANDIDATES
 from ..engine.continuous import decode_continuously
-from ..engine.cuda_graphs import on_device
-from ..engine.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
 from ..engine.first_pass import for_static_engine
 from ..engine.prompts import Prompts, read_prompts
 from ..engine.request import Request
 from ..engine.row_request import ContinuousBatching, RowRequest
 from ..engine.static_engine import decode
-from ..engine.stock_engine import assist, check_request
+from ..graphs.cuda_graphs import on_device
 from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
+from ..hosting.eligibility import check_batch_invariant, empty_attentions, why_not_static
+from ..hosting.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
+from ..modules.patch import engine as engine_context
+from ..modules.signature import looked_at_once
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, from_first_rank, tensor_parallel_group
-from ..patching.patch import engine as engine_context
-from ..patching.signature import looked_at_once
 from ..patching.support import configured_layers
 from ..sampling.processors import check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
-from .eligibility import check_batch_invariant, empty_attentions, why_not_static
+from ..stock.stock_engine import assist, check_request
 from .locks import lock_of
 from .validation import check_cache, check_prompts, check_same_device, check_tokens
 

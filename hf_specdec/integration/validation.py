@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..drafters.base import Drafter
 from ..host.caches import OUTPUT_NAME, Cache, is_of_caller, rounds_keys
 from ..host.generation import GenerationMode
-from ..patching.hidden_states import modules_of
+from ..modules.hidden_states import modules_of
 
 TOKEN_DTYPES = (torch.int64, torch.int32)
 

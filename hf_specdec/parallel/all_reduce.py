@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from ..device_policy import policy_of
 from ..errors import first_line
 from ..host.serving import MoeExpertsParallel, RowwiseParallel
-from ..patching.hidden_states import modules_of
-from ..patching.linear import PLAIN_WEIGHTS
-from ..patching.patch import Replacements, runs_engine
+from ..modules.hidden_states import modules_of
+from ..modules.patch import Replacements, runs_engine
+from ..modules.weights import PLAIN_WEIGHTS
 from .tensor_parallel import Wrapper, find_differences, tensor_parallel_group, wrapper_of
 
 logger = logging.getLogger(__name__)

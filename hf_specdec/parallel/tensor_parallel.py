@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
 
 from ..host.serving import ColwiseParallel, TensorParallelLayer, tensor_parallel_mesh
-from ..patching.hidden_states import modules_of
-from ..patching.linear import PLAIN_WEIGHTS
-from ..patching.patch import ABSENT, Replacements, constant
+from ..modules.hidden_states import modules_of
+from ..modules.patch import ABSENT, Replacements, constant
+from ..modules.weights import PLAIN_WEIGHTS
 
 
 def num_processes() -> int:

@@ -13,14 +13,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import ops
+from ..cache.layer_kinds import PlugIn, Use, register
+from ..cache.ragged_cache import RaggedCache
 from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ATTENTION_ENTRY, eager_mask
-from .cache import RaggedCache
-from .deferred import plain
+from ..modules.deferred import plain
+from ..modules.patch import Replacements, constant, original, runs_engine
 from .implementations import runs_flash_attention, submodel_configs
-from .layer_kinds import PlugIn, Use, register
 from .mask_rules import MaskRule, rules_by_module
-from .patch import Replacements, constant, original, runs_engine
-from .relative_bias import biased_attention
+from .plugins.relative_bias import biased_attention
 from .support import uses_attention_interface
 
 ATTENTION_NAME, MASKED_NAME = "hf_specdec", "hf_specdec_masked"

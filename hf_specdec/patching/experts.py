@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from .. import ops
 from ..host.modeling import ALL_EXPERTS_FUNCTIONS, EXPERTS_ENTRY, apply_gate
-from .hidden_states import modules_of
+from ..modules.hidden_states import modules_of
+from ..modules.patch import Replacements, constant, original, runs_engine
+from ..modules.weights import PLAIN_WEIGHTS
 from .implementations import submodel_configs
-from .linear import PLAIN_WEIGHTS
-from .patch import Replacements, constant, original, runs_engine
 
 EXPERTS_NAME = "hf_specdec"
 BATCHED_NAME = "hf_specdec_batched"

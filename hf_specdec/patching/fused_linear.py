@@ -13,9 +13,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..device_policy import policy_of
-from .hidden_states import modules_of
-from .linear import PLAIN_WEIGHTS, linear
-from .patch import Patch, replaced, runs_engine
+from ..modules.hidden_states import modules_of
+from ..modules.patch import Patch, replaced, runs_engine
+from ..modules.weights import PLAIN_WEIGHTS
+from .linear import linear
 
 # Names of children of one module that are called with the same input, in the order in which they are called.
 GROUPS = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..host.modeling import ATTENTION_ENTRY
-from .hidden_states import modules_of
-from .patch import Replacements, constant, original
+from ..modules.hidden_states import modules_of
+from ..modules.patch import Replacements, constant, original
 
 
 def registered_attention(model: PreTrainedModel, name: str) -> Replacements:

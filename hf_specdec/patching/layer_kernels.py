@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from .. import layer_ops
-from .deferred import normed, residual_stream
-from .hidden_states import modules_of
-from .layer_choice import DTYPES, has_layer_kernels, uses_layer_kernels
+from ..modules.deferred import normed, residual_stream
+from ..modules.hidden_states import modules_of
+from ..modules.layer_choice import DTYPES, has_layer_kernels, uses_layer_kernels
+from ..modules.module_hooks import has_hooks
+from ..modules.patch import Replacements
+from ..modules.weights import PLAIN_WEIGHTS
 from .layer_probes import Angles, GatedMlp, Norm, Probes
-from .linear import PLAIN_WEIGHTS
-from .module_hooks import has_hooks
-from .patch import Replacements
 
 
 def _norm_forward(module: nn.Module, norm: Norm, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from .. import layer_ops, ops
 from ..layer_ops import ACTIVATIONS, MAX_NORM_WIDTH, AnglesKind, NormKind
-from .layer_choice import DTYPES
-from .linear import PLAIN_WEIGHTS
-from .module_hooks import has_hooks
-from .signature import OF_EVERY_MODULE, PLAIN_VALUES
+from ..modules.layer_choice import DTYPES
+from ..modules.module_hooks import has_hooks
+from ..modules.signature import OF_EVERY_MODULE, PLAIN_VALUES
+from ..modules.weights import PLAIN_WEIGHTS
 
 NORM_KINDS = [
     NormKind(cast_first, offset, centered)

@@ -6,25 +6,17 @@ import functools
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from .. import ops
 from ..device_policy import DEFAULT_POLICY, DEVICE_POLICIES, policy_of
-from .hidden_states import modules_of
-from .patch import Replacements, this_thread
+from ..modules.hidden_states import modules_of
+from ..modules.patch import Replacements, this_thread
+from ..modules.weights import PLAIN_WEIGHTS
 
 # Rows up to which `linear` computes the transposed matmul.
 MAX_TRANSPOSED_ROWS = 16
-
-# Types of weights that are neither quantised nor sharded: parameters, and the local shards that `local_linears` sets.
-PLAIN_WEIGHTS = frozenset({nn.Parameter, torch.Tensor})
-
-
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of `tensor`, sharing its memory; `tensor` itself if it is not a `DTensor`."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

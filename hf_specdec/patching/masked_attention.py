@@ -12,10 +12,10 @@ from contextlib import ExitStack
 import torch
 from transformers import PreTrainedModel
 
+from ..cache.layer_kinds import patches_of
+from ..cache.ragged_cache import RaggedCache
 from ..errors import first_line
 from .attention import ragged_attention
-from .cache import RaggedCache
-from .layer_kinds import patches_of
 from .mask_rules import ordinary_tokens
 from .support import cache_layers, cache_name, parts, stated_positions
 

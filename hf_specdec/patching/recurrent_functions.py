@@ -20,6 +20,17 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from .. import ops
+from ..cache.layer_kinds import LayerKind, LayerMemory, Use, register
+from ..cache.ragged_cache import RaggedCache
+from ..cache.recurrent_layers import (
+    UNBOUNDED,
+    ConvolutionInputs,
+    ConvolutionState,
+    KeyedRecurrentLayer,
+    RecurrentLayer,
+    RecurrentState,
+)
+from ..cache.state_forms import StateForm
 from ..host.caches import (
     Cache,
     CacheLayerMixin,
@@ -34,22 +45,11 @@ from ..host.caches import (
 )
 from ..host.modeling import ACT2FN, LAYER_TYPES, RECURRENCES, RECURRENT_MASK, UPDATE_CONV_STATE
 from ..host.parts import any_of
-from .cache import RaggedCache
-from .former_inputs import former_inputs
-from .hidden_states import modules_of
-from .layer_kinds import LayerKind, LayerMemory, Use, register
-from .patch import Replacements, original
-from .recurrent_layers import (
-    UNBOUNDED,
-    ConvolutionInputs,
-    ConvolutionState,
-    KeyedRecurrentLayer,
-    RecurrentLayer,
-    RecurrentState,
-)
+from ..modules.hidden_states import modules_of
+from ..modules.patch import Replacements, original
+from ..modules.signature import files_of
+from .plugins.former_inputs import former_inputs
 from .running_layer import is_stateless, next_state, running_layer_forwards
-from .signature import files_of
-from .state_forms import StateForm
 
 
 def _where(name: str, kind: type) -> Callable[[Callable], Callable]:

@@ -21,13 +21,13 @@ from torch import nn
 from .. import layer_ops, ops
 from ..host.modeling import ROTATIONS
 from ..layer_ops import RotaryKind
-from .deferred import plain, rotated
-from .hidden_states import modules_of
-from .layer_choice import DTYPES, uses_layer_kernels
+from ..modules.deferred import plain, rotated
+from ..modules.hidden_states import modules_of
+from ..modules.layer_choice import DTYPES, uses_layer_kernels
+from ..modules.patch import Replacements, original
+from ..modules.signature import files_of, functions_of
 from .layer_kernels import any_has_layer_kernels
 from .layer_probes import same_bits
-from .patch import Replacements, original
-from .signature import files_of, functions_of
 
 _ALL_KINDS = (RotaryKind(*flags) for flags in itertools.product((False, True), repeat=len(RotaryKind._fields)))
 ROTARY_KINDS = [kind for kind in _ALL_KINDS if kind.shared_angles or not kind.half_angles]

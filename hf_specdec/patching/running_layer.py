@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import nn
 
+from ..cache.ragged_cache import RaggedCache
+from ..cache.recurrent_layers import RecurrentState
 from ..host.modeling import RECURRENCES
-from .cache import RaggedCache
-from .hidden_states import modules_of
-from .patch import original
-from .recurrent_layers import RecurrentState
+from ..modules.hidden_states import modules_of
+from ..modules.patch import original
 
 # Functions over several tokens that are given no state.
 STATELESS = frozenset(RECURRENCES["mamba"][:1])

@@ -12,6 +12,18 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from ..cache.key_layers import attention_layers
+from ..cache.layer_kinds import (
+    LayerKinds,
+    PlugIn,
+    PositionMarker,
+    Use,
+    detect,
+    first_reason,
+    known_layer_types,
+    parts_of,
+    plug_ins,
+)
 from ..host.caches import (
     OUTPUT_NAME,
     model_cache_name,
@@ -25,21 +37,9 @@ from ..host.modeling import (
     states_attention_interface,
 )
 from ..host.parts import why_broken
-from .hidden_states import decoder_layers, find_decoder_layers, modules_of
-from .key_layers import attention_layers
-from .layer_kinds import (
-    LayerKinds,
-    PlugIn,
-    PositionMarker,
-    Use,
-    detect,
-    first_reason,
-    known_layer_types,
-    parts_of,
-    plug_ins,
-)
-from .patch import original
-from .signature import fact, files_of, signature_of
+from ..modules.hidden_states import decoder_layers, find_decoder_layers, modules_of
+from ..modules.patch import original
+from ..modules.signature import fact, files_of, signature_of
 
 _EAGER = "eager_attention_forward"
 

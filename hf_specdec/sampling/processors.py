@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from ..host.generation import allowed_tokens_of
-from ..patching.patch import user_code
+from ..modules.patch import user_code
 from ..state import DecodeState
 from .logits import MaskTokenLogitsProcessor, RowSampling, RowTemperature, divide
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import torch
 from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
-from ..patching.patch import user_code
+from ..modules.patch import user_code
 from ..state import DecodeState
 from .logits import certain
 from .processors import BlockProcessor

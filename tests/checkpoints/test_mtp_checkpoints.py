@@ -16,14 +16,14 @@ from targets import padded_prompts, tiny_target
 from hf_specdec import AutoDrafter
 from hf_specdec.auto import read_checkpoint
 from hf_specdec.bench.models import random_drafter
+from hf_specdec.cache.key_layers import attention_layers
+from hf_specdec.cache.ragged_cache import RaggedCache
 from hf_specdec.checkpoints import weight_files
 from hf_specdec.checkpoints.checkpoint import open_checkpoint
 from hf_specdec.checkpoints.mtp_layouts import FAMILIES
 from hf_specdec.cli import main
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
-from hf_specdec.patching.cache import RaggedCache
-from hf_specdec.patching.key_layers import attention_layers
 
 
 class CountingFile:

@@ -22,8 +22,8 @@ from transformers.cache_utils import DFlashCache
 from varying_drafts import vary_drafts
 
 from hf_specdec import AutoDrafter, Drafter, ops
-from hf_specdec.engine.equivalence import why_not_equivalent
 from hf_specdec.host.caches import OUTPUT_NAME
+from hf_specdec.hosting.equivalence import why_not_equivalent
 from hf_specdec.kernels.types import DraftInputs
 
 PROMPTS = [6, 1, 9]

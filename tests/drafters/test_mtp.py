@@ -15,7 +15,7 @@ from varying_drafts import vary_drafts
 from zoo_models import instantiate
 
 from hf_specdec import AutoDrafter
-from hf_specdec.engine.equivalence import why_not_equivalent
+from hf_specdec.hosting.equivalence import why_not_equivalent
 
 # Families and numbers of modules; those with one module in their published form can have more.
 STATIC = [

@@ -14,9 +14,9 @@ from targets import build_target, padded_prompts, set_policy, tiny_target
 from torch import nn
 
 from hf_specdec import NoDrafter, ops
-from hf_specdec.engine.equivalence import why_not_batch_invariant
+from hf_specdec.hosting.equivalence import why_not_batch_invariant
+from hf_specdec.modules.patch import engine, user_code
 from hf_specdec.patching.batch_invariance import batch_invariant
-from hf_specdec.patching.patch import engine, user_code
 
 OTHERS = ["gpt2", "olmo2", "cohere2", "phi3", "glm4_moe", "llama4_text"]
 PROMPT = padded_prompts(PROMPTS[3])
@@ -26,7 +26,7 @@ PROMPT = padded_prompts(PROMPTS[3])
 def supported(monkeypatch):
     """A CPU counts as a device that has the kernels."""
     set_policy(monkeypatch, "cpu", batch_invariant=True, layer_kernels=True)
-    monkeypatch.setattr("hf_specdec.integration.eligibility.why_not_batch_invariant", lambda model: None)
+    monkeypatch.setattr("hf_specdec.hosting.eligibility.why_not_batch_invariant", lambda model: None)
 
 
 @pytest.mark.usefixtures("supported")
@@ -71,8 +71,8 @@ def test_bits_are_compared_when_a_target_first_runs(monkeypatch):
     target, outcomes = tiny_target("llama"), [None, "50% of the logits have other bits"]
     assert why_not_batch_invariant(target) == why_not_batch_invariant(target)
     for outcome in outcomes:
-        monkeypatch.setattr("hf_specdec.patching.signature._facts", {})
-        monkeypatch.setattr("hf_specdec.engine.equivalence._compare_bits", lambda model, outcome=outcome: outcome)
+        monkeypatch.setattr("hf_specdec.modules.signature._facts", {})
+        monkeypatch.setattr("hf_specdec.hosting.equivalence._compare_bits", lambda model, outcome=outcome: outcome)
         drafter = NoDrafter(target, batch_invariant=True)
         if outcome is None:
             greedy(target, PROMPT, drafter, 2)

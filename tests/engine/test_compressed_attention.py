@@ -11,10 +11,10 @@ from oracle import copy_of, random_draft_model
 from targets import build_target, padded_prompts
 from transformers import ContinuousBatchingConfig, DynamicCache
 
+from hf_specdec.cache import compressed_layers
 from hf_specdec.engine import prefix_cache
-from hf_specdec.engine.equivalence import why_not_equivalent
 from hf_specdec.host.caches import OUTPUT_NAME
-from hf_specdec.patching import compressed_layers
+from hf_specdec.hosting.equivalence import why_not_equivalent
 
 SETTINGS = {
     "num_hidden_layers": 4,

@@ -15,10 +15,11 @@ from varying_drafts import vary_drafts
 
 from hf_specdec.bench.synthetic import scripted_acceptance
 from hf_specdec.drafters.none import NoDrafter
-from hf_specdec.engine import buckets, cuda_graphs, hosted_target, lease, sessions
+from hf_specdec.engine import hosted_target, lease, sessions
+from hf_specdec.graphs import buckets, cuda_graphs
 from hf_specdec.kernels.types import Proposal
+from hf_specdec.modules.hidden_states import modules_of
 from hf_specdec.patching import experts
-from hf_specdec.patching.hidden_states import modules_of
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from zoo_configs import tiny_config
 from zoo_models import enliven
 
-from hf_specdec.engine import equivalence
 from hf_specdec.host.caches import OUTPUT_NAME, given_cache
-from hf_specdec.patching import signature
+from hf_specdec.hosting import equivalence
+from hf_specdec.modules import signature
 
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 STATE_SPACE = {"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_d_conv": 4, "mamba_expand": 2, "use_mamba_kernels": False}

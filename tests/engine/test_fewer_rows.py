@@ -15,8 +15,9 @@ from transformers import ContinuousBatchingConfig
 from varying_drafts import vary_drafts
 
 from hf_specdec import NoDrafter
-from hf_specdec.engine import buckets, continuous
+from hf_specdec.engine import continuous
 from hf_specdec.engine.continuous import ContinuousRunner
+from hf_specdec.graphs import buckets
 
 LENGTHS = (5, 1, 9, 20, 3, 3, 7, 30, 2, 1, 4, 13)
 END, NEW = list(range(3, 96, 7)), 40

@@ -16,8 +16,8 @@ from transformers import DynamicCache
 
 from hf_specdec.engine import first_pass, static_engine
 from hf_specdec.host.caches import OUTPUT_NAME
-from hf_specdec.patching import signature
-from hf_specdec.patching.module_hooks import has_hooks
+from hf_specdec.modules import signature
+from hf_specdec.modules.module_hooks import has_hooks
 
 NEW = 12
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False}

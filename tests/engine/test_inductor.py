@@ -6,7 +6,7 @@ from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hf_specdec.engine.inductor import PlainLaunchOfCreation
+from hf_specdec.graphs.inductor import PlainLaunchOfCreation
 
 FUNCTIONS = {
     "pointwise": (lambda x: torch.relu(x) * 2 + x[:1], True),

@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.drafters import DFlashDrafter
-from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
+from hf_specdec.modules.hidden_states import AuxHiddenStateRecorder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODES = {"greedy": {"do_sample": False}, "sampling": {"do_sample": True, "temperature": 1.2, "seeds": 3}}

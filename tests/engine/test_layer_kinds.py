@@ -14,11 +14,11 @@ from targets import PAD, VOCAB, padded_prompts
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, cache_utils
 
+from hf_specdec.cache import layer_kinds
+from hf_specdec.cache.layer_kinds import LayerKind, LayerMemory, Use, register
 from hf_specdec.config import DraftModelConfig
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.host.caches import CACHE_NAMES, OUTPUT_NAME
-from hf_specdec.patching import layer_kinds
-from hf_specdec.patching.layer_kinds import LayerKind, LayerMemory, Use, register
 
 LAYER_TYPE = "running_mean"
 OPTIONS = {"max_new_tokens": 16, "do_sample": False}

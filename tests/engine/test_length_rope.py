@@ -12,7 +12,7 @@ from oracle import copy_of, random_draft_model, random_eagle3
 from targets import build_target, padded_prompts
 from transformers import Phi3ForCausalLM, modeling_rope_utils
 
-from hf_specdec.patching.length_rope import LengthRope, RopeLimits, length_limits, why_not_marked
+from hf_specdec.patching.plugins.length_rope import LengthRope, RopeLimits, length_limits, why_not_marked
 from hf_specdec.patching.support import why_not_supported
 
 LIMIT = 32

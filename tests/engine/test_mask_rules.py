@@ -12,8 +12,8 @@ from targets import build_target, padded_prompts
 from transformers import LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
 
-from hf_specdec.engine.equivalence import why_not_equivalent
 from hf_specdec.host.caches import OUTPUT_NAME
+from hf_specdec.hosting.equivalence import why_not_equivalent
 from hf_specdec.patching.attention import ragged_attention
 from hf_specdec.patching.mask_rules import MaskRule, rules_by_module, why_not_rules
 

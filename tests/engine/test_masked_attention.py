@@ -13,8 +13,8 @@ from targets import build_target, padded_prompts, tiny_target
 from transformers import ContinuousBatchingConfig, DynamicCache, FalconConfig, FalconForCausalLM
 
 from hf_specdec import NoDrafter
-from hf_specdec.engine.equivalence import why_not_equivalent
 from hf_specdec.host.caches import OUTPUT_NAME
+from hf_specdec.hosting.equivalence import why_not_equivalent
 from hf_specdec.patching.attention import ragged_attention, slot_mask
 from hf_specdec.patching.masked_attention import why_not_masked
 from hf_specdec.patching.support import cache_layers, num_positions

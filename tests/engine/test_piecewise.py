@@ -8,8 +8,8 @@ from targets import set_policy, tiny_target
 from transformers import AutoModelForCausalLM
 
 from hf_specdec import ops
-from hf_specdec.engine import piecewise
-from hf_specdec.engine.piecewise import piecewise_backend
+from hf_specdec.graphs import piecewise
+from hf_specdec.graphs.piecewise import piecewise_backend
 
 ROWS, WIDTH = 3, 16
 POSITIONS = torch.arange(ROWS)[None]

@@ -11,8 +11,9 @@ from oracle import copy_of, random_draft_model, random_eagle3
 from targets import PAD, build_target, padded_prompts, set_policy
 from transformers import AutoConfig, AutoModelForImageTextToText, ContinuousBatchingConfig, DynamicCache
 
+from hf_specdec.cache import recurrent_layers
 from hf_specdec.host.caches import OUTPUT_NAME
-from hf_specdec.patching import indexer_probes, recurrent_layers
+from hf_specdec.patching.plugins import indexer_probes
 
 LAYERS = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 # Two pools of four tokens, and the tokens after the last complete pool: fewer than the prompts have.

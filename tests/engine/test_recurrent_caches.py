@@ -11,11 +11,11 @@ from oracle import copy_of, random_eagle3
 from targets import PAD, VOCAB, padded_prompts, tiny_target
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache, StoppingCriteria
 
+from hf_specdec.cache.layer_kinds import LayerKinds
+from hf_specdec.cache.ragged_cache import RaggedCache
+from hf_specdec.cache.recurrent_layers import RecurrentLayer
 from hf_specdec.host.caches import OUTPUT_NAME
-from hf_specdec.patching.cache import RaggedCache
-from hf_specdec.patching.layer_kinds import LayerKinds
 from hf_specdec.patching.recurrent_functions import Recurrent
-from hf_specdec.patching.recurrent_layers import RecurrentLayer
 
 NEW = 8
 OPTIONS = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True}

@@ -28,10 +28,11 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from zoo_models import generate, instantiate, prompts, rows_of
 
 from hf_specdec import NoDrafter
+from hf_specdec.cache import recurrent_layers
+from hf_specdec.cache.layer_kinds import LayerKinds
+from hf_specdec.cache.ragged_cache import RaggedCache
 from hf_specdec.host.caches import OUTPUT_NAME
-from hf_specdec.patching import recurrent_functions, recurrent_layers
-from hf_specdec.patching.cache import RaggedCache
-from hf_specdec.patching.layer_kinds import LayerKinds
+from hf_specdec.patching import recurrent_functions
 from hf_specdec.patching.recurrent_functions import Recurrent
 from hf_specdec.patching.support import cache_name
 

@@ -14,7 +14,7 @@ from hf_specdec.engine.prompts import read_prompts
 from hf_specdec.engine.request import DRAFT_PROBS_TEMPERATURE, Request
 from hf_specdec.engine.static_engine import Lockstep, decode
 from hf_specdec.host.caches import OUTPUT_NAME
-from hf_specdec.patching.patch import engine
+from hf_specdec.modules.patch import engine
 from hf_specdec.sampling.logits import RowTemperature
 from hf_specdec.sampling.randomness import Randomness
 

@@ -24,17 +24,18 @@ from targets import set_policy, tiny_target
 from torch._inductor.utils import run_and_get_code
 from transformers import ContinuousBatchingConfig
 
-from hf_specdec import NoDrafter, ops, virtual_memory, virtual_pages
+from hf_specdec import NoDrafter, ops
 from hf_specdec.engine import key_layout, lease, row_memory
-from hf_specdec.engine.cuda_graphs import Fence
 from hf_specdec.engine.row_request import Arrived, ContinuousBatching, RowRequest
 from hf_specdec.engine.run import Run, _Launched
 from hf_specdec.engine.runner import Runner
+from hf_specdec.graphs.cuda_graphs import Fence
 from hf_specdec.host.generation import prepared_config
 from hf_specdec.integration.continuous import call_of
 from hf_specdec.integration.dispatch import generate_continuously
+from hf_specdec.memory import virtual_memory, virtual_pages
+from hf_specdec.memory.virtual_memory import RowMemory, committed_bytes
 from hf_specdec.stats import Counters
-from hf_specdec.virtual_memory import RowMemory, committed_bytes
 
 CPU = torch.device("cpu")
 END, NEW = list(range(3, 96, 7)), 40

@@ -18,10 +18,10 @@ from transformers import (
 )
 from transformers.generation.utils import GenerationMixin
 
-from hf_specdec.engine.separate_rows import _input_of_row
 from hf_specdec.host.caches import OUTPUT_NAME
-from hf_specdec.patching import signature
+from hf_specdec.modules import signature
 from hf_specdec.sampling.logits import RowTemperature
+from hf_specdec.stock.separate_rows import _input_of_row
 
 LENGTHS = PROMPTS[3]
 DICT = {"return_dict_in_generate": True}

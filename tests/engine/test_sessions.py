@@ -15,8 +15,9 @@ from targets import padded_prompts, set_policy, tiny_target
 from torch import nn
 from transformers import GenerationConfig
 
-from hf_specdec.engine import capture, cuda_graphs, lease, sessions
-from hf_specdec.patching.signature import Fingerprint, Signature, torch_settings
+from hf_specdec.engine import capture, lease, sessions
+from hf_specdec.graphs import cuda_graphs
+from hf_specdec.modules.signature import Fingerprint, Signature, torch_settings
 
 CPU = torch.device("cpu")
 

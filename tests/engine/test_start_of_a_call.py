@@ -14,11 +14,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from hf_specdec import NoDrafter
-from hf_specdec.engine.equivalence import why_not_equivalent
+from hf_specdec.cache.key_layers import attention_layers
 from hf_specdec.host.caches import OUTPUT_NAME
-from hf_specdec.patching import signature
-from hf_specdec.patching.key_layers import attention_layers
-from hf_specdec.patching.signature import Signature, looked_at_once, signature_of
+from hf_specdec.hosting.equivalence import why_not_equivalent
+from hf_specdec.modules import signature
+from hf_specdec.modules.signature import Signature, looked_at_once, signature_of
 from hf_specdec.state import DecodeState, Shape
 
 OPTIONS = {"do_sample": False, "max_new_tokens": 3}

@@ -20,7 +20,7 @@ TINY = {
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     set_policy(monkeypatch, "cpu", batch_invariant=True)
-    monkeypatch.setattr("hf_specdec.integration.eligibility.why_not_batch_invariant", lambda model: None)
+    monkeypatch.setattr("hf_specdec.hosting.eligibility.why_not_batch_invariant", lambda model: None)
     family = batch_invariance.FAMILIES["gemma3"] | TINY | {"sliding_window": 6}
     monkeypatch.setitem(batch_invariance.FAMILIES, "gemma3", family)
 

@@ -39,7 +39,7 @@ from hf_specdec.drafters import (
     PEagleDrafter,
 )
 from hf_specdec.drafters.cached import CachedDrafter
-from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
+from hf_specdec.modules.hidden_states import AuxHiddenStateRecorder
 from hf_specdec.prompt_sources import load_prompts
 from hf_specdec.stats import RowStats
 from hf_specdec.training.unrolled import UnrolledAttention, _ChainAttention, explicit_chain_attention

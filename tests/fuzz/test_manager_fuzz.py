@@ -20,9 +20,10 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from word_tokenizer import word_tokenizer
 
 from hf_specdec import NoDrafter
-from hf_specdec.engine import buckets, session_prefill
+from hf_specdec.engine import session_prefill
 from hf_specdec.engine.continuous import ContinuousRunner
-from hf_specdec.integration import manager_thread
+from hf_specdec.graphs import buckets
+from hf_specdec.serving import manager_thread
 
 END = [7, 23, 57]
 # Requests of one manager.

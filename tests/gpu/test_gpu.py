@@ -14,9 +14,9 @@ from targets import STATIC_FAMILIES, on_gpu, padded_prompts, set_policy
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from hf_specdec import AutoDrafter
-from hf_specdec.engine import buckets, cuda_graphs
 from hf_specdec.engine.capture import capture_prefill, capture_round
 from hf_specdec.engine.sessions import MAX_SESSIONS
+from hf_specdec.graphs import buckets, cuda_graphs
 from hf_specdec.sampling.logits import divide
 
 pytestmark = [

@@ -13,8 +13,9 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from varying_drafts import vary_drafts
 
 from hf_specdec import NoDrafter
-from hf_specdec.engine import buckets, lease
+from hf_specdec.engine import lease
 from hf_specdec.engine.continuous import ContinuousRunner
+from hf_specdec.graphs import buckets
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,8 +12,8 @@ from transformers import ContinuousBatchingConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_specdec import NoDrafter, ops
 from hf_specdec.engine.run import Run
-from hf_specdec.virtual_memory import RowMemory, committed_bytes, slot_unit
-from hf_specdec.virtual_pages import driver_can
+from hf_specdec.memory.virtual_memory import RowMemory, committed_bytes, slot_unit
+from hf_specdec.memory.virtual_pages import driver_can
 
 pytestmark = [
     pytest.mark.gpu,
@@ -168,7 +168,7 @@ def test_requests_wait_for_memory(monkeypatch, kind):
     assert not waits
     drafter.release()
     size = 2 << 20
-    monkeypatch.setattr("hf_specdec.virtual_memory.STEP_SLOTS", 1)
+    monkeypatch.setattr("hf_specdec.memory.virtual_memory.STEP_SLOTS", 1)
     for count in (8, 3, 1):
         set_policy(monkeypatch, "cuda", cache_bytes=committed_bytes(DEVICE) + count * size)
         assert in_rows(target, drafter, lengths, 8, 40) == alone(lengths, 40)

@@ -82,5 +82,5 @@ class AliasingPages:
 def use_aliasing_pages(monkeypatch):
     """Let rows on a CPU share memory; returns the class."""
     kind = type("Pages", (AliasingPages,), {"num_aliased": 0})
-    monkeypatch.setattr("hf_specdec.virtual_pages.HostPages", kind)
+    monkeypatch.setattr("hf_specdec.memory.virtual_pages.HostPages", kind)
     return kind

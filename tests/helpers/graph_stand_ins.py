@@ -8,9 +8,10 @@ from targets import set_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_specdec.engine import cuda_graphs, hosted_target
-from hf_specdec.engine.equivalence import ScriptedDrafter
-from hf_specdec.patching.cache import RaggedCache
+from hf_specdec.cache.ragged_cache import RaggedCache
+from hf_specdec.engine import hosted_target
+from hf_specdec.graphs import cuda_graphs
+from hf_specdec.hosting.equivalence import ScriptedDrafter
 from hf_specdec.patching.implementations import submodel_configs
 
 _hosted = hosted_target.patched_target

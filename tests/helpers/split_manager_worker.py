@@ -22,7 +22,7 @@ from tensor_parallel_worker import error_of, load_split
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 from hf_specdec import Drafter
-from hf_specdec.integration.manager import SpeculativeBatchingManager
+from hf_specdec.serving.manager import SpeculativeBatchingManager
 
 PROMPTS = [list(range(5, 5 + length)) for length in (9, 2, 5, 14, 1, 7)]
 NEW_TOKENS = 14

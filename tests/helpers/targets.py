@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec.device_policy import DEVICE_POLICIES, DevicePolicy
-from hf_specdec.engine.equivalence import why_not_equivalent
+from hf_specdec.hosting.equivalence import why_not_equivalent
 
 VOCAB = 96
 PAD = 0

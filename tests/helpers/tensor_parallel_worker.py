@@ -41,11 +41,11 @@ from hf_specdec import Drafter, cli
 from hf_specdec.bench import traffic
 from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.drafters.none import NoDrafter
-from hf_specdec.engine import piecewise
-from hf_specdec.engine.equivalence import why_not_equivalent
+from hf_specdec.graphs import piecewise
+from hf_specdec.hosting.equivalence import why_not_equivalent
+from hf_specdec.modules.signature import Fingerprint, Signature
 from hf_specdec.parallel import all_reduce
 from hf_specdec.patching import fused_linear
-from hf_specdec.patching.signature import Fingerprint, Signature
 
 PROMPT_LENGTHS = [2, 13, 7]
 SAMPLING = {"do_sample": True, "temperature": 1.5, "top_k": 40}

@@ -19,8 +19,8 @@ from zoo_models import MAX_NEW_TOKENS, generate, is_sourced, prompts, rows_of
 from zoo_outcomes import CRASH, REFUSED, RIGHT, WRONG, is_refusal, last_line
 
 import hf_specdec
-from hf_specdec.engine.equivalence import why_not_separate_rows
 from hf_specdec.host.caches import OUTPUT_NAME
+from hf_specdec.hosting.equivalence import why_not_separate_rows
 
 K = 4
 ACCURACY = 0.6

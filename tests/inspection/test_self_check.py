@@ -23,7 +23,7 @@ from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter, PEagleDrafter
 from hf_specdec.inspection.self_check import SelfCheck, interpretations_of, self_check, with_interpretation
-from hf_specdec.patching.hidden_states import AuxHiddenStateRecorder
+from hf_specdec.modules.hidden_states import AuxHiddenStateRecorder
 
 SPEC = Spec(vocab_size=64, draft_vocab_size=64, maps_vocabulary=False, own_embedding=True)
 TRUTH = {"norm_before_residual": False, "norm_output": True, "final_norm": True, "rope_theta": 10000.0}

@@ -7,7 +7,7 @@ from targets import padded_prompts, tiny_target
 from transformers import StoppingCriteria
 
 from hf_specdec.host.caches import OUTPUT_NAME
-from hf_specdec.patching import signature
+from hf_specdec.modules import signature
 
 # From tensors on it nothing can be read, and they cannot be used beside others.
 DEFAULT = torch.device("meta")

@@ -26,15 +26,16 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from word_tokenizer import word_tokenizer
 
 from hf_specdec import NoDrafter
-from hf_specdec.engine import buckets, continuous, session_prefill
+from hf_specdec.engine import continuous, session_prefill
 from hf_specdec.engine.continuous import ContinuousRunner
 from hf_specdec.engine.lease import SessionLease
 from hf_specdec.engine.row_memory import allocating
 from hf_specdec.engine.row_request import RowRequest
 from hf_specdec.engine.run import Run
-from hf_specdec.integration import manager_requests, manager_thread
-from hf_specdec.integration.manager import SpeculativeBatchingManager
-from hf_specdec.integration.manager_results import Results
+from hf_specdec.graphs import buckets
+from hf_specdec.serving import manager_requests, manager_thread
+from hf_specdec.serving.manager import SpeculativeBatchingManager
+from hf_specdec.serving.manager_results import Results
 from hf_specdec.state import Shape
 
 END, NEW = list(range(3, 96, 8)), 12

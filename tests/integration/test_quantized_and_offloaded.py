@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from hf_specdec import AutoDrafter
+from hf_specdec.modules.hidden_states import device_of_last_layer
+from hf_specdec.modules.signature import Fingerprint, Signature
 from hf_specdec.patching.fused_linear import fused_linears
-from hf_specdec.patching.hidden_states import device_of_last_layer
 from hf_specdec.patching.linear import patched_linear
-from hf_specdec.patching.signature import Fingerprint, Signature
 
 
 class RoundedWeight(torch.Tensor):

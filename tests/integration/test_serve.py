@@ -23,10 +23,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessorList
 from transformers.utils.import_utils import is_serve_available
 from word_tokenizer import word_tokenizer
 
-from hf_specdec import cli, serve
+from hf_specdec import cli
 from hf_specdec.engine.run import Run
-from hf_specdec.integration.manager import SpeculativeBatchingManager
 from hf_specdec.sampling.logits import PenaltyLogitsProcessor
+from hf_specdec.serving import server as serve
+from hf_specdec.serving.manager import SpeculativeBatchingManager
 
 needs_server = pytest.mark.skipif(
     not is_serve_available(), reason="the dependencies of transformers' server are not installed"

@@ -28,7 +28,7 @@ from transformers.cache_utils import DynamicLayer, QuantizedLayer
 from hf_specdec import AutoDrafter, Drafter, DrafterConfig
 from hf_specdec.config import Eagle3Config
 from hf_specdec.drafters import Eagle3Drafter
-from hf_specdec.engine.buckets import useful_drafts
+from hf_specdec.graphs.buckets import useful_drafts
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.integration.dispatch import UNUSED_SETTINGS, _warn
 from hf_specdec.integration.validation import _OTHER_DRAFTERS

@@ -13,12 +13,12 @@ from case_counts import cases, num_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_specdec.cache.key_layers import attention_layers
+from hf_specdec.cache.ragged_cache import RaggedCache
 from hf_specdec.kernels import attention_reference, kv_cache_reference
 from hf_specdec.kernels.attention import attention
 from hf_specdec.kernels.attention_splits import choose_splits
 from hf_specdec.kernels.kv_cache import write_kv
-from hf_specdec.patching.cache import RaggedCache
-from hf_specdec.patching.key_layers import attention_layers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32] + [torch.float16, torch.bfloat16] * (DEVICE == "cuda")

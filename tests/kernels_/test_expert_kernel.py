@@ -18,8 +18,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 from hf_specdec import ops
 from hf_specdec.kernels import experts_reference
 from hf_specdec.kernels.experts import expert_linear, plan_experts
+from hf_specdec.modules.patch import engine
 from hf_specdec.patching import experts
-from hf_specdec.patching.patch import engine
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32] + [torch.float16, torch.bfloat16] * (DEVICE == "cuda")

@@ -15,11 +15,11 @@ from transformers.models.llama import modeling_llama
 
 from hf_specdec import NoDrafter, layer_ops
 from hf_specdec.layer_ops import AnglesKind, NormKind, RotaryKind
-from hf_specdec.patching import deferred
-from hf_specdec.patching.deferred import Deferred, normed, plain, residual_stream, rotated, store_kv
+from hf_specdec.modules import deferred
+from hf_specdec.modules.deferred import Deferred, normed, plain, residual_stream, rotated, store_kv
+from hf_specdec.modules.patch import engine
 from hf_specdec.patching.layer_kernels import layer_kernels
 from hf_specdec.patching.layer_probes import Angles, Probes
-from hf_specdec.patching.patch import engine
 from hf_specdec.patching.rotary_functions import rotary_functions
 
 LLAMA = NormKind(cast_first=True)

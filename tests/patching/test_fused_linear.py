@@ -8,8 +8,8 @@ from targets import NUM_LAYERS, STATIC_FAMILIES, padded_prompts, set_policy, tin
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from hf_specdec.modules.patch import engine
 from hf_specdec.patching.fused_linear import fused_linears
-from hf_specdec.patching.patch import engine
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from torch import nn
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine import target as engine_target
 from hf_specdec.engine.hosted_target import HostedTarget
+from hf_specdec.modules.signature import Signature
 from hf_specdec.patching.fused_linear import FusedLinear
-from hf_specdec.patching.signature import Signature
 
 FAMILIES = ["llama", "qwen3-moe"]
 

@@ -18,14 +18,14 @@ from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
 from hf_specdec import NoDrafter, layer_ops, op_choice
-from hf_specdec.engine.equivalence import why_not_equivalent
+from hf_specdec.hosting.equivalence import why_not_equivalent
 from hf_specdec.layer_ops import NormKind, RotaryKind
+from hf_specdec.modules.patch import engine
+from hf_specdec.modules.signature import Signature
 from hf_specdec.patching import rotary_functions as patched_functions
 from hf_specdec.patching.layer_kernels import layer_kernels
 from hf_specdec.patching.layer_probes import GatedMlp, Norm, Probes
-from hf_specdec.patching.patch import engine
 from hf_specdec.patching.rotary_functions import rotary_functions
-from hf_specdec.patching.signature import Signature
 
 BUILT = {name: {} for name in ("gemma2", "phi3", "olmo2", "cohere", "glm4", "nemotron")}
 BUILT["gemma4_text"] = {"vocab_size_per_layer_input": 96, "global_head_dim": 16}

@@ -11,9 +11,9 @@ from oracle import RANDOM_DRAFTERS, SELDOM
 from targets import padded_prompts, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_specdec.engine.equivalence import why_not_equivalent
+from hf_specdec.hosting.equivalence import why_not_equivalent
+from hf_specdec.modules.patch import engine
 from hf_specdec.patching.linear import linear, patched_linear
-from hf_specdec.patching.patch import engine
 
 
 class WatchProducts(TorchDispatchMode):

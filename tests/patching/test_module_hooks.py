@@ -13,9 +13,9 @@ from targets import new_target, padded_prompts
 
 from hf_specdec import NoDrafter
 from hf_specdec.engine import prefix_cache
-from hf_specdec.engine.equivalence import why_not_equivalent
-from hf_specdec.patching import signature
-from hf_specdec.patching.module_hooks import without_hooks
+from hf_specdec.hosting.equivalence import why_not_equivalent
+from hf_specdec.modules import signature
+from hf_specdec.modules.module_hooks import without_hooks
 
 greedy = functools.partial(greedy, max_new_tokens=4)
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.patching import patch
+from hf_specdec.modules import patch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENGINES = ["static", "captured", "stock"]

@@ -25,10 +25,10 @@ from transformers.generation.logits_process import (
 )
 
 from hf_specdec import Drafter, DrafterConfig, ops
+from hf_specdec.cache.key_layers import attention_layers
 from hf_specdec.kernels import random_reference
 from hf_specdec.kernels.types import RandomStream
 from hf_specdec.ops import draw_draft, verify_block, verify_sampling
-from hf_specdec.patching.key_layers import attention_layers
 from hf_specdec.sampling.logits import RowTemperature
 from hf_specdec.sampling.processors import BlockProcessor
 from hf_specdec.state import Shape

@@ -30,8 +30,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ATTENTION_ENTRY, NO_SETTINGS, UNREAD_ATTRIBUTES
 from .hidden_states import modules_of
-from .linear import PLAIN_WEIGHTS, local_shard
 from .patch import is_anything_replaced, original
+from .weights import PLAIN_WEIGHTS, local_shard
 
 _T = TypeVar("_T")
 

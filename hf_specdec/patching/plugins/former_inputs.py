@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..host.caches import cache_parameter, given_cache
-from ..host.modeling import UPDATE_CONV_STATE
-from .cache import RaggedCache
-from .hidden_states import modules_of
+from ...cache.ragged_cache import RaggedCache
+from ...host.caches import cache_parameter, given_cache
+from ...host.modeling import UPDATE_CONV_STATE
+from ...modules.hidden_states import modules_of
 
 
 class _State(NamedTuple):

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..host.caches import CACHE_NAMES, given_cache
-from ..host.modeling import ROTATION
-from .cache import RaggedCache
+from ...cache.ragged_cache import RaggedCache
+from ...host.caches import CACHE_NAMES, given_cache
+from ...host.modeling import ROTATION
 
 
 class Pools(NamedTuple):

@@ -19,16 +19,16 @@ from transformers import (
     StopStringCriteria,
 )
 
-from ..engine.buckets import next_power_of_two
 from ..engine.request import fitting_tokens, why_too_long
 from ..engine.row_request import RowRequest
+from ..graphs.buckets import next_power_of_two
+from ..integration.continuous import tokens_of
+from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS, own_config
+from ..integration.validation import check_tokens
 from ..kernels.types import NO_TOP_K, SamplingSettings
+from ..modules.patch import on_host
 from ..ops import row_seeds
-from ..patching.patch import on_host
 from ..patching.support import num_positions, stated_positions
-from .continuous import tokens_of
-from .request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS, own_config
-from .validation import check_tokens
 
 # Settings of a request that are none of a generation config.
 _OWN_OPTIONS = ("seed", "stop_strings", "tokenizer", "logits_processor")

@@ -16,6 +16,10 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from ..cache.layer_kinds import LayerKinds, patches_of, plug_ins
+from ..engine.output import SpeculativeOutput
+from ..engine.request import Request
+from ..engine.rounds import propose
 from ..host.caches import (
     OUTPUT_NAME,
     GenerateDecoderOnlyOutput,
@@ -26,17 +30,13 @@ from ..host.caches import (
 )
 from ..host.generation import BaseStreamer, CandidateGenerator
 from ..kernels.types import VerificationResult
+from ..modules.hidden_states import AuxHiddenStateRecorder
+from ..modules.patch import replaced, user_code
 from ..ops import over_vocabulary
-from ..patching.hidden_states import AuxHiddenStateRecorder
-from ..patching.layer_kinds import LayerKinds, patches_of, plug_ins
-from ..patching.patch import replaced, user_code
 from ..patching.support import configured_layers, parts
 from ..state import DecodeState, Shape
 from ..stats import Counters
 from .compared_texts import why_not_separate_rows
-from .output import SpeculativeOutput
-from .request import Request
-from .rounds import propose
 from .separate_rows import join_rows, request_of_row
 
 logger = logging.getLogger(__name__)

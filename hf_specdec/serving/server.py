@@ -22,20 +22,20 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
-from .auto import AutoDrafter
-from .config import check_num_or_auto
-from .drafters import Drafter, NoDrafter
-from .errors import first_line
-from .host import serving as serving_parts
-from .host.generation import WorkloadHints
-from .host.parts import about
-from .integration.manager import SpeculativeBatchingManager
-from .integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS
-from .ops import row_seeds
-from .patching.support import num_positions, stated_positions
-from .sampling.logits import PenaltyLogitsProcessor
-from .serving.answers import StopStringQueue, join, join_streams, without_stops
-from .serving.bodies import CHAT, COMPLETION, RESPONSE, ParsedBody, RefusedRequest, read_body
+from ..auto import AutoDrafter
+from ..config import check_num_or_auto
+from ..drafters import Drafter, NoDrafter
+from ..errors import first_line
+from ..host import serving as serving_parts
+from ..host.generation import WorkloadHints
+from ..host.parts import about
+from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS
+from ..ops import row_seeds
+from ..patching.support import num_positions, stated_positions
+from ..sampling.logits import PenaltyLogitsProcessor
+from .answers import StopStringQueue, join, join_streams, without_stops
+from .bodies import CHAT, COMPLETION, RESPONSE, ParsedBody, RefusedRequest, read_body
+from .manager import SpeculativeBatchingManager
 
 # Settings of a request's generation config that are passed on in another way, or have no effect on a text.
 _NOT_COMPARED = frozenset(

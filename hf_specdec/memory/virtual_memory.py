@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from .device_policy import policy_of
+from ..device_policy import policy_of
 from .virtual_pages import driver_can, granularity_on, pages_on
 
 # Slots that a row gets at once: more cost fewer calls of the driver (50 us each on one H200, whatever the size), fewer

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ..host.caches import OUTPUT_NAME, given_cache
-from ..host.modeling import ROPE_INIT_FUNCTIONS, dynamic_rope_update
-from .hidden_states import modules_of
-from .layer_kinds import PlugIn, PositionMarker, Use, register
-from .patch import Replacements, engine, runs_engine
-from .signature import fact
+from ...cache.layer_kinds import PlugIn, PositionMarker, Use, register
+from ...host.caches import OUTPUT_NAME, given_cache
+from ...host.modeling import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from ...modules.hidden_states import modules_of
+from ...modules.patch import Replacements, engine, runs_engine
+from ...modules.signature import fact
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 LENGTH_DEPENDENT = frozenset({LONGROPE, DYNAMIC})

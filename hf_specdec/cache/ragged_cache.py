@@ -8,7 +8,7 @@ import torch
 
 from .. import ops
 from ..host.caches import Cache
-from ..virtual_memory import RowMemory
+from ..memory.virtual_memory import RowMemory
 from .layer_kinds import LayerKind, LayerKinds, LayerMemory
 from .recurrent_positions import RecurrencePositions
 from .rings import Block

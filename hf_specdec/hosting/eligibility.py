@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..cache.layer_kinds import Use, first_reason
 from ..device_policy import policy_of
-from ..engine.equivalence import why_not_batch_invariant
 from ..engine.kv_transfer import why_not_readable
 from ..engine.prompts import Prompts
 from ..engine.request import Request
 from ..host.caches import given_cache, is_of_caller
 from ..host.modeling import attention_of
+from ..modules.layer_choice import DTYPES
 from ..parallel.tensor_parallel import tensor_parallel_group
-from ..patching.layer_choice import DTYPES
-from ..patching.layer_kinds import Use, first_reason
 from ..patching.mask_rules import why_not_kept
 from ..patching.support import (
     cache_layers,
@@ -26,6 +25,7 @@ from ..patching.support import (
     why_not_known_attention,
     why_not_supported,
 )
+from .equivalence import why_not_batch_invariant
 
 # Caches that a call may ask for, of which its text does not depend: the engine has a cache of its own.
 _CACHES = frozenset({None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window"})

@@ -158,7 +158,7 @@ def compiled(function: Callable[[], Any], backend: str, same_everywhere: bool = 
     """
     compiler = torch._dynamo.lookup_backend(backend)
     if backend == "inductor":
-        from .inductor import options  # which takes a while to import
+        from .inductor import options
 
         compiler = functools.partial(compiler, config_patches=options(same_everywhere))
     optimized = torch.compile(function, backend=piecewise_backend(compiler), fullgraph=True, dynamic=False)

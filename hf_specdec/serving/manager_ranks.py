@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from ..engine.row_request import Arrived, RowRequest
 from ..host.generation import BackgroundThreadStatus
+from ..integration.locks import lock_of
 from ..parallel.rank_agreement import RankAgreement
 from ..parallel.tensor_parallel import is_first_rank
-from .locks import lock_of
 from .manager_call import ManagedCall
 from .manager_queue import RequestQueue
 from .manager_thread import STOPPED, RoundThread

@@ -10,21 +10,21 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
-from ..engine.buckets import PACKED_TOKENS, row_sizes
 from ..engine.groups import GROUP_SIZES
 from ..engine.request import Request
 from ..engine.row_request import Arrivals, Arrived, ContinuousBatching, RowRequest
+from ..graphs.buckets import PACKED_TOKENS, row_sizes
 from ..host.generation import prepared_config
+from ..integration.continuous import call_of
+from ..integration.dispatch import generate_continuously
+from ..integration.request_processors import own_config, processors_of_prompt
 from ..kernels.types import SamplingSettings
-from ..patching.module_hooks import hooks_of
-from ..patching.patch import on_host
-from ..patching.signature import Fingerprint, Signature
+from ..modules.module_hooks import hooks_of
+from ..modules.patch import on_host
+from ..modules.signature import Fingerprint, Signature
 from ..sampling.logits import RowSampling
-from .continuous import call_of
-from .dispatch import generate_continuously
 from .manager_queue import RequestQueue
 from .manager_requests import GREEDY, end_tokens
-from .request_processors import own_config, processors_of_prompt
 
 # Tokens of the prompts and of the answers that `warm_up` generates: more than a chunk of a prefill that is captured.
 _WARMUP_PROMPT, _WARMUP_ANSWER = 161, 2

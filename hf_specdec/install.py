@@ -12,12 +12,11 @@ from typing import Any
 from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from ..auto import AutoDrafter
-from ..drafters.base import Drafter
-from ..engine.cuda_graphs import on_device
-from ..engine.stock_engine import DrafterCandidateGenerator
-from ..host.caches import given_cache
-from ..host.generation import (
+from .auto import AutoDrafter
+from .drafters.base import Drafter
+from .graphs.cuda_graphs import on_device
+from .host.caches import given_cache
+from .host.generation import (
     REPLACED_METHODS,
     ContinuousBatchingManager,
     ContinuousMixin,
@@ -26,14 +25,15 @@ from ..host.generation import (
     default_settings,
     makes_dynamic_cache,
 )
-from ..patching.patch import engine
-from ..patching.signature import watch_optimizers
-from ..sampling.randomness import Randomness
-from .continuous import generate_batch
-from .dispatch import UNUSED_SETTINGS, generate_with_drafter
-from .locks import lock_of
-from .manager import SpeculativeBatchingManager
-from .validation import check_call
+from .integration.continuous import generate_batch
+from .integration.dispatch import UNUSED_SETTINGS, generate_with_drafter
+from .integration.locks import lock_of
+from .integration.validation import check_call
+from .modules.patch import engine
+from .modules.signature import watch_optimizers
+from .sampling.randomness import Randomness
+from .serving.manager import SpeculativeBatchingManager
+from .stock.stock_engine import DrafterCandidateGenerator
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 from ..drafters.base import Drafter
 from ..host.generation import GenerationOutput, prepared_config
+from ..integration.continuous import check_config, check_known, check_length
+from ..modules.patch import on_host
 from ..parallel.tensor_parallel import tensor_parallel_group
-from ..patching.patch import on_host
-from .continuous import check_config, check_known, check_length
 from .manager_call import ManagedCall
 from .manager_queue import RequestQueue
 from .manager_ranks import SplitRoundThread

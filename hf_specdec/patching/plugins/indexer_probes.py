@@ -18,15 +18,15 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from .. import ops
-from ..host.caches import cache_argument
-from ..host.modeling import LAYER_TYPES, UPDATE_INDEXER
-from .cache import RaggedCache
-from .hidden_states import modules_of
-from .indexed_layers import IndexedLayer
-from .key_layers import Keys
-from .layer_kinds import LayerKinds, Use, register
-from .patch import Replacements
+from ... import ops
+from ...cache.indexed_layers import IndexedLayer
+from ...cache.key_layers import Keys
+from ...cache.layer_kinds import LayerKinds, Use, register
+from ...cache.ragged_cache import RaggedCache
+from ...host.caches import cache_argument
+from ...host.modeling import LAYER_TYPES, UPDATE_INDEXER
+from ...modules.hidden_states import modules_of
+from ...modules.patch import Replacements
 from .pooled_indexers import Form, PooledIndexer, indexer_forward, kind_of, visible_slots
 
 # Pools of the text and of the budget. Of the text's last tokens, more than half a pool is not in a complete one.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .cache import RaggedCache
 from .layer_kinds import LayerKinds
+from .ragged_cache import RaggedCache
 
 
 class PackedCache(RaggedCache):

@@ -20,7 +20,7 @@ from ..host.caches import (
     StaticSlidingWindowLayer,
 )
 from ..host.modeling import LAYER_TYPES
-from .deferred import store_kv
+from ..modules.deferred import store_kv
 from .layer_kinds import LayerKind, LayerKinds, LayerMemory, register
 
 

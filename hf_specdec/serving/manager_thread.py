@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from ..engine.row_request import Arrived, RowRequest
 from ..errors import first_line
 from ..host.generation import BackgroundThreadStatus
-from .locks import lock_of
+from ..integration.locks import lock_of
 from .manager_call import ManagedCall
 from .manager_queue import RequestQueue
 

@@ -17,19 +17,19 @@ from transformers import (
     StopStringCriteria,
 )
 
+from ..cache.layer_kinds import first_reason
+from ..engine.prompts import Prompts
+from ..engine.request import Request
+from ..engine.transcript import DECIDED_BY_TOKENS, Transcript
 from ..host.caches import OUTPUT_NAME, GenerateDecoderOnlyOutput, given_cache
 from ..host.generation import inputs_after, prefill
-from ..patching.hidden_states import modules_of
-from ..patching.layer_kinds import first_reason
-from ..patching.module_hooks import has_hooks
-from ..patching.patch import user_code
+from ..modules.hidden_states import modules_of
+from ..modules.module_hooks import has_hooks
+from ..modules.patch import user_code
 from ..patching.support import parts
 from ..sampling.processors import processors_of_row
 from ..sampling.randomness import Randomness
 from .compared_texts import why_not_padded_rows, why_not_separate_rows
-from .prompts import Prompts
-from .request import Request
-from .transcript import DECIDED_BY_TOKENS, Transcript
 
 
 class _Ended(StoppingCriteria):

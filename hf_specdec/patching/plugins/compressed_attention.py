@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..host.caches import STORE_COMPRESSED
-from ..host.modeling import COMPRESSOR, COMPRESSOR_INDEXER, LAYER_TYPES, ROTATION
-from .cache import RaggedCache
-from .compressed_layers import CompressedLayer
-from .hidden_states import modules_of
-from .layer_kinds import LayerKind, Use, register
-from .patch import Replacements
+from ...cache.compressed_layers import CompressedLayer
+from ...cache.layer_kinds import LayerKind, Use, register
+from ...cache.ragged_cache import RaggedCache
+from ...host.caches import STORE_COMPRESSED
+from ...host.modeling import COMPRESSOR, COMPRESSOR_INDEXER, LAYER_TYPES, ROTATION
+from ...modules.hidden_states import modules_of
+from ...modules.patch import Replacements
 
 
 def _file_of(module: nn.Module) -> ModuleType:

@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import ops
+from ..engine.first_pass import kept_rope_deltas
 from ..errors import first_line
 from ..host.generation import GenerationMixin, default_settings
+from ..modules.module_hooks import without_hooks
+from ..modules.signature import keep, looked_at_once, signature_of
 from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts
-from ..patching.module_hooks import without_hooks
-from ..patching.signature import keep, looked_at_once, signature_of
 from ..patching.support import configured_layers
-from .first_pass import kept_rope_deltas
 
 # Numbers of new tokens: two rounds cover everything on a static cache; caches of the stock engine are cropped after
 # every round, which takes more.

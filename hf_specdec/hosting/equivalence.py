@@ -17,19 +17,26 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from ..cache.layer_kinds import Use, first_reason
 from ..config import DrafterConfig
 from ..drafters.base import Drafter
 from ..drafters.none import NoDrafter
+from ..engine.first_pass import bounds_steps, for_static_engine, inputs_besides_tokens
+from ..engine.kv_transfer import run_as_given
+from ..engine.prompts import read_prompts
+from ..engine.request import Request
+from ..engine.static_engine import decode
 from ..errors import first_line
+from ..graphs.buckets import useful_drafts
+from ..graphs.cuda_graphs import on_device
 from ..host.caches import OUTPUT_NAME, given_cache, is_of_caller
 from ..host.generation import GenerateOutput, assisted_decoding, mask_length
 from ..kernels.types import Proposal, VerificationResult
-from ..patching.layer_kinds import Use, first_reason
+from ..modules.module_hooks import hooks_of, without_hooks
+from ..modules.patch import engine as running_engine
+from ..modules.signature import Identity, looked_at_once, signature_of
 from ..patching.mask_rules import ordinary_prompts, why_not_kept, why_not_rules
 from ..patching.masked_attention import why_not_masked
-from ..patching.module_hooks import hooks_of, without_hooks
-from ..patching.patch import engine as running_engine
-from ..patching.signature import Identity, looked_at_once, signature_of
 from ..patching.support import (
     cache_name,
     configured_layers,
@@ -41,8 +48,7 @@ from ..patching.support import (
 )
 from ..sampling.randomness import Randomness
 from ..state import DecodeState
-from .buckets import useful_drafts
-from .compared_texts import (
+from ..stock.compared_texts import (
     EXACT_LIMIT,
     LARGEST_LIMIT,
     NUM_NEW_TOKENS,
@@ -59,14 +65,8 @@ from .compared_texts import (
     plain_texts,
     why_not_separate_rows,
 )
-from .cuda_graphs import on_device
-from .first_pass import bounds_steps, for_static_engine, inputs_besides_tokens
-from .kv_transfer import run_as_given
-from .prompts import read_prompts
-from .request import Request
-from .separate_rows import request_of_row, why_not_separate
-from .static_engine import decode
-from .stock_engine import assist
+from ..stock.separate_rows import request_of_row, why_not_separate
+from ..stock.stock_engine import assist
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ import inspect
 import torch
 from torch import nn
 
-from ..host.modeling import RELATIVE_BIASES
-from .hidden_states import modules_of
-from .layer_kinds import PlugIn, register
-from .patch import Replacements, runs_engine
+from ...cache.layer_kinds import PlugIn, register
+from ...host.modeling import RELATIVE_BIASES
+from ...modules.hidden_states import modules_of
+from ...modules.patch import Replacements, runs_engine
 
 
 def _makes_biases(module: nn.Module) -> bool:

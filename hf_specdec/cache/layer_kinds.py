@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..host.caches import Cache
-from .patch import Patch
+from ..modules.patch import Patch
 
 
 class Use(Enum):

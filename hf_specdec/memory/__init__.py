@@ -1,0 +1,1 @@
+"""Memory of rows that follows their texts: pages of a GPU behind fixed addresses."""

@@ -1,0 +1,1 @@
+"""The stock engine: drafters in transformers' own assisted generation, row by row."""
