@@ -173,8 +173,8 @@ def test_draft_models_without_the_interface_are_not_trained():
 def test_tables_of_positions():
     assert num_positions(target_of("gptj")) == num_positions(target_of("xglm")) == 256
     assert num_positions(target_of("bloom")) is None
-    assert all(kind.takes_mask for kind in cache_layers(target_of("bloom")))
-    assert not any(kind.takes_mask for kind in cache_layers(tiny_target("llama")))
+    assert cache_layers(target_of("bloom")).takes_mask
+    assert not cache_layers(tiny_target("llama")).takes_mask
 
 
 def test_slot_mask():
