@@ -95,8 +95,8 @@ def _row_dim(name: str) -> int:
 def request_of_row(request: Request, model_kwargs: dict[str, Any], row: int) -> tuple[Request, dict[str, Any]]:
     """One row of a call as a call of its own, and its inputs of the model; a call of one row as it is.
 
-    A row of a batch keeps its padding. It has no streamer. It ends where what is known of the row alone ends it, see
-    `_ends_of_row`, which is to be asked when the row begins.
+    A row of a batch keeps its padding. It has no streamer. Its criteria are those of the batch: `criteria_of_row` are
+    to be asked for when the row begins.
     """
     if request.batch == 1:
         return request, model_kwargs
@@ -107,7 +107,6 @@ def request_of_row(request: Request, model_kwargs: dict[str, Any], row: int) -> 
         request,
         prompts=Prompts(prompts.input_ids[row : row + 1], prompts.padding[row : row + 1], prompts.width),
         processors=processors_of_row(request.processors, row, request.batch),
-        criteria=_ends_of_row(request, request.batch - row),
         config=config,
         randomness=Randomness(seeds=request.seeds[row : row + 1]),
         streamer=None,
@@ -139,17 +138,19 @@ def _is_of_row(rule: StoppingCriteria, request: Request) -> bool:
     return type(rule) in ((*DECIDED_BY_TOKENS, StopStringCriteria) if waits else (MaxLengthCriteria,))
 
 
-def _ends_of_row(request: Request, remaining_rows: int) -> StoppingCriteriaList:
-    """The criteria that end the next of `remaining_rows` rows: those of tokens, stop strings, and of the time.
+def criteria_of_row(request: Request, row: int) -> StoppingCriteriaList:
+    """The criteria that end one row of a call: those of tokens, stop strings, and of the time; of one row alone all.
 
     A time limit is one of the call. What is left of it is shared equally by the rows that are left.
     """
+    if request.batch == 1:
+        return request.criteria
     rules = StoppingCriteriaList()
     now = time.time()
     for rule in request.criteria:
         if type(rule) is MaxTimeCriteria:
             left = max(rule.initial_timestamp + rule.max_time - now, 0.0)
-            rules.append(MaxTimeCriteria(left / remaining_rows, now))
+            rules.append(MaxTimeCriteria(left / (request.batch - row), now))
         elif _is_of_row(rule, request):
             rules.append(rule)
     return rules

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from ..patching.support import configured_layers, parts
 from ..state import DecodeState, Shape
 from ..stats import Counters
 from .compared_texts import why_not_separate_rows
-from .separate_rows import join_rows, request_of_row
+from .separate_rows import criteria_of_row, join_rows, request_of_row
 
 logger = logging.getLogger(__name__)
 
@@ -352,6 +353,7 @@ def assist(
     outputs, draft_probs = [], False
     for row in range(request.batch):
         own, inputs = request_of_row(request, model_kwargs, row)
+        own = replace(own, criteria=criteria_of_row(request, row))
         with torch.random.fork_rng(devices, enabled=is_seeded):
             if is_seeded:
                 torch.manual_seed(int(seeds[row]))

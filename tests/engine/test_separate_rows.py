@@ -168,7 +168,7 @@ def test_a_time_limit_is_shared_by_the_rows(pads, monkeypatch):
     text = greedy(target, inputs, drafter, **ends, stopping_criteria=limit, max_new_tokens=40)
     new, width = text[:, max(LENGTHS) :], max(LENGTHS)
     lengths = [len(row) if PAD not in row else row.index(PAD) for row in new.tolist()]
-    assert min(lengths) > 2 and max(lengths) < 16  # transformers 5.17 looks twice a round
+    assert min(lengths) > 3 and max(lengths) < 16
     for row, length in enumerate(lengths):
         assert torch.equal(new[row, :length], free[row, width : width + length])
         assert new[row, length:].eq(PAD).all()
