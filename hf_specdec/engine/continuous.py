@@ -144,14 +144,12 @@ class ContinuousRunner(Runner):
         self._expected = longest
         if self._is_in_memory and has_arrivals:
             longest = max(longest, min(stated_positions(request.model) or MOST_RESERVED, MOST_RESERVED))
-        sizes = [(num_rows, longest)]
-        while sizes[-1][0] > 1:
-            sizes.append((sizes[-1][0] // 2, longest))
+        wanted = [(num_rows, longest)]
         # Requests that arrive are refused one by one, where there is no memory for them.
         if has_arrivals and longest > self._settings.longest:
-            sizes.append((self._rows_for(len(first)), self._settings.longest))
-            while sizes[-1][0] > 1:
-                sizes.append((sizes[-1][0] // 2, self._settings.longest))
+            wanted.append((self._rows_for(len(first)), self._settings.longest))
+        # As many rows as wanted, half of them, and so on down to one.
+        sizes = [(rows >> halvings, tokens) for rows, tokens in wanted for halvings in range(rows.bit_length())]
         self._use(self._first_that_fits(sizes))
         self._note_execution()
         if self._settings.reuses_prefixes:

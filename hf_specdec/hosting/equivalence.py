@@ -392,7 +392,7 @@ def check_stock(request: Request, model_kwargs: Mapping[str, Any]) -> None:
         )
     if obstacle is None:
         rows = (request_of_row(request, model_kwargs, row) for row in range(request.batch))
-        obstacle = next(filter(None, (why_not_equivalent_with(*row, {}, "stock") for row in rows)), None)
+        obstacle = first_reason(why_not_equivalent_with(*row, {}, "stock") for row in rows)
     if obstacle is not None:
         raise ValueError(
             f"{name} cannot generate with a drafter: neither on the static engine ({request.reason}), nor in "

@@ -119,8 +119,7 @@ def fact(function: Callable[..., _T]) -> Callable[..., _T]:
 
     @functools.wraps(function)
     def known(model: PreTrainedModel, *args: Hashable) -> _T:
-        signatures, key = _thread.signatures, (function, *args)
-        facts = (Signature(model) if signatures is None else signatures[model]).facts
+        facts, key = signature_of(model).facts, (function, *args)
         return facts[key] if key in facts else keep(facts, key, function(model, *args))
 
     return known

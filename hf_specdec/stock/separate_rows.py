@@ -57,7 +57,7 @@ def why_not_separate(request: Request, model_kwargs: dict[str, Any]) -> str | No
         )
     if has_hooks(modules_of(request.model), of_engines=False):
         return "modules of the target have forward hooks, which may treat each row differently; remove them"
-    obstacle = next(filter(None, (_why_not_split(name, value, batch) for name, value in model_kwargs.items())), None)
+    obstacle = first_reason(_why_not_split(name, value, batch) for name, value in model_kwargs.items())
     if obstacle is not None:
         return obstacle
     model, longest = request.model, request.config.max_length - 1
