@@ -179,6 +179,8 @@ def test_one_call(monkeypatch, prefilled, kind):
     assert in_one_call(model, drafter, PROMPTS[::-1]) == expected("llama", PROMPTS[::-1])
     cached = [row.cached_tokens for row in drafter.stats.rows]
     assert cached[:2] == [0, 0], "the first one is the beginning of the others"
+    assert max(cached[row] for row in (3, 5, 6)) <= len(SYSTEM), "what is reused is a common beginning"
+    assert max(cached) < len(SYSTEM) + 9, "of two equal prompts, the second's last token is not reused"
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "copy", "mtp"])
