@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import (
     Cache,
-    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -25,6 +24,7 @@ from ..sampling.processors import row_temperatures
 from ..sampling.randomness import Randomness
 from .prompts import Prompts
 from .row_request import RowRequest
+from .transcript import end_tokens_of
 
 # With `draft_probs="auto"` draft tokens are sampled from the drafter's distribution from this temperature up. It is the
 # lowest at which that was measured to pay: SmolLM2 with its drafters, K = 5, one H200, 2 % more tokens a second at 0.3,
@@ -113,10 +113,7 @@ class Request:
 
         They are those of the criteria: a criterion of the user takes the place of the config's tokens.
         """
-        if self.pad_token_id is None:
-            return frozenset()
-        rules = [rule for rule in self.criteria if type(rule) is EosTokenCriteria]
-        return frozenset(token for rule in rules for token in rule.eos_token_id.flatten().tolist())
+        return frozenset() if self.pad_token_id is None else end_tokens_of(self.criteria)
 
     @cached_property
     def pad_token_id(self) -> int | None:

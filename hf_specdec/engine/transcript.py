@@ -20,6 +20,12 @@ DECIDED_BY_TOKENS = (EosTokenCriteria, MaxLengthCriteria)
 _JUDGE_ANYWHERE = (MaxTimeCriteria, StopStringCriteria)
 
 
+def end_tokens_of(criteria: StoppingCriteriaList) -> frozenset[int]:
+    """The tokens that end a row by `criteria`."""
+    rules = [rule for rule in criteria if type(rule) is EosTokenCriteria]
+    return frozenset(token for rule in rules for token in rule.eos_token_id.flatten().tolist())
+
+
 def no_distribution(text: str, step: int) -> str:
     """Why `text` has no token at `step`, from 0, of its new ones: the error of a `NO_TOKEN`."""
     return (
@@ -65,9 +71,7 @@ class Transcript:
         called = [rule for rule in criteria if type(rule) not in DECIDED_BY_TOKENS]
         self._host_criteria = StoppingCriteriaList(rule for rule in called if type(rule) in _JUDGE_ANYWHERE)
         self._criteria = StoppingCriteriaList(rule for rule in called if type(rule) not in _JUDGE_ANYWHERE)
-        self._ends = {
-            token for rule in criteria if type(rule) is EosTokenCriteria for token in rule.eos_token_id.tolist()
-        }
+        self._ends = end_tokens_of(criteria)
         lengths = [rule.max_length for rule in criteria if type(rule) is MaxLengthCriteria]
         self._max_length = min(lengths, default=self._width + max_new_tokens)
         self._pad_token = pad_token

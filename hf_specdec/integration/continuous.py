@@ -13,7 +13,6 @@ import torch
 from tqdm import tqdm
 from transformers import (
     ContinuousBatchingConfig,
-    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -25,6 +24,7 @@ from ..engine.first_pass import REPLACED_INPUTS
 from ..engine.prompts import Prompts
 from ..engine.request import Request
 from ..engine.row_request import ContinuousBatching, RowRequest
+from ..engine.transcript import end_tokens_of
 from ..host.generation import GenerationOutput, prepared_config
 from ..host.generation import stopping_criteria as make_criteria
 from ..modules.patch import on_host
@@ -174,8 +174,7 @@ def call_of(
         mask = (torch.arange(width) >= torch.tensor(padding)[:, None]).long()
         model_kwargs["attention_mask"] = mask.to(model.device)
     asked = logits_processor, prefix_allowed_tokens_fn
-    ends = {token for one in criteria if type(one) is EosTokenCriteria for token in one.eos_token_id.tolist()}
-    found = processors_of_prompt(model, config, read.input_ids[0], limit, ends, *asked)
+    found = processors_of_prompt(model, config, read.input_ids[0], limit, end_tokens_of(criteria), *asked)
     # Others are those of each request, see `ContinuousBatching.processors_of`.
     shared = LogitsProcessorList(one for one in found if are_of_all_rows([one]))
     request = request_of(
