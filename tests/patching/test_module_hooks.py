@@ -135,6 +135,7 @@ def test_what_is_known_of_a_class_does_not_depend_on_hooks(engine, monkeypatch):
 @pytest.mark.core
 def test_an_error_of_the_target_is_not_kept(monkeypatch):
     """Nor are results for every `forward` that modules ever had."""
+    monkeypatch.setattr(signature, "_facts", {})
     monkeypatch.setattr(signature, "MOST_KEPT", 8)
     target = new_target("llama", num_layers=1)
     norm = target.model.norm
