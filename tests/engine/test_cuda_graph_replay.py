@@ -1,6 +1,7 @@
 """Captured and replayed rounds and prefills generate the same; on a CPU with a stand-in for the CUDA graph."""
 
 import copy
+import gc
 import weakref
 
 import pytest
@@ -11,6 +12,8 @@ from lossless import MAX_NEW_TOKENS, PROMPTS, continuations
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_mtp
 from targets import PAD, padded_prompts, set_policy, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import SuppressTokensLogitsProcessor
+from transformers.generation import utils as generation_utils
 from varying_drafts import vary_drafts
 
 from hf_specdec.bench.synthetic import scripted_acceptance
@@ -20,6 +23,7 @@ from hf_specdec.graphs import buckets, cuda_graphs
 from hf_specdec.kernels.types import Proposal
 from hf_specdec.modules.hidden_states import modules_of
 from hf_specdec.patching import experts
+from hf_specdec.sampling import processors
 
 
 @pytest.fixture
@@ -533,6 +537,39 @@ def test_modules_are_listed_once():
     drafter.frames.append(drafter.frames[0])
     found = modules_of(target, drafter, target)
     assert len(found) == len(set(found)) and set(found) == {*target.modules(), *drafter.modules()}
+
+
+def test_tensors_of_processors_live_as_long_as_the_rounds_that_read_them(capture, monkeypatch):
+    """A graph reads the tensors of the call that captured it, and keeps none of them."""
+    kept = []
+
+    class Processor(SuppressTokensLogitsProcessor):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            kept.append(weakref.ref(self.suppress_tokens))
+
+    class Graph(Replay):
+        def __call__(self):
+            result = super().__call__()
+            graphs.append(self)
+            return result
+
+    graphs = []
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", Graph)
+    monkeypatch.setattr(generation_utils, "SuppressTokensLogitsProcessor", Processor)
+    monkeypatch.setattr(processors, "POINTWISE_PROCESSORS", processors.POINTWISE_PROCESSORS | {Processor})
+    target = tiny_target("llama")
+    drafter = NoDrafter(target)
+    target.generate(**padded_prompts([5, 3]), max_new_tokens=6, suppress_tokens=[4, 7], assistant_model=drafter)
+    assert drafter.stats.execution.startswith("captured in one graph") and graphs and kept
+    for graph in graphs:
+        graph._function = None
+    gc.collect()
+    assert [one() for one in kept if one() is not None], "replays would read freed memory"
+    sessions.sessions_of(drafter).clear()
+    graphs.clear()
+    gc.collect()
+    assert not [one() for one in kept if one() is not None]
 
 
 @pytest.mark.core
