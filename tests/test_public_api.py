@@ -46,6 +46,7 @@ ORDER = [
     "serving",
     "bench",
     "install",
+    "trl",
     "cli",
 ]
 

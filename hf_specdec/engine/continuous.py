@@ -47,12 +47,8 @@ SHARE_OF_THE_END = 1 / 4
 @torch.no_grad()
 def decode_continuously(request: Request, requests: Sequence[RowRequest], settings: ContinuousBatching) -> None:
     """Run `requests` on the static engine, with the settings of the call `request`; requirements as of
-    `static_engine.decode`.
-
-    Raises:
-        ValueError: see `check_continuous`.
+    `static_engine.decode` and `check_continuous`.
     """
-    check_continuous(request)
     now, arrivals = time.perf_counter(), settings.arrivals
     for one in requests:
         if one.error is not None:

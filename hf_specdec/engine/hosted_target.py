@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
 from types import TracebackType
+from typing import TypeVar
 
 from transformers import PreTrainedModel
 
@@ -18,6 +19,8 @@ from .capture import why_not_captured
 from .key_layout import KeyLayout
 from .sessions import Hosting, sessions_of
 from .target import HiddenStates, Target, patched_target
+
+_T = TypeVar("_T")
 
 
 class HostedTarget:
@@ -32,6 +35,7 @@ class HostedTarget:
         eager_reason: why rounds are not captured; None if they are.
         is_captured: whether they are; then sessions are kept for other calls.
         keeps_hidden_states: whether the caller gets all hidden states.
+        num_captures: how many graphs the call has captured.
         key_layout: where keys and values are in a `RowMemory`; None if there is none.
     """
 
@@ -42,6 +46,7 @@ class HostedTarget:
         self.eager_reason = why_not_captured(model, self.has_hooks, kept)
         self.is_captured = self.eager_reason is None
         self.keeps_hidden_states = "hidden_states" in kept
+        self.num_captures = 0
         self.key_layout: KeyLayout | None = None
         self._contexts, self._patches = ExitStack(), ExitStack()
         self._patched: Target | None = None
@@ -59,6 +64,11 @@ class HostedTarget:
     ) -> None:
         with self._contexts:
             self._patches.close()
+
+    def counted(self, captured: _T) -> _T:
+        """`captured`, which the call has captured; None where that could not be."""
+        self.num_captures += captured is not None
+        return captured
 
     def unpatch(self) -> None:
         """Let the target be as it was, until it is used again."""

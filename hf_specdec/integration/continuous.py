@@ -19,6 +19,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from ..drafters.attachment import Attachment
 from ..drafters.base import Drafter
 from ..engine.first_pass import REPLACED_INPUTS
 from ..engine.prompts import Prompts
@@ -65,6 +66,8 @@ def generate_batch(
     progress_bar: bool = False,
     persistent_manager: bool = False,
     warmup: bool = True,
+    on_begin: Callable[[], object] = bool,
+    attachment: Attachment | None = None,
     **kwargs: Any,
 ) -> dict[str, GenerationOutput]:
     """`ContinuousMixin.generate_batch` with a drafter.
@@ -75,6 +78,8 @@ def generate_batch(
             every prompt is prefilled whole. What else it says of memory and of CUDA graphs is transformers' own
             engine's.
         persistent_manager, warmup: buffers and CUDA graphs of a call are kept by the drafter in any case.
+        on_begin: called when the call was checked.
+        attachment: of a call that names no drafter.
         kwargs: settings of `generate()`, such as `max_new_tokens`, `num_assistant_tokens` and `seeds` (one for each
             request).
 
@@ -84,6 +89,7 @@ def generate_batch(
 
     Raises:
         ValueError: a prompt is not a list of token ids, or continuous batching does not support the call.
+        RuntimeError: a request has failed, in a call by an attachment; a trainer would take its tokens for a text.
     """
     if len(inputs) == 0:
         return {}
@@ -123,7 +129,10 @@ def generate_batch(
             processors_of=processors_of,
         )
         repeated = [prompt for prompt in prompts for _ in range(sequences)]
-        requests = generate_continuously(request, model_kwargs, repeated, run)
+        requests = generate_continuously(request, model_kwargs, repeated, run, on_begin)
+    failed = next((one for one in requests if one.error is not None), None)
+    if failed is not None and attachment is not None:
+        raise RuntimeError(f"The request of inputs[{failed.index // sequences}] failed: {failed.error}")
     results = {}
     for one in requests:
         number, child = divmod(one.index, sequences)

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from ..config import AUTO
 from ..drafters.base import Drafter
 from ..engine.auto_drafts import CANDIDATES
-from ..engine.continuous import decode_continuously
+from ..engine.continuous import check_continuous, decode_continuously
 from ..engine.first_pass import for_static_engine
 from ..engine.prompts import Prompts, read_prompts
 from ..engine.request import Request
@@ -23,9 +23,11 @@ from ..engine.row_request import ContinuousBatching, RowRequest
 from ..engine.static_engine import decode
 from ..graphs.cuda_graphs import on_device
 from ..host.caches import given_cache, is_of_caller
-from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
+from ..host.generation import BaseStreamer, GenerateOutput, assisted_decoding, make_cache, mask_length
 from ..hosting.eligibility import check_batch_invariant, empty_attentions, why_not_static
 from ..hosting.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
+from ..modules.evaluation import Evaluation
+from ..modules.locks import lock_of
 from ..modules.patch import engine as engine_context
 from ..modules.signature import looked_at_once
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, from_first_rank, tensor_parallel_group
@@ -33,7 +35,6 @@ from ..patching.support import configured_layers
 from ..sampling.processors import check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
 from ..stock.stock_engine import assist, check_request
-from .locks import lock_of
 from .validation import check_cache, check_prompts, check_same_device, check_tokens
 
 logger = logging.getLogger(__name__)
@@ -139,7 +140,6 @@ def _choose_engine(request: Request, model_kwargs: dict[str, Any], is_continuous
 
 @looked_at_once()
 def generate_with_drafter(
-    assisted_decoding: Callable,
     model: PreTrainedModel,
     drafter: Drafter,
     input_ids: torch.Tensor,
@@ -152,12 +152,13 @@ def generate_with_drafter(
     tokenizer: Any = None,
     seeds: int | Sequence[int] | torch.Tensor | None = None,
     generator: torch.Generator | None = None,
+    on_begin: Callable[[], object] = bool,
     **model_kwargs: Any,
 ) -> GenerateOutput | torch.Tensor:
     """`GenerationMixin._assisted_decoding` for a `Drafter`: check the call, choose the engine and run it.
 
     Args:
-        assisted_decoding: transformers' own, for the stock engine.
+        on_begin: called when the call was checked, before an engine runs it.
         seeds, generator: keywords of `generate()` that a call with a `Drafter` has besides, see `Randomness`.
         input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, inputs_tensor,
             tokenizer, model_kwargs: as `generate()` passes them.
@@ -183,15 +184,17 @@ def generate_with_drafter(
     attentions = _drop_empty_attentions(request, model_kwargs)
     request, engine = _choose_engine(request, model_kwargs, False)
     if engine == "stock" or request.inputs is not None:
-        _make_cache(model, generation_config, model_kwargs)
+        make_call_cache(model, generation_config, model_kwargs)
     request = _for_engine(request, engine)
     _check_engine(request, engine, None)
     if engine == "static":
         check_tokens(model, input_ids.cpu(), mask)
+        on_begin()
         output = decode(request)
     else:
         check_request(request, model_kwargs)
         check_stock(request, model_kwargs)
+        on_begin()
         output = assist(assisted_decoding, inputs_tensor, model_kwargs, request)
     check_same_tokens(model, output if isinstance(output, torch.Tensor) else output.sequences)
     if attentions is not None:
@@ -226,7 +229,11 @@ def request_of(
 
 @torch.no_grad()
 def generate_continuously(
-    request: Request, model_kwargs: dict[str, Any], prompts: Sequence[torch.Tensor], settings: ContinuousBatching
+    request: Request,
+    model_kwargs: dict[str, Any],
+    prompts: Sequence[torch.Tensor],
+    settings: ContinuousBatching,
+    on_begin: Callable[[], object] = bool,
 ) -> list[RowRequest]:
     """Check a call, and run it by continuous batching on the static engine.
 
@@ -234,6 +241,7 @@ def generate_continuously(
         request: the call, whose own prompts are a few that it is checked with.
         model_kwargs: inputs of the target for these.
         prompts: `[length]` int64 each, on the host, of the requests; none if requests arrive.
+        on_begin: called when the call was checked.
 
     Returns:
         a request for each of `prompts`.
@@ -242,7 +250,7 @@ def generate_continuously(
         ValueError: the static engine cannot run the call.
     """
     model = request.model
-    with lock_of(model), on_device(model.device), engine_context(), looked_at_once():
+    with lock_of(model), on_device(model.device), engine_context(), Evaluation(request.drafter), looked_at_once():
         _drop_empty_attentions(request, model_kwargs)
         request, engine = _choose_engine(request, model_kwargs, True)
         _check_continuous(request, engine)
@@ -253,6 +261,8 @@ def generate_continuously(
             requests = request.requests(prompts, seeds)
         for one in requests:
             one.prompt_ids, one.records_timestamps = one.prompt.tolist(), settings.records_timestamps
+        check_continuous(request)
+        on_begin()
         decode_continuously(request, requests, settings)
         check_same_tokens(model, torch.tensor([token for one in requests for token in one.tokens], dtype=torch.int64))
     return requests
@@ -286,7 +296,7 @@ def _vocabulary_of(model: PreTrainedModel) -> int:
     return size if weight is None or weight.dim() != 2 else len(weight)
 
 
-def _make_cache(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+def make_call_cache(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     """Put the cache of the call into `model_kwargs`, which `generate()` has left to be made where it is needed."""
     config._has_drafter = False
     if config._cache_arguments is not None:
