@@ -14,10 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from transformers import LogitsProcessorList
 
+from ..calls.call import Request
+from ..calls.request import ContinuousBatching, RowRequest, end, ends_of
+from ..calls.transcript import DECIDED_BY_TOKENS
 from ..device_policy import policy_of
 from ..graphs.buckets import fewer_rows, next_power_of_two, row_sizes
 from ..host.caches import OUTPUT_NAME
 from ..kernels.types import NO_TOKEN
+from ..memory.virtual_memory import allocating, slots_in_memory
 from ..modules.patch import user_code
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import stated_positions
@@ -28,19 +32,18 @@ from ..sampling.row_processors import RowsProcessor
 from ..state import DecodeState, Shape
 from .groups import Groups
 from .hosted_target import HostedTarget
-from .lease import SessionLease, first_k, shape_of
+from .lease import SessionLease, can_grow, first_k, layout_of, shape_of
 from .prefix_cache import Prefix, can_copy_rows, copy_prefixes, copy_texts, margin_of, spans_after
-from .request import Request
-from .row_memory import MOST_RESERVED, allocating, can_grow, layout_of, slots_in_memory
-from .row_request import ContinuousBatching, RowRequest, end, ends_of
 from .run import Run
 from .runner import FirstTokens, Runner
 from .session_prefill import can_pack
 from .sessions import sessions_of, settled_on_error
-from .transcript import DECIDED_BY_TOKENS
 
 # The share of all time that a smaller session at the end of a call is assumed to save.
 SHARE_OF_THE_END = 1 / 4
+# Tokens of a text for which addresses are reserved where requests arrive, if the target has positions for more; a
+# longer one moves all rows to a larger session.
+MOST_RESERVED = 65536
 
 
 @torch.inference_mode(False)  # whatever the user's: buffers and weights that are moved outlive the call
@@ -213,7 +216,7 @@ class ContinuousRunner(Runner):
             shape = shape._replace(slots=slots_in_memory(shape.slots - 1, request.model.device))
         num_drafts = first_k(request, shape)
         lease = self._lease_of(shape)
-        with allocating(shape, request.model.device), settled_on_error(lease.take()):
+        with allocating(num_rows, shape.slots, request.model.device), settled_on_error(lease.take()):
             lease.session.state.live = live = min(self._expected, shape.slots)
             if lease.lacks_round(num_drafts):
                 lease.start_compiler()
@@ -335,7 +338,7 @@ class ContinuousRunner(Runner):
         """A smaller session for the requests of `rows`, if there is memory for it."""
         lease = self._smaller_lease(len(rows))
         try:
-            with allocating(lease.shape, self.state.tokens.device):
+            with allocating(lease.shape.batch, lease.shape.slots, self.state.tokens.device):
                 self._clear(lease)
             self._commit_texts(lease, rows)
         except torch.OutOfMemoryError:

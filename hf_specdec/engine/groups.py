@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ..calls.call import Request
+from ..calls.request import RowRequest
 from ..graphs.buckets import next_power_of_two
 from ..row_buffers import upload
 from ..state import DecodeState
 from .hosted_target import HostedTarget
 from .lease import SessionLease, shape_of
 from .prefix_cache import Prefix, copy_prefixes, copy_texts, spans_after
-from .request import Request
-from .row_request import RowRequest
 from .sessions import settled_on_error
 
 # Sizes of groups that are prefilled by graphs, padded: a group has the next larger size. Few sizes share buffers.

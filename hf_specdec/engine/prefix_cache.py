@@ -12,14 +12,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..cache.layer_kinds import Use
+from ..calls.call import Request
+from ..calls.prompts import PromptSpan
+from ..calls.request import RowRequest
 from ..drafters.base import Drafter
 from ..patching.support import why_not_used
 from ..row_buffers import upload
 from ..state import DecodeState
 from .hosted_target import HostedTarget
-from .packed_prompts import PromptSpan
-from .request import Request
-from .row_request import RowRequest
 
 # Tokens of a block. Beginnings that are shorter are not found: copying one takes about as long as prefilling it.
 BLOCK = 32

@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
+from ..calls.call import Request, no_positions
+from ..calls.request import Arrivals, ContinuousBatching, RowRequest, end
+from ..calls.transcript import Transcript, no_distribution
 from ..device_policy import policy_of
 from ..graphs.cuda_graphs import RoundClock
 from ..kernels.types import NO_TOKEN
 from ..modules.patch import user_code
 from ..stats import Counters, SpeculationStats
 from .prefix_cache import Plan, Prefix, RowPrefixes
-from .request import Request, no_positions
 from .rounds import RoundReport
-from .row_request import Arrivals, ContinuousBatching, RowRequest, end
 from .runner import Runner
-from .transcript import Transcript, no_distribution
 
 # Tokens that a request has memory for when it is admitted, besides those of its text.
 TOKENS_AHEAD = 64

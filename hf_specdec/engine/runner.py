@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ..calls.call import Request
+from ..calls.request import RowRequest
 from ..memory.virtual_memory import RowMemory, available_bytes
 from ..row_buffers import set_rows, upload
 from ..sampling.processors import BlockProcessor
@@ -15,9 +17,7 @@ from .auto_drafts import Acceptance, Drafts
 from .hosted_target import HostedTarget
 from .lease import SessionLease, first_k
 from .prefix_cache import Prefix
-from .request import Request
 from .rounds import RoundReport, commit_first_token
-from .row_request import RowRequest
 from .sessions import Session, sessions_of
 
 # First tokens, with the scores and logits that a round would have kept.

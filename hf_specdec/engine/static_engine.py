@@ -12,6 +12,13 @@ from dataclasses import replace
 
 import torch
 
+from ..calls.call import Request
+from ..calls.first_pass import FirstPass
+from ..calls.kv_transfer import DeferredCache, FinishedCall, holds_all_keys, read_cache
+from ..calls.output import SpeculativeOutput
+from ..calls.prompts import Prompts, PromptSpan
+from ..calls.request import ContinuousBatching, RowRequest, ends_of
+from ..calls.transcript import Transcript
 from ..graphs.buckets import next_power_of_two
 from ..host.caches import OUTPUT_NAME
 from ..modules.patch import user_code
@@ -19,24 +26,15 @@ from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from . import prefix_cache
-from .first_pass import FirstPass
 from .groups import Groups
 from .hosted_target import HostedTarget
-from .kv_transfer import DeferredCache, FinishedCall, holds_all_keys, read_cache
-from .last_states import positions_of_states, replay_states, run_to_ends
 from .lease import SessionLease, first_k, shape_of
-from .output import SpeculativeOutput
-from .packed_prompts import PromptSpan
-from .prefill import prefill_drafter
+from .prefill import prefill_drafter, run_to_ends
 from .prefix_cache import Prefix, can_copy_rows, copy_prefixes, depends_on_tokens_only, margin_of
-from .prompts import Prompts
-from .request import Request
-from .row_request import ContinuousBatching, RowRequest, ends_of
 from .run import Run
 from .runner import FirstTokens, Runner
 from .session_prefill import can_pack
 from .sessions import sessions_of, settled_on_error
-from .transcript import Transcript
 
 # Of the tokens in a cache of the user, whose hidden states a drafter lacks, the target runs as many again as these
 # times the new tokens that the call may generate, at most the second.
@@ -269,9 +267,9 @@ class Lockstep(Runner):
         state, request, prompts, sequences = self.state, self._request, self._request.prompts, self._sequences
         most = prompts.hidden + sequences.shape[1] - 1
         ends = prompts.ends(most)
-        if columns == most and replay_states(state.cache, ends):
+        if columns == most and state.cache.replay(ends):
             return most
-        bases = positions_of_states(state.cache, len(ends))
+        bases = state.cache.state_positions(len(ends))
         if any(base > end for base, end in zip(bases, ends, strict=True)):
             # States have tokens in them that the text does not have: they are made anew from where the call began.
             if request.inputs is not None:

@@ -8,10 +8,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache.layer_kinds import Use, first_reason
+from ..calls.call import Request
+from ..calls.kv_transfer import why_not_readable
+from ..calls.prompts import Prompts
 from ..device_policy import policy_of
-from ..engine.kv_transfer import why_not_readable
-from ..engine.prompts import Prompts
-from ..engine.request import Request
 from ..host.caches import given_cache, is_of_caller
 from ..host.modeling import attention_of
 from ..modules.layer_choice import DTYPES

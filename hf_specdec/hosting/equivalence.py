@@ -18,13 +18,13 @@ import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..cache.layer_kinds import Use, first_reason
+from ..calls.call import Request
+from ..calls.first_pass import bounds_steps, for_static_engine, inputs_besides_tokens
+from ..calls.kv_transfer import run_as_given
+from ..calls.prompts import read_prompts
 from ..config import DrafterConfig
 from ..drafters.base import Drafter
 from ..drafters.none import NoDrafter
-from ..engine.first_pass import bounds_steps, for_static_engine, inputs_besides_tokens
-from ..engine.kv_transfer import run_as_given
-from ..engine.prompts import read_prompts
-from ..engine.request import Request
 from ..engine.static_engine import decode
 from ..errors import first_line
 from ..graphs.buckets import useful_drafts

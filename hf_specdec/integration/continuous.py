@@ -19,12 +19,12 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from ..calls.call import Request
+from ..calls.first_pass import REPLACED_INPUTS
+from ..calls.prompts import Prompts
+from ..calls.request import ContinuousBatching, RowRequest
+from ..calls.transcript import end_tokens_of
 from ..drafters.base import Drafter
-from ..engine.first_pass import REPLACED_INPUTS
-from ..engine.prompts import Prompts
-from ..engine.request import Request
-from ..engine.row_request import ContinuousBatching, RowRequest
-from ..engine.transcript import end_tokens_of
 from ..host.generation import GenerationOutput, prepared_config
 from ..host.generation import stopping_criteria as make_criteria
 from ..modules.patch import on_host

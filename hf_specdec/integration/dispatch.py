@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from ..calls.call import Request
+from ..calls.first_pass import for_static_engine
+from ..calls.prompts import Prompts, read_prompts
+from ..calls.request import ContinuousBatching, RowRequest
 from ..config import AUTO
 from ..drafters.base import Drafter
 from ..engine.auto_drafts import CANDIDATES
 from ..engine.continuous import decode_continuously
-from ..engine.first_pass import for_static_engine
-from ..engine.prompts import Prompts, read_prompts
-from ..engine.request import Request
-from ..engine.row_request import ContinuousBatching, RowRequest
 from ..engine.static_engine import decode
 from ..graphs.cuda_graphs import on_device
 from ..host.caches import given_cache, is_of_caller

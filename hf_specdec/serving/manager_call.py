@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from ..calls.call import Request
+from ..calls.request import Arrivals, Arrived, ContinuousBatching, RowRequest
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..engine.groups import GROUP_SIZES
-from ..engine.request import Request
-from ..engine.row_request import Arrivals, Arrived, ContinuousBatching, RowRequest
 from ..graphs.buckets import PACKED_TOKENS, row_sizes
 from ..host.generation import prepared_config
 from ..integration.continuous import call_of

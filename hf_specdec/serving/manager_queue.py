@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import ContinuousBatchingConfig
 
-from ..engine.row_request import RowRequest
+from ..calls.request import RowRequest
 from .manager_metrics import ManagerMetrics
 from .manager_results import Results
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..engine.row_request import Arrived, RowRequest
+from ..calls.request import Arrived, RowRequest
 from ..host.generation import BackgroundThreadStatus
 from ..integration.locks import lock_of
 from ..parallel.rank_agreement import RankAgreement

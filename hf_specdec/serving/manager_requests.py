@@ -19,8 +19,8 @@ from transformers import (
     StopStringCriteria,
 )
 
-from ..engine.request import fitting_tokens, why_too_long
-from ..engine.row_request import RowRequest
+from ..calls.call import fitting_tokens, why_too_long
+from ..calls.request import RowRequest
 from ..graphs.buckets import next_power_of_two
 from ..integration.continuous import tokens_of
 from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS, own_config

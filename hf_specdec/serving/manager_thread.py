@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..engine.row_request import Arrived, RowRequest
+from ..calls.request import Arrived, RowRequest
 from ..errors import first_line
 from ..host.generation import BackgroundThreadStatus
 from ..integration.locks import lock_of

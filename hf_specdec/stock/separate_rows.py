@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from ..cache.layer_kinds import first_reason
-from ..engine.prompts import Prompts
-from ..engine.request import Request
-from ..engine.transcript import DECIDED_BY_TOKENS, Transcript
+from ..calls.call import Request
+from ..calls.prompts import Prompts
+from ..calls.transcript import DECIDED_BY_TOKENS, Transcript
 from ..host.caches import OUTPUT_NAME, GenerateDecoderOnlyOutput, given_cache
 from ..host.generation import inputs_after, prefill
 from ..modules.hidden_states import modules_of

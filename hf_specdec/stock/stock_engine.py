@@ -18,8 +18,8 @@ import torch
 from transformers import Cache, DynamicCache, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..cache.layer_kinds import LayerKinds, patches_of, plug_ins
-from ..engine.output import SpeculativeOutput
-from ..engine.request import Request
+from ..calls.call import Request
+from ..calls.output import SpeculativeOutput
 from ..engine.rounds import propose
 from ..host.caches import (
     OUTPUT_NAME,

@@ -29,9 +29,9 @@ from transformers.generation.logits_process import TopKLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import NoDrafter
+from hf_specdec.calls.request import ContinuousBatching, RowRequest
 from hf_specdec.engine import groups, run
 from hf_specdec.engine.continuous import ContinuousRunner
-from hf_specdec.engine.row_request import ContinuousBatching, RowRequest
 from hf_specdec.engine.runner import Runner
 from hf_specdec.graphs import buckets
 from hf_specdec.integration import continuous as bulk

@@ -25,10 +25,11 @@ from torch._inductor.utils import run_and_get_code
 from transformers import ContinuousBatchingConfig
 
 from hf_specdec import NoDrafter, ops
-from hf_specdec.engine import key_layout, lease, row_memory
-from hf_specdec.engine.row_request import Arrived, ContinuousBatching, RowRequest
+from hf_specdec.calls.request import Arrived, ContinuousBatching, RowRequest
+from hf_specdec.engine import lease
 from hf_specdec.engine.run import Run, _Launched
 from hf_specdec.engine.runner import Runner
+from hf_specdec.graphs import buckets
 from hf_specdec.graphs.cuda_graphs import Fence
 from hf_specdec.host.generation import prepared_config
 from hf_specdec.integration.continuous import call_of
@@ -175,11 +176,11 @@ def test_a_row_that_is_refused_half_way_has_what_it_had(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_every_family_are_in_memory(monkeypatch, kind):
     """The keys of target and drafter, of all of their caches."""
-    found, place = [], row_memory.place_in_memory
+    found, place = [], lease.place_in_memory
 
     def noted(state, *args):
         place(state, *args)
-        found.append([layer.keys for cache in key_layout.caches_of(state) for layer in cache.layers])
+        found.append([layer.keys for cache in state.caches for layer in cache.layers])
 
     monkeypatch.setattr("hf_specdec.engine.lease.place_in_memory", noted)
     prompts = prompts_of((5, 9, 1))
@@ -258,9 +259,9 @@ def test_keys_that_are_read_by_more_than_attention_are_in_no_row_memory(monkeypa
 
 def test_where_keys_are_is_looked_up_once(monkeypatch):
     """As long as target and drafter are the same: weights of another dtype make other keys."""
-    target, layouts, find_layout = copy.deepcopy(tiny_target("llama")), [], row_memory.find_layout
+    target, layouts, find_layout = copy.deepcopy(tiny_target("llama")), [], lease.find_layout
     drafter = NoDrafter(target)
-    monkeypatch.setattr(row_memory, "find_layout", lambda *args: layouts.append(find_layout(*args)) or layouts[-1])
+    monkeypatch.setattr(lease, "find_layout", lambda *args: layouts.append(find_layout(*args)) or layouts[-1])
     for dtype, calls in ((torch.float32, 2), (torch.bfloat16, 2)):
         target.to(dtype)
         for _ in range(calls):
@@ -344,8 +345,8 @@ def test_sampled_requests_with_seeds_do_not_depend_on_memory(monkeypatch, rooms,
 def test_captured_rounds_of_longer_texts(monkeypatch):
     """A round is captured again for longer texts, and for shorter ones the longer one runs if there is no other."""
     replay_on_cpu(monkeypatch)
-    monkeypatch.setattr(row_memory, "FEWEST_SPAN", 16)
-    monkeypatch.setattr(row_memory, "SPAN_STEP", 4)
+    monkeypatch.setattr(buckets, "FEWEST_SPAN", 16)
+    monkeypatch.setattr(buckets, "SPAN_STEP", 4)
     drafter = RANDOM_DRAFTERS["eagle3"](tiny_target("llama")).configure(3, compile_rounds=False)
     for lengths, spans in (((5, 2), {64}), ((5, 100, 2), {64, 256}), ((5, 2), {64, 256})):
         prompts = prompts_of(lengths)

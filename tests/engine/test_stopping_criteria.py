@@ -12,8 +12,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCrite
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 from word_tokenizer import word_tokenizer
 
-from hf_specdec.engine.row_request import RowRequest
-from hf_specdec.engine.transcript import Transcript
+from hf_specdec.calls.request import RowRequest
+from hf_specdec.calls.transcript import Transcript
 
 
 class Copies(TorchFunctionMode):

@@ -17,9 +17,8 @@ from ..cache.ragged_cache import RaggedCache
 from ..host.caches import CacheLayerMixin
 from ..host.generation import ModelOutput, keeps_logits, prefill
 from ..patching.support import cache_name, parts
-from .last_states import replay_states
+from .call import Request
 from .prompts import Prompts
-from .request import Request
 
 
 def why_not_readable(cache: Cache, kinds: LayerKinds) -> str | None:
@@ -146,7 +145,7 @@ class FinishedCall:
         ragged, ends = self.ragged, self.prompts.ends(self.columns)
         if not ragged.can_be_copied:
             return
-        if ragged.recurrence is not None and not (self.columns == self._most and replay_states(ragged, ends)):
+        if ragged.recurrence is not None and not (self.columns == self._most and ragged.replay(ends)):
             return
         with _unchanged_on_error(cache):
             if ragged.kinds.stores_keys:

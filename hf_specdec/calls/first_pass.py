@@ -32,10 +32,10 @@ from ..modules.signature import fact
 from ..patching.mask_rules import ordinary_prompts
 from ..patching.support import cache_layers, cache_name, configured_layers
 from ..state import DecodeState
+from .call import Request
 from .kv_transfer import read_cache, run_as_given, stores_keys
+from .output import HiddenStates
 from .prompts import Prompts
-from .request import Request
-from .target import HiddenStates
 
 # Model inputs that engines replace by their own.
 REPLACED_INPUTS = frozenset(

@@ -23,7 +23,7 @@ from ..patching.support import num_positions
 from ..sampling.processors import row_temperatures
 from ..sampling.randomness import Randomness
 from .prompts import Prompts
-from .row_request import RowRequest
+from .request import RowRequest
 from .transcript import end_tokens_of
 
 # With `draft_probs="auto"` draft tokens are sampled from the drafter's distribution from this temperature up. It is the
@@ -46,7 +46,7 @@ class Request:
         reason: why this engine runs, for the statistics.
         position_offsets: for each row position ids minus positions after the prompt, on the static engine; None for 0.
         inputs: of the target as prepared by `generate()`, where the target itself runs the prompts, see
-            `engine.first_pass`; None where the static engine does.
+            `calls.first_pass`; None where the static engine does.
     """
 
     model: PreTrainedModel
