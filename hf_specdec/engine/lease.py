@@ -10,7 +10,7 @@ import torch
 from .. import ops
 from ..cache.key_layout import KeyLayout
 from ..cache.layer_kinds import Use
-from ..calls.call import Request
+from ..calls.call import Call
 from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
 from ..graphs.buckets import next_power_of_two, slots_for, span_for, useful_drafts
@@ -30,33 +30,33 @@ from .session_prefill import SessionPrefill
 from .sessions import Session, SessionKey, sessions_of
 
 
-def shape_of(request: Request, batch: int, longest: int, is_captured: bool) -> Shape:
-    """The shape of buffers for `request`.
+def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
+    """The shape of buffers for `call`.
 
     Args:
         longest: most tokens of a row.
         is_captured: whether the buffers are kept for other calls, and therefore of a few sizes only.
     """
-    slots, positions = slots_for(longest, is_captured), stated_positions(request.model)
-    if positions is not None and not uses_attention_interface(request.model):
+    slots, positions = slots_for(longest, is_captured), stated_positions(call.model)
+    if positions is not None and not uses_attention_interface(call.model):
         # Attention of its own may have tables of as many keys; it is given all slots but the dummy slot.
         slots = min(slots, max(longest, positions) + 1)
     return Shape(
         batch=batch,
         slots=slots,
-        num_draft_tokens=useful_drafts(request.num_draft_tokens, request.max_new_tokens, is_captured),
-        is_sampling=request.temperature is not None,
-        draft_probs=request.draft_probs,
-        num_ends=next_power_of_two(max(len(request.ends), 8)),
-        verification=request.drafter.verification,
+        num_draft_tokens=useful_drafts(call.num_draft_tokens, call.max_new_tokens, is_captured),
+        is_sampling=call.temperature is not None,
+        draft_probs=call.draft_probs,
+        num_ends=next_power_of_two(max(len(call.ends), 8)),
+        verification=call.drafter.verification,
     )
 
 
-def first_k(request: Request, shape: Shape) -> int:
-    """K of the first rounds of `request`."""
-    if not request.is_auto:
+def first_k(call: Call, shape: Shape) -> int:
+    """K of the first rounds of `call`."""
+    if not call.is_auto:
         return shape.num_draft_tokens
-    return first_drafts(min(request.drafter.num_own_draft_tokens, shape.num_draft_tokens), shape.batch)
+    return first_drafts(min(call.drafter.num_own_draft_tokens, shape.num_draft_tokens), shape.batch)
 
 
 def can_grow(target: HostedTarget) -> bool:
@@ -128,14 +128,14 @@ class SessionLease:
 
     def __init__(
         self,
-        request: Request,
+        call: Call,
         target: HostedTarget,
         shape: Shape,
         process: BlockProcessor | None = None,
         is_continuous: bool = False,
         grows: bool = False,
     ):
-        self._request, self._target, self._process = request, target, process
+        self._call, self._target, self._process = call, target, process
         self.shape, self._grows, self._is_continuous = shape, grows, is_continuous
         self._pool = sessions_of(target.drafter)
         self.session: Session | None = None
@@ -161,7 +161,7 @@ class SessionLease:
             session = Session(state)
         session.acquire()
         self.session = session
-        chunk_size = self._request.config.prefill_chunk_size
+        chunk_size = self._call.config.prefill_chunk_size
         self.prefill = SessionPrefill(session, target, chunk_size, self._is_continuous)
         return session
 
@@ -210,12 +210,12 @@ class SessionLease:
             acceptance: of the drafts of the call.
             first: K of the first rounds; None for what the drafter is made for.
         """
-        request, most, times = self._request, self.shape.num_draft_tokens, self.session.round_times
-        if not request.is_auto:
+        call, most, times = self._call, self.shape.num_draft_tokens, self.session.round_times
+        if not call.is_auto:
             return FixedDrafts(most, times)
-        first = first_k(request, self.shape) if first is None else first
+        first = first_k(call, self.shape) if first is None else first
         drafts = AutoDrafts(most, first, acceptance, times, self._price)
-        return drafts if tensor_parallel_group(request.model) is None else SharedClock(drafts, request.model)
+        return drafts if tensor_parallel_group(call.model) is None else SharedClock(drafts, call.model)
 
     def _price(self, num_drafts: int) -> float:
         """Milliseconds that it takes to capture such rounds, the same on all processes; 0 where they are."""

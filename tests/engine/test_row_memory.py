@@ -25,7 +25,7 @@ from torch._inductor.utils import run_and_get_code
 from transformers import ContinuousBatchingConfig
 
 from hf_specdec import NoDrafter, ops
-from hf_specdec.calls.request import Arrived, ContinuousBatching, RowRequest
+from hf_specdec.calls.request import Arrived, ContinuousBatching, Request
 from hf_specdec.engine import lease
 from hf_specdec.engine.run import Run, _Launched
 from hf_specdec.engine.runner import Runner
@@ -205,7 +205,7 @@ def test_any_memory(data):
     prompts = [BEGINNING[:begin] + one[: 70 - begin] for begin, one in zip(begins, prompts_of(lengths), strict=True)]
     kind = data.draw(st.sampled_from(["noisy-copy", "none", "eagle3", "mtp"]))
     cancelled = data.draw(st.sets(st.integers(0, count - 1), max_size=2))
-    requests = [RowRequest(0, torch.tensor(one), NEW, ends=frozenset(END), prompt_ids=one) for one in prompts]
+    requests = [Request(0, torch.tensor(one), NEW, ends=frozenset(END), prompt_ids=one) for one in prompts]
     script = deque()
     left = list(range(count))
     while left:
@@ -422,7 +422,7 @@ def test_equal_prompts_take_rows_that_share_memory():
         def prefill(self, prefixes, requests, running):
             entered.extend(requests)
 
-    requests = [RowRequest(index, torch.tensor([5, 6, 7]), 4, prompt_ids=[5, 6, 7]) for index in range(2)]
+    requests = [Request(index, torch.tensor([5, 6, 7]), 4, prompt_ids=[5, 6, 7]) for index in range(2)]
     rows = Run(Place(2, 1024), requests, Counters(2, 1), ContinuousBatching())
     rows.admit()
     assert [one.index for one in entered] == [0, 1] and not any(one.is_over for one in requests)
@@ -442,7 +442,7 @@ def test_ten_thousand_requests_lose_nothing(monkeypatch):
     for _ in range(10_000):
         begin = chance.choice(beginnings)[: chance.randrange(201)] if chance.random() < 0.5 else []
         prompt = begin + [chance.randrange(50) for _ in range(1 + int(chance.expovariate(0.03)))]
-        one = RowRequest(0, torch.tensor(prompt[:500]), chance.randrange(1, 120), prompt_ids=prompt[:500])
+        one = Request(0, torch.tensor(prompt[:500]), chance.randrange(1, 120), prompt_ids=prompt[:500])
         requests.append(one)
         arriving.append(one)
 

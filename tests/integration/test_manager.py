@@ -26,7 +26,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from word_tokenizer import word_tokenizer
 
 from hf_specdec import NoDrafter
-from hf_specdec.calls.request import RowRequest
+from hf_specdec.calls.request import Request
 from hf_specdec.engine import continuous, session_prefill
 from hf_specdec.engine.continuous import ContinuousRunner
 from hf_specdec.engine.lease import SessionLease
@@ -302,9 +302,9 @@ def test_many_results_are_found_at_once(running):
 
 
 def test_a_queue_is_counted_when_it_may_be_full(running, monkeypatch):
-    started, asked = RowRequest.has_started.fget, []
+    started, asked = Request.has_started.fget, []
     noting = property(lambda self: asked.append(self) or started(self))
-    monkeypatch.setattr(RowRequest, "has_started", noting)
+    monkeypatch.setattr(Request, "has_started", noting)
     monkeypatch.setattr(manager_thread, "SECONDS_TO_WAIT", 0.0)
     target = tiny_target("llama")
     manager = running(target, NoDrafter(target), config={"max_queue_size": 40})
@@ -721,8 +721,8 @@ def test_stop_strings_are_looked_for_where_they_may_end(monkeypatch):
 
 
 def test_stop_strings_of_a_request(running, monkeypatch):
-    text, texts = RowRequest.text.fget, []
-    monkeypatch.setattr(RowRequest, "text", property(lambda self: texts.append(self) or text(self)))
+    text, texts = Request.text.fget, []
+    monkeypatch.setattr(Request, "text", property(lambda self: texts.append(self) or text(self)))
     target, tokenizer = tiny_target("llama"), word_tokenizer()
     manager = running(target, copy_of(target, noise=0.01))
     whole = alone(0, new=40, end=())
