@@ -28,7 +28,6 @@ from .kernels.random_reference import exponential, exponential_sample, row_seeds
 from .kernels.types import DraftInputs, RecurrenceRing, VerificationResult
 from .op_choice import (
     batch_invariant,
-    choose,
     has_kernels,
     is_batch_invariant,
     is_for_triton,
@@ -36,6 +35,7 @@ from .op_choice import (
     note_attended,
     references,
     register_op,
+    without_dispatch_modes,
 )
 
 __all__ = [
@@ -313,4 +313,7 @@ def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """See `kernels.linear_reference.linear`; a Triton kernel on GPUs, where `has_fast_linear` says so."""
-    return choose(_linear, linear_reference.linear, inputs)(inputs, weight, bias)
+    if is_for_triton(inputs):
+        return _linear(inputs, weight, bias)
+    with without_dispatch_modes():
+        return linear_reference.linear(inputs, weight, bias)

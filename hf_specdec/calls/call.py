@@ -24,7 +24,7 @@ from ..sampling.processors import row_temperatures
 from ..sampling.randomness import Randomness
 from .prompts import Prompts
 from .request import Request
-from .transcript import end_tokens_of
+from .transcript import Transcript, end_tokens_of
 
 # With `draft_probs="auto"` draft tokens are sampled from the drafter's distribution from this temperature up. It is the
 # lowest at which that was measured to pay: SmolLM2 with its drafters, K = 5, one H200, 2 % more tokens a second at 0.3,
@@ -137,6 +137,18 @@ class Call:
                 one.error = why_too_long(self.model, len(prompt), count)
             found.append(one)
         return found
+
+    def transcript(self, criteria: StoppingCriteriaList | None = None) -> Transcript:
+        """A transcript of the call, whose rows end by `criteria`, or by those of the call."""
+        return Transcript(
+            self.prompts.input_ids,
+            self.criteria if criteria is None else criteria,
+            self.pad_token_id,
+            self.max_new_tokens,
+            self.streamer,
+            keep_scores=self.keeps("scores"),
+            keep_logits=self.keeps("logits"),
+        )
 
     @cached_property
     def kept(self) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -181,15 +181,9 @@ class Arrived(NamedTuple):
     must_restart: bool = False
 
 
-class Arrivals(Protocol):
-    """Requests that arrive while rounds run."""
-
-    def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
-        """What has arrived; called before every round.
-
-        It may wait, for long only if `is_idle`: no round is due. Before that it calls `leave_target`, so that others
-        find the target as it was.
-        """
+# Says what has arrived; called before every round with `is_idle` and `leave_target`. It may wait, for long only if
+# `is_idle`: no round is due. Before that it calls `leave_target`, so that others find the target as it was.
+Arrivals = Callable[[bool, Callable[[], None]], Arrived]
 
 
 @dataclass(frozen=True)

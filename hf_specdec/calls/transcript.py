@@ -101,16 +101,8 @@ class Transcript:
         """`[B, P + steps]` int64: prompts and finalised tokens."""
         return self._sequences[:, : self._width + self.steps].to(self._device)
 
-    @property
-    def scores(self) -> tuple[torch.Tensor, ...] | None:
-        """One `[B, V]` a finalised step, if kept; zeros for rows that had finished."""
-        return self._record("scores")
-
-    @property
-    def logits(self) -> tuple[torch.Tensor, ...] | None:
-        return self._record("logits")
-
-    def _record(self, name: str) -> tuple[torch.Tensor, ...] | None:
+    def record(self, name: str) -> tuple[torch.Tensor, ...] | None:
+        """`"scores"` or `"logits"`, if kept: one `[B, V]` a finalised step, zeros for rows that had finished."""
         return tuple(self._finalised[name]) if name in self._finalised else None
 
     def columns_run(self, prompts: Prompts) -> int:
@@ -184,6 +176,6 @@ class Transcript:
             if self._host_criteria:
                 stops.append(self._host_criteria(self._sequences[:, :end], None))
             if self._criteria:
-                stops.append(self._criteria(self._shown[:, :end], self.scores))
+                stops.append(self._criteria(self._shown[:, :end], self.record("scores")))
         # Criteria may return `[B, 1]`.
         return [result.reshape(len(self._rows), -1).any(dim=1).tolist() for result in stops]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
-from types import TracebackType
 
 from transformers import PreTrainedModel
 
@@ -21,7 +20,7 @@ from .sessions import Hosting, sessions_of
 from .target import Target, patched_target
 
 
-class HostedTarget:
+class HostedTarget(ExitStack):
     """The target of a call, patched from the first use on: a call that only replays graphs leaves its modules alone.
 
     A context, outside of which it is not patched.
@@ -37,6 +36,7 @@ class HostedTarget:
     """
 
     def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):
+        super().__init__()
         self.model, self.drafter = model, drafter
         self._signatures = signature_of(model), signature_of(drafter)
         self.has_hooks = has_hooks(chain.from_iterable(one.hooked for one in self._signatures))
@@ -44,22 +44,17 @@ class HostedTarget:
         self.is_captured = self.eager_reason is None
         self.keeps_hidden_states = "hidden_states" in kept
         self.key_layout: KeyLayout | None = None
-        self._contexts, self._patches = ExitStack(), ExitStack()
+        self._patches = ExitStack()
         self._patched: Target | None = None
         self._hosting: Hosting | None = None
 
     def __enter__(self) -> HostedTarget:
         if self.drafter.batch_invariant:
             # Also for what runs outside of the target's passes, and where these are replayed: the first tokens.
-            self._contexts.enter_context(engine())
-            self._contexts.enter_context(batch_invariant())
+            self.enter_context(engine())
+            self.enter_context(batch_invariant())
+        self.callback(self._patches.close)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._contexts:
-            self._patches.close()
 
     def unpatch(self) -> None:
         """Let the target be as it was, until it is used again."""

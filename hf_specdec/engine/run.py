@@ -266,7 +266,7 @@ class Run:
         """Take what has arrived; wait for it if there is nothing to do. Returns whether it has waited."""
         has_waited = False
         while True:
-            arrived = arrivals.next(self._is_empty and not self._waiting, self._runner.leave_target)
+            arrived = arrivals(self._is_empty and not self._waiting, self._runner.leave_target)
             self._is_open, has_waited = arrived.is_open, has_waited or arrived.has_waited
             if arrived.must_restart:
                 self._leave_all()

@@ -151,7 +151,7 @@ class _Script:
         self._groups = deque(groups)
         self._is_first = True
 
-    def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
+    def __call__(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
         if not (is_idle or self._is_first):
             return Arrived()
         self._is_first = False

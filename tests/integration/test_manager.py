@@ -575,7 +575,7 @@ def test_rows_and_slots_grow_with_the_requests(running, monkeypatch, grows):
     monkeypatch.setattr(
         ContinuousRunner,
         "_open",
-        lambda self, rows, longest: made.append((rows, longest)) or opened(self, rows, longest),
+        lambda self, rows, longest, kept: made.append((rows, longest)) or opened(self, rows, longest, kept),
     )
     target = tiny_target("llama")
     manager = running(target, copy_of(target, noise=0.01), rows=16)
