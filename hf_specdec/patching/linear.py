@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from .. import ops
+from .. import layer_ops, ops
 from ..device_policy import DEFAULT_POLICY, DEVICE_POLICIES, policy_of
 from ..modules.hidden_states import modules_of
 from ..modules.patch import Replacements, this_thread
@@ -41,7 +41,7 @@ def linear(
         module: whose `forward` this is, with its weights; outside of an engine's passes it computes as it always does.
     """
     if module is not None:
-        if this_thread.engine is None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and this_thread.engine is None:
             return nn.Linear.forward(module, inputs)
         weight, bias = module.weight, module.bias
     rows = inputs.numel() // inputs.shape[-1]
@@ -58,10 +58,21 @@ def linear(
     return out.reshape(*inputs.shape[:-1], out.shape[-1])
 
 
-def _is_unchanged(module: nn.Linear) -> bool:
-    """Whether `module` has no `forward` attribute but one that another call's `patched_linear` has set."""
-    forward = vars(module).get("forward")
-    return forward is None or getattr(forward, "func", None) is linear
+def gated_linear(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """`activation(gate) * up` of `[..., in]`, with gate and up the halves of what `linear` gives, `[..., N]`."""
+    flat = inputs.reshape(-1, inputs.shape[-1])
+    policy = DEVICE_POLICIES.get(inputs.device.type, DEFAULT_POLICY)
+    if policy.few_row_linear and ops.has_gated_linear(flat, weight):
+        out = ops.gated_linear(flat, weight, bias, activation)
+        return out.reshape(*inputs.shape[:-1], out.shape[-1])
+    return layer_ops.gated_activation(*linear(inputs, weight, bias).chunk(2, dim=-1), activation)
+
+
+def runs_linear(module: nn.Module) -> bool:
+    """Whether a forward pass of `module` is one of `linear` with its weight and bias."""
+    return getattr(vars(module).get("forward"), "func", None) is linear
 
 
 def _has_own(device: torch.device) -> bool:
@@ -84,7 +95,7 @@ def patched_linear(*models: nn.Module) -> Replacements:
         for module in modules
         if type(module) is nn.Linear
         and type(module.weight) in PLAIN_WEIGHTS
-        and _is_unchanged(module)
+        and ("forward" not in vars(module) or runs_linear(module))
         and (_has_own(module.weight.device) or id(module) in heads)
     )
     return Replacements({"forward": [(module, lambda one: functools.partial(linear, module=one)) for module in chosen]})
