@@ -132,7 +132,7 @@ class Transcript:
                 self._streamer.end()
 
     def _is_next_step_known(self) -> bool:
-        return all(done or len(new) > self.steps for done, new in zip(self.done, self._rows, strict=True))
+        return all([done or len(new) > self.steps for done, new in zip(self.done, self._rows, strict=True)])
 
     def _finalise(self) -> None:
         step = self.steps

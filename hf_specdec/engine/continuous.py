@@ -121,9 +121,8 @@ class ContinuousRunner(Runner):
         # Where requests are prefilled; None if their prompts are packed.
         self._groups = None if can_pack(target) else Groups(call, target, is_continuous=True)
         self.merges_equal = settings.reuses_prefixes and self._groups is not None
-        if can_grow(target):
-            target.key_layout = layout_of(target, shape_of(call, 1, 1, target.is_captured))
-        self._is_in_memory = target.key_layout is not None
+        shape = shape_of(call, 1, 1, target.is_captured)
+        self._is_in_memory = can_grow(target) and layout_of(target, shape) is not None
         # Tokens of the texts that there are slots for, and of those that are expected first.
         self._longest = self._expected = 1
         # Whether nothing is kept for other calls any more.

@@ -8,7 +8,6 @@ from itertools import chain
 
 from transformers import PreTrainedModel
 
-from ..cache.key_layout import KeyLayout
 from ..calls.output import HiddenStates
 from ..drafters.base import Drafter
 from ..modules.module_hooks import has_hooks
@@ -32,7 +31,6 @@ class HostedTarget(ExitStack):
         eager_reason: why rounds are not captured; None if they are.
         is_captured: whether they are; then sessions are kept for other calls.
         keeps_hidden_states: whether the caller gets all hidden states.
-        key_layout: where keys and values are in a `RowMemory`; None if there is none.
     """
 
     def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):
@@ -43,7 +41,6 @@ class HostedTarget(ExitStack):
         self.eager_reason = why_not_captured(model, self.has_hooks, kept)
         self.is_captured = self.eager_reason is None
         self.keeps_hidden_states = "hidden_states" in kept
-        self.key_layout: KeyLayout | None = None
         self._patches = ExitStack()
         self._patched: Target | None = None
         self._hosting: Hosting | None = None

@@ -80,8 +80,8 @@ def can_grow(target: HostedTarget) -> bool:
 
 
 def place_in_memory(state: DecodeState, target: HostedTarget, shape: Shape) -> None:
-    """Let `state`, new and of `shape`, have its keys and values in a `RowMemory`; `target` has a layout of them."""
-    layout = target.key_layout
+    """Let `state`, new and of `shape`, have its keys and values in a `RowMemory`; there is a layout of them."""
+    layout = layout_of(target, shape)
     memory = RowMemory(shape.batch, shape.slots, layout.token_bytes, state.tokens.device)
     layout.place(state.caches, memory)
 

@@ -394,8 +394,8 @@ class Run:
         occupied, drafts = self._occupied, runner.drafts
         num_drafts = drafts.next(self.tokens_left)
         # Slots up to the tokens of rounds whose results are not read yet, and up to the drafts of this one.
-        before = max((one.length for _, one in occupied), default=1)
-        before += sum(one.num_drafts + 1 for one in self._launched)
+        before = max([one.length for _, one in occupied], default=1)
+        before += sum([one.num_drafts + 1 for one in self._launched])
         runner.state.live = before + num_drafts
         while not runner.lease.prepare(num_drafts):
             drafts.refuse(num_drafts)
