@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -177,8 +176,8 @@ def call_of(
     found = processors_of_prompt(model, config, read.input_ids[0], limit, end_tokens_of(criteria), *asked)
     # Others are those of each request, see `ContinuousBatching.processors_of`.
     shared = LogitsProcessorList(one for one in found if are_of_all_rows([one]))
-    call = new_call(model, drafter, config, read, shared, criteria, Randomness(seeds, generator), is_continuous=True)
-    return replace(call, streamer=streamer), model_kwargs
+    fields = {"model": model, "prompts": read, "processors": shared, "criteria": criteria, "streamer": streamer}
+    return new_call(drafter, config, Randomness(seeds, generator), is_continuous=True, **fields), model_kwargs
 
 
 def check_known(unknown: Mapping[str, Any], what: str) -> None:

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from ..calls.call import Call
 from ..calls.first_pass import for_static_engine
-from ..calls.prompts import Prompts, read_prompts
+from ..calls.prompts import read_prompts
 from ..calls.request import ContinuousBatching, Request
 from ..config import AUTO
 from ..drafters.base import Drafter
@@ -32,7 +32,7 @@ from ..parallel.tensor_parallel import check_same_call, check_same_tokens, from_
 from ..patching.support import configured_layers
 from ..sampling.processors import check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
-from ..stock.stock_engine import assist, check_call
+from ..stock.stock_engine import assist, check_stock_call
 from .locks import lock_of
 from .validation import check_cache, check_prompts, check_same_device, check_tokens
 
@@ -174,9 +174,16 @@ def generate_with_drafter(
     check_cache(cache, generation_config)
     prompts = read_prompts(input_ids, mask, mask_length(generation_config), cache)
     call = new_call(
-        model, drafter, generation_config, prompts, logits_processor, stopping_criteria, Randomness(seeds, generator)
+        drafter,
+        generation_config,
+        Randomness(seeds, generator),
+        model=model,
+        prompts=prompts,
+        processors=logits_processor,
+        criteria=stopping_criteria,
+        streamer=streamer,
+        cache=cache if is_of_caller(cache) else None,
     )
-    call = replace(call, streamer=streamer, cache=cache if is_of_caller(cache) else None)
     check_rows_are_apart(logits_processor, input_ids, _vocabulary_of(model))
     attentions = _drop_empty_attentions(call, model_kwargs)
     call, engine = _choose_engine(call, model_kwargs, False)
@@ -188,7 +195,7 @@ def generate_with_drafter(
         check_tokens(model, input_ids.cpu(), mask)
         output = decode(call)
     else:
-        check_call(call, model_kwargs)
+        check_stock_call(call, model_kwargs)
         check_stock(call, model_kwargs)
         output = assist(assisted_decoding, inputs_tensor, model_kwargs, call)
     check_same_tokens(model, output if isinstance(output, torch.Tensor) else output.sequences)
@@ -198,27 +205,18 @@ def generate_with_drafter(
 
 
 def new_call(
-    model: PreTrainedModel,
-    drafter: Drafter,
-    config: GenerationConfig,
-    prompts: Prompts,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    randomness: Randomness,
-    is_continuous: bool = False,
+    drafter: Drafter, config: GenerationConfig, randomness: Randomness, is_continuous: bool = False, **others: Any
 ) -> Call:
-    """The call of `generate()` with what it has prepared, or one by continuous batching."""
-    num_draft_tokens = _num_draft_tokens(drafter, config, randomness, is_continuous)
+    """The call of `generate()`, or one by continuous batching, with its K; `others` are further fields of `Call`."""
+    asked = _num_draft_tokens(drafter, config, randomness, is_continuous)
+    most = _most_draft_tokens(drafter) if asked == AUTO else asked
     return Call(
-        model=model,
         drafter=drafter,
-        prompts=prompts,
-        processors=processors,
-        criteria=criteria,
         config=config,
-        num_draft_tokens=_most_draft_tokens(drafter) if num_draft_tokens == AUTO else num_draft_tokens,
-        is_auto=num_draft_tokens == AUTO,
         randomness=randomness,
+        num_draft_tokens=most,
+        is_auto=asked == AUTO,
+        **others,
     )
 
 
