@@ -274,7 +274,7 @@ class Lockstep(Runner):
         if not call.config.return_dict_in_generate:
             return self._sequences
         kept = self._target.hidden_states
-        logprobs = {name: torch.stack(transcript.record(name), dim=1) for name in call.logprobs}
+        logprobs = {name: torch.stack(transcript.record(name), dim=1).to(call.device) for name in call.logprobs}
         return SpeculativeOutput(
             sequences=self._sequences,
             scores=transcript.record("scores"),
