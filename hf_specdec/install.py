@@ -25,6 +25,7 @@ from .host.generation import (
     default_settings,
     makes_dynamic_cache,
 )
+from .integration import scoring  # noqa: F401 (`Drafter.score` runs it)
 from .integration.continuous import generate_batch
 from .integration.dispatch import UNUSED_SETTINGS, generate_with_drafter
 from .integration.locks import lock_of

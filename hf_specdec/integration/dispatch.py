@@ -321,6 +321,14 @@ def _for_engine(call: Call, engine: str) -> Call:
     return call
 
 
+def check_runs_on_static(call: Call, model_kwargs: dict[str, Any]) -> None:
+    """Raise `ValueError` unless texts of `call` can be run by the static engine, a pass for several of them."""
+    _drop_empty_attentions(call, model_kwargs)
+    call, engine = _choose_engine(call, model_kwargs, True)
+    _check_continuous(call, engine)
+    _check_engine(call, engine, None)
+
+
 def _check_continuous(call: Call, engine: str) -> None:
     if engine != "static":
         raise ValueError(
