@@ -65,6 +65,7 @@ __all__ = [
     "references",
     "row_seeds",
     "short_conv",
+    "token_logprobs",
     "uniform",
     "verify_block",
     "verify_greedy",
@@ -217,6 +218,11 @@ verify_block = kernel_op(
     "Tensor remaining) -> (Tensor, Tensor, Tensor)",
     _empty_result,
     result=VerificationResult,
+)
+token_logprobs = kernel_op(
+    "token_logprobs.token_logprobs",
+    "(Tensor scores, Tensor tokens) -> Tensor",
+    lambda scores, tokens: scores.new_empty(tokens.shape, dtype=torch.float32),
 )
 best_draft = kernel_op(
     "draft_sampling.best_draft",

@@ -42,6 +42,8 @@ class Call:
         num_draft_tokens: K, draft tokens a round; the largest K where it is chosen round by round.
         is_auto: whether it is.
         randomness: where random numbers come from.
+        logprobs: of which distributions the user gets the log-probabilities of new tokens: `"processed"`, that which
+            they are drawn from, `"raw"`, the softmax of the target's logits.
         cache: `past_key_values` of the user, which the call fills; None if the user passed none.
         reason: why this engine runs, for the statistics.
         position_offsets: for each row position ids minus positions after the prompt, on the static engine; None for 0.
@@ -57,6 +59,7 @@ class Call:
     config: GenerationConfig
     num_draft_tokens: int
     randomness: Randomness
+    logprobs: tuple[str, ...] = ()
     streamer: BaseStreamer | None = None
     cache: Cache | None = None
     is_auto: bool = False
@@ -148,6 +151,7 @@ class Call:
             self.streamer,
             keep_scores=self.keeps("scores"),
             keep_logits=self.keeps("logits"),
+            keep_logprobs=self.logprobs,
         )
 
     @cached_property

@@ -39,6 +39,7 @@ class Request:
         prompt_id: the name of the last sequence of its prompt, by which a manager cancels all of them.
         streaming: whether a result is delivered after every round.
         tokens: generated so far.
+        logprobs: of these, under the scores that they were drawn from; empty unless they were asked for.
         num_settled: how many of these there were before the last round, which the drafter has read.
         timestamps: `time.perf_counter()` when each of them reached the host.
         num_drafted, num_accepted: draft tokens that were verified for it, and accepted.
@@ -65,6 +66,7 @@ class Request:
     streaming: bool = False
     prompt_ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     num_settled: int = 0
     timestamps: list[float] = field(default_factory=list)
     num_drafted: int = 0
@@ -145,6 +147,7 @@ class Request:
             request_id=self.request_id,
             prompt_ids=self.prompt_ids,
             generated_tokens=list(self.tokens),
+            logprobs=list(self.logprobs),
             error=self.error,
             status=status,
             created_time=self.created_time,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,6 +56,7 @@ class Transcript:
         max_new_tokens: size of the buffers.
         streamer: gets the tokens `[B]` of each finalised step, on the CPU.
         keep_scores, keep_logits: whether `add` is given scores and logits to keep.
+        keep_logprobs: the names of log-probabilities that it is given to keep.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Transcript:
         streamer: BaseStreamer | None = None,
         keep_scores: bool = False,
         keep_logits: bool = False,
+        keep_logprobs: Sequence[str] = (),
     ):
         batch, self._width = prompts.shape
         called = [rule for rule in criteria if type(rule) not in DECIDED_BY_TOKENS]
@@ -83,7 +86,11 @@ class Transcript:
         self._rows: list[list[int]] = [[] for _ in range(batch)]
         self._records = {
             name: [[] for _ in range(batch)]
-            for name, wanted in (("scores", keep_scores), ("logits", keep_logits))
+            for name, wanted in (
+                ("scores", keep_scores),
+                ("logits", keep_logits),
+                *((one, True) for one in keep_logprobs),
+            )
             if wanted
         }
         self._finalised: dict[str, list[torch.Tensor]] = {name: [] for name in self._records}
@@ -102,7 +109,9 @@ class Transcript:
         return self._sequences[:, : self._width + self.steps].to(self._device)
 
     def record(self, name: str) -> tuple[torch.Tensor, ...] | None:
-        """`"scores"` or `"logits"`, if kept: one `[B, V]` a finalised step, zeros for rows that had finished."""
+        """`"scores"` or `"logits"`, if kept: one `[B, V]` a finalised step, zeros for rows that had finished; of the
+        others one `[B]`.
+        """
         return tuple(self._finalised[name]) if name in self._finalised else None
 
     def columns_run(self, prompts: Prompts) -> int:
@@ -117,7 +126,8 @@ class Transcript:
         Args:
             tokens: K + 1 for each row.
             committed: how many of them each row keeps.
-            records: `scores` and `logits`, `[B, K + 1, V]`; kept, in float32, where they were asked for, else any.
+            records: `scores` and `logits`, `[B, K + 1, V]`, and log-probabilities, `[B, K + 1]`; kept, in float32,
+                where they were asked for, else any.
         """
         for row, (new, count) in enumerate(zip(tokens, committed, strict=True)):
             self._rows[row] += new[:count]

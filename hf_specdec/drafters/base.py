@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -62,6 +62,8 @@ class Drafter(PreTrainedModel):
     _supports_sdpa = True
     # Patterns in the names of published tensors, and what takes their place in the names of the drafter's own.
     key_mapping = KEY_MAPPING
+    # What `score` runs; set by `integration.scoring`, which knows the engine.
+    _score: ClassVar[Callable[..., torch.Tensor]]
     # Whether `propose` drafts any number of tokens up to `state.most_draft_tokens` in each round, 0 included.
     varies_num_draft_tokens = False
     # The largest K that `"auto"` tries: as many as the drafter was trained for; None for any number.
@@ -304,6 +306,33 @@ class Drafter(PreTrainedModel):
                 "rounds of a call; expected a number, or a family that sets varies_num_draft_tokens."
             )
         return requested
+
+    def score(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> torch.Tensor:
+        """Log-probabilities that `model` gives to the tokens of texts, by the passes that generate with a drafter.
+
+        With `batch_invariant=True` they are, bit for bit, those that calls with this drafter return
+        (`return_logprobs="raw"`, at a temperature of 1), whatever batch or pass a token was generated in.
+
+        Args:
+            model: the target. It runs without gradients, on the static engine.
+            input_ids: `[B, n]` int64, padded before or after the texts.
+            attention_mask: `[B, n]`, 0 for padding; None for texts without padding.
+            temperature: that logits are divided by.
+
+        Returns:
+            `[B, n]` float32 on the model's device: of each token, given those before it; 0 for the first token of a
+            text and for padding.
+
+        Raises:
+            ValueError: the static engine cannot run the model, or what was given is wrong.
+        """
+        return self._score(model, input_ids, attention_mask, temperature)
 
     def bind(self, target: PreTrainedModel) -> None:
         """Bind the drafter to `target`: check that it fits, share the target's embedding and head where it has none.

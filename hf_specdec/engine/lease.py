@@ -15,7 +15,6 @@ from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
 from ..graphs.buckets import next_power_of_two, slots_for, span_for, useful_drafts
 from ..graphs.cuda_graphs import start_compiler
-from ..kernels.types import VerificationResult
 from ..memory.virtual_memory import RowMemory, has_virtual_memory
 from ..op_choice import noting_attended
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
@@ -25,7 +24,7 @@ from ..state import DecodeState, Shape
 from .auto_drafts import Acceptance, AutoDrafts, Drafts, FixedDrafts, SharedClock, first_drafts
 from .capture import CapturedRound, capture_catch_up, capture_round
 from .hosted_target import HostedTarget
-from .rounds import catch_up, draft_and_forward, run_round
+from .rounds import RoundOutput, catch_up, draft_and_forward, run_round
 from .session_prefill import SessionPrefill
 from .sessions import Session, SessionKey, sessions_of
 
@@ -49,6 +48,7 @@ def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
         draft_probs=call.draft_probs,
         num_ends=next_power_of_two(max(len(call.ends), 8)),
         verification=call.drafter.verification,
+        logprobs=call.logprobs,
     )
 
 
@@ -238,7 +238,7 @@ class SessionLease:
                 return False
         return True
 
-    def run_round(self, num_drafts: int) -> tuple[VerificationResult, torch.Tensor | None, torch.Tensor | None]:
+    def run_round(self, num_drafts: int) -> RoundOutput:
         """A round of `num_drafts`, captured or eagerly, see `run_round`."""
         state, captured = self.session.state, self.captured_round(num_drafts)
         state.num_draft_tokens = num_drafts

@@ -95,8 +95,8 @@ class Runner:
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill_next.")
 
     def _commit_first_tokens(self, rows: torch.Tensor | slice, known: torch.Tensor | None = None) -> FirstTokens:
-        result, scores, logits = commit_first_token(self.state, self._process, rows, known)
-        return RoundReport(result), {"scores": scores, "logits": logits}
+        result, logprobs, scores, logits = commit_first_token(self.state, self._process, rows, known)
+        return RoundReport(result, logprobs), {"scores": scores, "logits": logits}
 
     def finish(self, rows: Sequence[int]) -> None:
         """Let `rows` be finished ones, which no later round gives tokens."""

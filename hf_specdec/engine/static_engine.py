@@ -274,6 +274,7 @@ class Lockstep(Runner):
         if not call.config.return_dict_in_generate:
             return self._sequences
         kept = self._target.hidden_states
+        logprobs = {name: torch.stack(transcript.record(name), dim=1).to(call.device) for name in call.logprobs}
         return SpeculativeOutput(
             sequences=self._sequences,
             scores=transcript.record("scores"),
@@ -281,6 +282,8 @@ class Lockstep(Runner):
             hidden_states=None if kept is None else kept.steps(call.prompts, transcript.steps),
             **{OUTPUT_NAME: self._cache},
             speculation=stats,
+            logprobs=logprobs.get("processed"),
+            raw_logprobs=logprobs.get("raw"),
         )
 
 

@@ -34,9 +34,6 @@ from .validation import TOKEN_DTYPES, check_call, check_tokens
 
 logger = logging.getLogger(__name__)
 
-# Settings of `ContinuousBatchingConfig` that ask for more than texts.
-_UNSUPPORTED = ("return_logprobs",)
-
 _LENGTHS = ("max_length", "max_new_tokens")
 
 # Arguments of `generate()` that are no settings.
@@ -101,6 +98,7 @@ def generate_batch(
         longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
         tried = [prompts[longest], *[one for index, one in enumerate(prompts) if index != longest][:1]]
         call, model_kwargs = call_of(model, drafter, config, tried, **given)
+        call = with_logprobs(call, settings)
 
     def processors_of(one: Request, call: Call) -> LogitsProcessorList | None:
         allowed, prompt = given.get("prefix_allowed_tokens_fn"), one.prompt.to(model.device)
@@ -180,6 +178,11 @@ def call_of(
     return new_call(drafter, config, Randomness(seeds, generator), is_continuous=True, **fields), model_kwargs
 
 
+def with_logprobs(call: Call, settings: ContinuousBatchingConfig) -> Call:
+    """`call`, whose requests have log-probabilities of their tokens if `settings` ask for them."""
+    return replace(call, logprobs=("processed",)) if settings.return_logprobs else call
+
+
 def check_known(unknown: Mapping[str, Any], what: str) -> None:
     """Raise `ValueError` if there are `unknown` settings of a call or a manager, but for what outputs have."""
     names = sorted(name for name, value in unknown.items() if value is not None and name not in _OUTPUTS)
@@ -189,11 +192,6 @@ def check_known(unknown: Mapping[str, Any], what: str) -> None:
 
 def check_config(settings: ContinuousBatchingConfig) -> None:
     """Raise `ValueError` if `settings` ask for what continuous batching with a drafter does not have."""
-    asked = [name for name in _UNSUPPORTED if getattr(settings, name, None)]
-    if asked:
-        raise ValueError(
-            f"{', '.join(asked)} is set, but continuous batching with a drafter returns texts only; drop it."
-        )
     most = settings.max_queue_size
     if not isinstance(most, Integral) or most < 0:
         raise ValueError(f"max_queue_size is {most!r}; expected an int of at least 0, which is any number.")

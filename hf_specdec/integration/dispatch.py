@@ -150,6 +150,7 @@ def generate_with_drafter(
     tokenizer: Any = None,
     seeds: int | Sequence[int] | torch.Tensor | None = None,
     generator: torch.Generator | None = None,
+    return_logprobs: str | None = None,
     **model_kwargs: Any,
 ) -> GenerateOutput | torch.Tensor:
     """`GenerationMixin._assisted_decoding` for a `Drafter`: check the call, choose the engine and run it.
@@ -157,6 +158,7 @@ def generate_with_drafter(
     Args:
         assisted_decoding: transformers' own, for the stock engine.
         seeds, generator: keywords of `generate()` that a call with a `Drafter` has besides, see `Randomness`.
+        return_logprobs: another: `"processed"`, `"raw"` or `"both"`, see `SpeculativeOutput.logprobs`.
         input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, inputs_tensor,
             tokenizer, model_kwargs: as `generate()` passes them.
 
@@ -183,6 +185,7 @@ def generate_with_drafter(
         criteria=stopping_criteria,
         streamer=streamer,
         cache=cache if is_of_caller(cache) else None,
+        logprobs=_logprobs(return_logprobs, generation_config),
     )
     check_rows_are_apart(logits_processor, input_ids, _vocabulary_of(model))
     attentions = _drop_empty_attentions(call, model_kwargs)
@@ -195,6 +198,11 @@ def generate_with_drafter(
         check_tokens(model, input_ids.cpu(), mask)
         output = decode(call)
     else:
+        if call.logprobs:
+            raise ValueError(
+                f"return_logprobs is {return_logprobs!r}, which the static engine has, but {type(model).__name__} runs "
+                f"on the stock engine: {call.reason}. Drop it, and ask for output_scores=True."
+            )
         check_stock_call(call, model_kwargs)
         check_stock(call, model_kwargs)
         output = assist(assisted_decoding, inputs_tensor, model_kwargs, call)
@@ -202,6 +210,19 @@ def generate_with_drafter(
     if attentions is not None:
         output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
     return output
+
+
+def _logprobs(asked: str | None, config: GenerationConfig) -> tuple[str, ...]:
+    """Of which distributions a call returns log-probabilities."""
+    kinds = {None: (), "processed": ("processed",), "raw": ("raw",), "both": ("processed", "raw")}
+    if not (asked is None or isinstance(asked, str)) or asked not in kinds:
+        raise ValueError(f'return_logprobs is {asked!r}; expected "processed", "raw", "both" or None.')
+    if asked is not None and not config.return_dict_in_generate:
+        raise ValueError(
+            f"return_logprobs is {asked!r}, but return_dict_in_generate is not set, so that only token ids are "
+            "returned; expected return_dict_in_generate=True, too."
+        )
+    return kinds[asked]
 
 
 def new_call(
@@ -296,6 +317,14 @@ def _for_engine(call: Call, engine: str) -> Call:
         _warn('num_assistant_tokens="auto" has no effect on the stock engine, where all rounds have the same K.')
         return replace(call, num_draft_tokens=call.drafter.num_own_draft_tokens, is_auto=False)
     return call
+
+
+def check_runs_on_static(call: Call, model_kwargs: dict[str, Any]) -> None:
+    """Raise `ValueError` unless texts of `call` can be run by the static engine, a pass for several of them."""
+    _drop_empty_attentions(call, model_kwargs)
+    call, engine = _choose_engine(call, model_kwargs, True)
+    _check_continuous(call, engine)
+    _check_engine(call, engine, None)
 
 
 def _check_continuous(call: Call, engine: str) -> None:
