@@ -48,6 +48,7 @@ from .attention_splits import (
     visible_range,
 )
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .float8 import first_of_pair, pairs_of, second_of_pair
 
 # Bytes of the keys, or of the values, of one block of slots; several blocks are in flight per program.
 _TILE_BYTES = 16384
@@ -100,7 +101,8 @@ def _attend_to_slots(
         key = tl.load(key_ptr + at * key_stride_s + key_offset, mask=is_slot[:, None] & (dim < DIM)[None, :], other=0.0)
         scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
         if scale_ptr is not None:
-            scores *= tl.load(scale_ptr + at * scale_stride_s, mask=is_slot, other=0.0).to(tl.float32)[None, :]
+            scales = tl.load(scale_ptr + at * scale_stride_s, mask=is_slot, other=0)
+            scores *= first_of_pair(scales, query.dtype)[None, :]
         # Scaled by log2(e), since exp2 is cheaper than exp; softcap * tanh(x / softcap) through the sigmoid.
         if softcap is not None:
             scores = (softcap * LOG2E) * (2.0 * tl.sigmoid(scores * (2.0 * scaling / softcap)) - 1.0)
@@ -122,11 +124,10 @@ def _attend_to_slots(
         )
         running_sum = running_sum * rescale + tl.sum(weights, axis=1)
         if scale_ptr is not None:
-            scale = tl.load(scale_ptr + at * scale_stride_s + 1, mask=is_slot, other=0.0).to(tl.float32)
             if query.dtype == tl.float16:  # in which weights times scales may be subnormal
-                value = value.to(tl.float32) * scale[:, None]
+                value = value.to(tl.float32) * second_of_pair(scales, query.dtype)[:, None]
             else:
-                weights *= scale[None, :]
+                weights *= second_of_pair(scales, query.dtype)[None, :]
             value = value.to(query.dtype)
         acc = acc * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         running_max = new_max
@@ -196,7 +197,6 @@ def _attention_kernel(
     value_stride_h,
     value_stride_s,
     scale_stride_b,
-    scale_stride_h,
     scale_stride_s,
     positions_stride_b,
     starts_stride_b,
@@ -288,7 +288,7 @@ def _attention_kernel(
     key_ptr += batch * key_stride_b + kv_head * key_stride_h
     value_ptr += batch * value_stride_b + kv_head * value_stride_h
     if scale_ptr is not None:
-        scale_ptr += batch * scale_stride_b + kv_head * scale_stride_h
+        scale_ptr += batch * scale_stride_b + kv_head
     if HAS_SEGMENTS:
         # The queries of one prompt after those of the other; the rest of the block sees nothing meanwhile, and gets
         # nothing: 0 times a value is NaN if that is.
@@ -475,9 +475,10 @@ def attention(
     batch, heads, num_queries, dim = query.shape
     kv_heads, num_slots, value_dim = key.shape[1], key.shape[2], value.shape[3]
     is_packed = starts is not None and starts.dim() == 2
-    others = (scales, ends, starts if is_packed else None)
-    unit_strides = (key, value, positions, *(one for one in others if one is not None))
+    others = (one for one in (scales, ends, starts if is_packed else None) if one is not None)
+    unit_strides = (key, value, positions, *others)
     assert all(one.stride(-1) == 1 for one in unit_strides), "rows must have unit stride"
+    pairs = None if scales is None else pairs_of(scales)
     assert window is None or chunk is None, "a window, or chunks"
     assert chunk is None or not is_packed, "chunks are counted from slot 0"
     size = window if chunk is None else chunk
@@ -510,7 +511,7 @@ def attention(
         query,
         key,
         value,
-        scales,
+        pairs,
         positions,
         starts,
         ends,
@@ -521,7 +522,7 @@ def attention(
         *query.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
-        *((0, 0, 0) if scales is None else scales.stride()[:3]),
+        *((0, 0) if pairs is None else pairs.stride()[::2]),
         positions.stride(0),
         *starts_strides,
         ends_stride,

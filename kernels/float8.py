@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -19,3 +20,22 @@ def scales_of(largest):
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     return tl.where(largest < 0x7F800000, scale, float("nan")), inverse
+
+
+def pairs_of(scales: torch.Tensor) -> torch.Tensor:
+    """`[...]` integers of twice the size, each of which holds both of `scales` `[..., 2]`: what one load can read."""
+    assert scales.stride(2) % 2 == 0 and scales.stride(1) == 2, "scales of heads must be adjacent"
+    return scales.view(torch.int32 if scales.itemsize == 2 else torch.int64)[..., 0]
+
+
+@triton.jit
+def first_of_pair(pairs, DTYPE: tl.constexpr):
+    """The first ones of `pairs_of` scales of a dtype, in float32."""
+    half: tl.constexpr = tl.int16 if DTYPE.primitive_bitwidth == 16 else tl.int32
+    return pairs.to(half).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def second_of_pair(pairs, DTYPE: tl.constexpr):
+    """The second ones, likewise."""
+    return first_of_pair(pairs >> DTYPE.primitive_bitwidth, DTYPE)
