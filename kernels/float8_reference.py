@@ -2,7 +2,7 @@
 
 For a head x of D elements, with the largest magnitude a:
 
-    scale = the smallest power of two, at least `LEAST_SCALE`, by which a / scale <= 448; NaN if an element is not finite
+    scale = the smallest power of two, at least `LEAST_SCALE`, by which a / scale <= 448; NaN if a is not finite
     stored = x / scale, rounded to e4m3
 
 A scale depends on its own head and token only: what a slot holds is a function of the text, nothing is calibrated, and

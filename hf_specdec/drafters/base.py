@@ -289,8 +289,8 @@ class Drafter(PreTrainedModel):
 
     @property
     def compiles_rounds(self) -> bool:
-        """`compile_rounds`; False for batch-invariant rounds, as torch's compiler orders sums by the number of rows, and
-        for float8 keys, which modules are given as tensors that it cannot trace.
+        """`compile_rounds`; False for batch-invariant rounds, as torch's compiler orders sums by the number of rows,
+        and for keys as float8, which modules are given as tensors that it cannot trace.
         """
         return self.compile_rounds and not self.batch_invariant and self.key_dtype is None
 

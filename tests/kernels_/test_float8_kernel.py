@@ -141,14 +141,15 @@ def example(dtype, num_queries=3, slots=290, kv_heads=2, groups=2, dim=24):
 
 def keywords(options, positions):
     every = {"window": 70, "chunk": 70, "softcap": 5.0, "sinks": torch.linspace(-1.0, 1.0, 4, device=DEVICE)}
-    every |= {"starts": (positions[:, 0] - 40).clamp(min=0), "ends": positions[:, -1:].expand_as(positions).contiguous()}
+    every |= {
+        "starts": (positions[:, 0] - 40).clamp(min=0),
+        "ends": positions[:, -1:].expand_as(positions).contiguous(),
+    }
     return {"scaling": 0.2, **{name: every[name] for name in options}}
 
 
 @every_dtype
-@pytest.mark.parametrize(
-    ("options", "splits"), cases(every := list(product(OPTIONS, SPLITS)), every[::4]), ids=str
-)
+@pytest.mark.parametrize(("options", "splits"), cases(every := list(product(OPTIONS, SPLITS)), every[::4]), ids=str)
 def test_attention_over_stored_heads(options, splits, dtype):
     """Kernel and reference against attention in float64 over what is stored; slots that nobody sees are not read."""
     query, (keys, values, scales), exact, positions = example(dtype)
@@ -188,6 +189,6 @@ def test_a_head_that_is_not_finite_is_seen():
         broken[1, 0, 76, index] = NAN
         for run in (attention, attention_reference.attention):
             found = run(query, keys, values, positions, 0.2, scales=broken)
-            assert found[1, 1:, :2].isnan().all() and found[[0, 2]].isfinite().all() and found[1, :, 2:].isfinite().all()
-
-
+            assert (
+                found[1, 1:, :2].isnan().all() and found[[0, 2]].isfinite().all() and found[1, :, 2:].isfinite().all()
+            )
