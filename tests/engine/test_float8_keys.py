@@ -16,7 +16,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache
 from hf_specdec import AutoDrafter, NoDrafter, layer_ops, ops
 from hf_specdec.cache.key_layers import RaggedLayer, attention_layers
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.engine import key_layout, prefix_cache, row_memory
+from hf_specdec.engine import lease, prefix_cache
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.hosting import eligibility
 from hf_specdec.kernels.float8_reference import FLOAT8, dequantise, quantise
@@ -108,7 +108,7 @@ def test_what_drafters_keep_is_float8(kind):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Drafter, "new_state", lambda *args: states.append(new_state(*args)) or states[-1])
         greedy(target, padded_prompts([5, 3]), drafter, 3)
-    used = [layer.slot_buffers for cache in key_layout.caches_of(states[-1]) for layer in cache.layers]
+    used = [layer.slot_buffers for cache in states[-1].caches for layer in cache.layers]
     used = [buffers for buffers in used if buffers]
     assert len(used) > target.config.num_hidden_layers
     for keys, values, scales in used:
@@ -190,8 +190,8 @@ def test_attention_that_reads_keys_by_itself(monkeypatch):
 def test_memory(monkeypatch):
     """Of bfloat16, float8 with its scales takes half: 2 bytes of scales for 64 or more elements."""
     target = build_target("llama", head_dim=64).to(torch.bfloat16)
-    sizes, found, find_layout = {}, [], row_memory.find_layout
-    monkeypatch.setattr(row_memory, "find_layout", lambda *args: found.append(find_layout(*args)) or found[-1])
+    sizes, found, find_layout = {}, [], lease.find_layout
+    monkeypatch.setattr(lease, "find_layout", lambda *args: found.append(find_layout(*args)) or found[-1])
     for dtype in ("auto", "fp8"):
         drafter = NoDrafter(target, kv_cache_dtype=dtype)
         before = virtual_memory.committed_bytes(torch.device("cpu"))
