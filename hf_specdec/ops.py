@@ -18,7 +18,7 @@ from .kernels import (
     recurrence_reference,
 )
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
-from .kernels.float8_reference import FLOAT8, dequantise, quantise
+from .kernels.float8_reference import FLOAT8, as_bytes, dequantise, quantise
 from .kernels.linear_tiles import (
     MAX_GATED_ROWS,
     MAX_ROWS,
@@ -45,6 +45,7 @@ from .op_choice import (
 
 __all__ = [
     "FLOAT8",
+    "as_bytes",
     "attention",
     "batch_invariant",
     "best_draft",

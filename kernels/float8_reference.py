@@ -35,5 +35,12 @@ def quantise(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantise(stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What `quantise` has made float8 `[..., D]` and `scales` `[...]` of, rounded: in the dtype of the scales."""
-    return stored.to(scales.dtype) * scales[..., None]
+    """What `quantise` has made float8 `[..., D]`, or its `as_bytes`, and `scales` `[...]` of, rounded: in the dtype of
+    the scales.
+    """
+    return stored.view(FLOAT8).to(scales.dtype) * scales[..., None]
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, if it is float8 as uint8: some versions of torch do not index float8 on every device."""
+    return tensor.view(torch.uint8) if tensor.dtype == FLOAT8 else tensor

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .float8_reference import quantise
+from .float8_reference import as_bytes, quantise
 
 
 def write_kv(
@@ -36,4 +36,4 @@ def write_kv(
         if scales is not None:
             states, scale = quantise(states)
             scales[..., index][at] = scale.to(scales.dtype)
-        buffer[at] = states.to(buffer.dtype)
+        as_bytes(buffer)[at] = as_bytes(states.to(buffer.dtype))

@@ -94,7 +94,7 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
     def copy_rows(self, rows: torch.Tensor, source: RaggedLayer, taken: slice | torch.Tensor, slots: int) -> None:
         if slots and source.is_initialized:  # not where no attention uses the layer
             for ours, theirs in zip(self.slot_buffers, source.slot_buffers, strict=True):
-                ours[rows, :slots] = theirs[taken, :slots]
+                ops.as_bytes(ours)[rows, :slots] = ops.as_bytes(theirs)[taken, :slots]
 
     def packed(self, cache: Cache, batch: int) -> PackedLayer:
         return PackedLayer(cache, self, batch)
@@ -119,12 +119,12 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
             states = theirs[rows, :, held].transpose(1, 2)
             if self.scales is not None:
                 states, self.scales[..., index][rows, slots] = ops.quantise(states.to(self.scales))
-            buffer[rows, slots] = states.to(buffer)
+            ops.as_bytes(buffer)[rows, slots] = ops.as_bytes(states.to(buffer))
 
     def write_slots(self, cache: Any, index: int, slots: torch.Tensor) -> None:
         if self.is_initialized:  # not where no attention uses the layer
             rows = torch.arange(len(slots), device=slots.device)[:, None]
-            held = [buffer[rows, slots].transpose(1, 2) for buffer in self.slot_buffers]
+            held = [ops.as_bytes(buffer)[rows, slots].transpose(1, 2) for buffer in self.slot_buffers]
             if self.scales is not None:
                 held = [ops.dequantise(one, held[2][..., place]) for place, one in enumerate(held[:2])]
             cache.update(*held, index)
