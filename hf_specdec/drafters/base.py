@@ -17,6 +17,7 @@ from ..checkpoints.tensors import KEY_MAPPING, check_tensors, rename
 from ..config import AUTO, DrafterConfig, check_num_or_auto
 from ..kernels.types import Proposal, VerificationResult
 from ..modules.hidden_states import find_decoder_layers
+from ..ops import FLOAT8
 from ..state import DecodeState, Shape
 from .shared_weights import SharedWeight
 
@@ -27,6 +28,7 @@ Reads = tuple[int, list[tuple[int, Iterable[torch.Tensor]]]]
 
 ENGINES = ("auto", "static", "stock")
 VERIFICATIONS = ("token", "block")
+KV_CACHE_DTYPES = {"auto": None, "fp8": FLOAT8}
 ALL = "all"
 # The fewest tokens that drafting attends to: more than a round reads again or drafts.
 LEAST_WINDOW = 64
@@ -111,6 +113,7 @@ class Drafter(PreTrainedModel):
         self.compile_rounds: bool = True
         self.batch_invariant = False
         self.draft_window_size: int | None = None
+        self.kv_cache_dtype = "auto"
 
     @property
     def stats(self):
@@ -220,6 +223,7 @@ class Drafter(PreTrainedModel):
         compile_rounds: bool | None = None,
         batch_invariant: bool | None = None,
         draft_window_size: int | str | None = None,
+        kv_cache_dtype: str | None = None,
     ) -> Drafter:
         """Set how the drafter is run; None leaves a setting as it is. Returns the drafter.
 
@@ -242,6 +246,10 @@ class Drafter(PreTrainedModel):
                 `"all"`. Drafters are trained on texts of limited length, and fewer of their drafts are accepted after
                 longer ones, which also cost more; a window of that length keeps to what they know. Prompts are read
                 whole. SGLang (`--speculative-draft-window-size`) and vLLM's pull request 53827 do the same.
+            kv_cache_dtype: `"fp8"` to store keys and values of target and drafter as float8 (e4m3) with a scale for
+                each head of each token, in half the memory; `"auto"` for the model's dtype. Texts differ from those of
+                the model's dtype, by rounding, and not between calls with and without drafts. Rounds are not compiled
+                then. See docs/generate.md.
 
         Raises:
             ValueError: expected one of the values above.
@@ -254,6 +262,7 @@ class Drafter(PreTrainedModel):
             ("verification", verification, VERIFICATIONS),
             ("compile_rounds", compile_rounds, (True, False)),
             ("batch_invariant", batch_invariant, (True, False)),
+            ("kv_cache_dtype", kv_cache_dtype, tuple(KV_CACHE_DTYPES)),
         ):
             if value is None:
                 continue
@@ -282,8 +291,15 @@ class Drafter(PreTrainedModel):
 
     @property
     def compiles_rounds(self) -> bool:
-        """`compile_rounds`; False for batch-invariant rounds, as torch's compiler orders sums by the number of rows."""
-        return self.compile_rounds and not self.batch_invariant
+        """`compile_rounds`; False for batch-invariant rounds, as torch's compiler orders sums by the number of rows,
+        and for keys as float8, which modules are given as tensors that it cannot trace.
+        """
+        return self.compile_rounds and not self.batch_invariant and self.key_dtype is None
+
+    @property
+    def key_dtype(self) -> torch.dtype | None:
+        """In which keys and values are stored; None for the model's own."""
+        return KV_CACHE_DTYPES[self.kv_cache_dtype]
 
     def num_draft_tokens(self, requested: int | str | None, is_bulk: bool = False) -> int | str:
         """K of a call, or `"auto"`.
@@ -406,7 +422,7 @@ class Drafter(PreTrainedModel):
 
     def new_state(self, shape: Shape, layers: LayerKinds, device: torch.device) -> DecodeState:
         """Buffers of a generation, with the drafter's memory; arguments as of `DecodeState.allocate`."""
-        state = DecodeState.allocate(shape, layers, device)
+        state = DecodeState.allocate(shape, layers.storing(self.key_dtype), device)
         state.memory = self.new_memory(state)
         return state
 

@@ -267,7 +267,10 @@ class SessionLease:
     def execution(self, num_drafts: int) -> str:
         """How such rounds are run, for `SpeculationStats.execution`."""
         captured = self.captured_round(num_drafts)
-        mode = ", batch-invariant" if self._target.drafter.batch_invariant else ""
+        drafter = self._target.drafter
+        mode = ", batch-invariant" if drafter.batch_invariant else ""
+        if drafter.key_dtype is not None:
+            mode += ", keys and values as float8"
         if captured is not None:
             return captured.execution + mode
         return f"eager{mode}: {self._target.eager_reason or 'a round cannot be captured'}"

@@ -24,7 +24,7 @@ from ..engine.static_engine import decode
 from ..graphs.cuda_graphs import on_device
 from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
-from ..hosting.eligibility import check_batch_invariant, empty_attentions, why_not_static
+from ..hosting.eligibility import check_batch_invariant, check_key_dtype, empty_attentions, why_not_static
 from ..hosting.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
 from ..modules.patch import engine as engine_context
 from ..modules.signature import looked_at_once
@@ -72,6 +72,7 @@ def _call_of(call: Call, engine: str, prompts: Sequence[torch.Tensor] | None) ->
         "cache": own.cached,
         "num_assistant_tokens": (call.num_draft_tokens, call.is_auto),
         "engine": engine,
+        "kv_cache_dtype": call.drafter.kv_cache_dtype,
         "generation settings": {name: value for name, value in config.to_dict().items() if not name.startswith("_")},
         "seeds": seeds,
         "use of a generator": randomness.generator is not None,
@@ -289,6 +290,8 @@ def _check_engine(call: Call, engine: str, prompts: Sequence[torch.Tensor] | Non
     model, drafter = call.model, call.drafter
     if drafter.batch_invariant:
         check_batch_invariant(call, engine)
+    if drafter.key_dtype is not None:
+        check_key_dtype(call, engine)
     if engine == "static":
         check_same_device(model, drafter)
     drafter.sync_with(model)
