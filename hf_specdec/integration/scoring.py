@@ -44,7 +44,7 @@ def score(
     longest = max((len(columns) for _, columns in texts), default=0)
     if longest < 2:
         return out
-    scorer = NoDrafter(model, batch_invariant=drafter.batch_invariant)
+    scorer = NoDrafter(model, drafter.batch_invariant, drafter.kv_cache_dtype)
     with lock_of(model), on_device(model.device), engine():
         with on_host():
             check_tokens(model, input_ids.cpu(), None if attention_mask is None else attention_mask.cpu())
