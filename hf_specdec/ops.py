@@ -24,7 +24,7 @@ from .kernels.linear_tiles import (
     choose_many_row_tiles,
     choose_tiles,
 )
-from .kernels.random_reference import exponential, exponential_sample, row_seeds, uniform
+from .kernels.random_reference import exponential_sample, row_seeds, uniform
 from .kernels.types import DraftInputs, RecurrenceRing, VerificationResult
 from .op_choice import (
     batch_invariant,
@@ -44,7 +44,6 @@ __all__ = [
     "best_draft",
     "draw_draft",
     "expert_linear",
-    "exponential",
     "exponential_sample",
     "has_fast_linear",
     "has_kernels",

@@ -404,7 +404,7 @@ def test_draft_is_drawn_from_the_reported_distribution(monkeypatch):
     index, probs = draw_draft(logits, temperatures, torch.arange(3), lengths, 1)
     torch.testing.assert_close(probs, (logits / temperatures[:, None, None]).softmax(dim=-1))
     assert torch.equal(shown["weights"], probs) and shown["stream"] == RandomStream.DRAFT
-    assert torch.equal(shown["positions"], lengths[:, None]) and shown["steps"].tolist() == [[1], [2]]
+    assert torch.equal(shown["positions"], lengths[:, None]) and shown["steps"].tolist() == [1, 2]
     assert torch.equal(index, probs.argmax(dim=2))
 
 
