@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .random_reference import GROUP
+from .types import RACE_GROUP
 
 _MULTIPLIER_0 = tl.constexpr(0xD2511F53)
 _MULTIPLIER_1 = tl.constexpr(0xCD9E8D57)
 _KEY_STEP_0 = tl.constexpr(0x9E3779B9)
 _KEY_STEP_1 = tl.constexpr(0xBB67AE85)
 _LARGEST = tl.constexpr(1.0 - 2.0**-24)
-_GROUP = tl.constexpr(GROUP)
+_GROUP = tl.constexpr(RACE_GROUP)
 
 
 @triton.jit

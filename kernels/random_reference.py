@@ -21,10 +21,7 @@ from __future__ import annotations
 import torch
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from .types import RandomStream
-
-# Tokens of a group.
-GROUP = 64
+from .types import RACE_GROUP, RandomStream
 
 _WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -100,7 +97,7 @@ def _least_times(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`least` of groups, float32, and the place in its group, int64, of the token that it belongs to."""
     words = _philox(seeds, positions, -1 - groups, stream, steps)
-    return _exponential(words[0]) / GROUP, words[1] >> 26
+    return _exponential(words[0]) / RACE_GROUP, words[1] >> 26
 
 
 def _times_of_groups(
@@ -112,11 +109,11 @@ def _times_of_groups(
     stream: int,
     steps: torch.Tensor | int,
 ) -> torch.Tensor:
-    """`race_times` of all tokens of groups: `[..., GROUP]` of tensors that broadcast to `[...]`, those of `least`."""
-    quads = groups[..., None] * (GROUP // 4) + torch.arange(GROUP // 4, device=groups.device)
+    """`race_times` of all tokens of groups, `[..., RACE_GROUP]`, of tensors that broadcast to `[...]`."""
+    quads = groups[..., None] * (RACE_GROUP // 4) + torch.arange(RACE_GROUP // 4, device=groups.device)
     steps = steps[..., None] if isinstance(steps, torch.Tensor) else steps
     words = torch.stack(_philox(seeds[..., None], positions[..., None], quads, stream, steps), dim=-1).flatten(-2)
-    is_least = torch.arange(GROUP, device=groups.device) == place[..., None]
+    is_least = torch.arange(RACE_GROUP, device=groups.device) == place[..., None]
     return least[..., None] + torch.where(is_least, 0.0, _exponential(words))
 
 
@@ -127,7 +124,7 @@ def race_times(
 
     The others as of `uniform`; tensors broadcast to `[...]`.
     """
-    groups = torch.arange(-(-vocabulary // GROUP), device=seeds.device)
+    groups = torch.arange(-(-vocabulary // RACE_GROUP), device=seeds.device)
     seeds, positions = seeds[..., None], positions[..., None]
     steps = steps[..., None] if isinstance(steps, torch.Tensor) else steps
     least, place = _least_times(seeds, positions, groups, stream, steps)
@@ -174,12 +171,12 @@ def _sample_by_groups(
 ) -> torch.Tensor:
     """`exponential_sample` with the numbers of groups that may have the token only, which the host finds out.
 
-    No token of a group is above the group's largest weight divided by `least`: rounded, too, since rounding keeps order.
+    No token of a group is above the group's largest weight divided by `least`, also where both are rounded.
     """
     shape, vocabulary = weights.shape[:-1], weights.shape[-1]
     counters = [torch.as_tensor(one, device="cpu").expand(shape).reshape(-1) for one in (seeds, positions, steps)]
-    flat, tail = weights.reshape(-1, vocabulary), vocabulary % GROUP
-    whole = flat[:, : vocabulary - tail].unflatten(1, (vocabulary // GROUP, GROUP))
+    flat, tail = weights.reshape(-1, vocabulary), vocabulary % RACE_GROUP
+    whole = flat[:, : vocabulary - tail].unflatten(1, (vocabulary // RACE_GROUP, RACE_GROUP))
     bounds = whole.amax(dim=2)
     if tail:
         bounds = torch.cat([bounds, flat[:, vocabulary - tail :].amax(dim=1, keepdim=True)], dim=1)
@@ -192,10 +189,10 @@ def _sample_by_groups(
         seeds, positions, steps = (one[rows] for one in counters)
         arguments = least[rows, groups], place[rows, groups], seeds, positions, groups
         times = _times_of_groups(*arguments, stream, steps)
-        tokens = groups[:, None] * GROUP + torch.arange(GROUP, device="cpu")
+        tokens = groups[:, None] * RACE_GROUP + torch.arange(RACE_GROUP, device="cpu")
         values = flat[rows[:, None], tokens.clamp(max=vocabulary - 1)] / times
         values, places = values.masked_fill(tokens >= vocabulary, -1.0).max(dim=1)
-        return values, groups * GROUP + places
+        return values, groups * RACE_GROUP + places
 
     rows = torch.arange(len(flat), device="cpu")
     least_best, _ = best(rows, bounds.argmax(dim=1))

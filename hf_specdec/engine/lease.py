@@ -46,13 +46,6 @@ def shape_of(request: Request, batch: int, longest: int, is_captured: bool) -> S
     )
 
 
-def first_k(request: Request, shape: Shape) -> int:
-    """K of the first rounds of `request`."""
-    if not request.is_auto:
-        return shape.num_draft_tokens
-    return first_drafts(min(request.drafter.num_own_draft_tokens, shape.num_draft_tokens), shape.batch)
-
-
 class SessionLease:
     """A session that a call uses: one that earlier calls have left, or a new one.
 
@@ -100,6 +93,8 @@ class SessionLease:
                 place_in_memory(state, target, self.shape)
             session = Session(state)
         session.acquire()
+        if self._request.is_auto:
+            session.round_times = target.costs.times(self.shape)
         self.session = session
         chunk_size = self._request.config.prefill_chunk_size
         self.prefill = SessionPrefill(session, target, chunk_size, self._is_continuous)
@@ -153,7 +148,8 @@ class SessionLease:
         request, most, times = self._request, self.shape.num_draft_tokens, self.session.round_times
         if not request.is_auto:
             return FixedDrafts(most, times)
-        first = first_k(request, self.shape) if first is None else first
+        if first is None:
+            first = first_drafts(min(request.drafter.num_own_draft_tokens, most), self.shape.batch, request.device)
         drafts = AutoDrafts(most, first, acceptance, times, self._price)
         return drafts if tensor_parallel_group(request.model) is None else SharedClock(drafts, request.model)
 
@@ -218,7 +214,9 @@ class SessionLease:
             self.prefill.run(())
 
     def keep(self) -> None:
-        """Leave the session for other calls, where sessions are kept; else it is not used again."""
+        """Leave the session for other calls, where sessions are kept; else it is not used again. Keep what it cost."""
+        if self._request.is_auto:
+            self._target.costs.save()
         if self._target.is_captured:
             self._pool.keep(self._key(), self.session)
         else:

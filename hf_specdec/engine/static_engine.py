@@ -12,19 +12,22 @@ from dataclasses import replace
 
 import torch
 
+from ..drafters.none import NoDrafter
 from ..graphs.buckets import next_power_of_two
 from ..host.caches import OUTPUT_NAME
 from ..modules.patch import user_code
+from ..parallel.tensor_parallel import tensor_parallel_group
 from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from . import prefix_cache
+from .auto_drafts import ALONE, RoundTimes, is_better_alone
 from .first_pass import FirstPass
 from .groups import Groups
 from .hosted_target import HostedTarget
 from .kv_transfer import DeferredCache, FinishedCall, holds_all_keys, read_cache
 from .last_states import positions_of_states, replay_states, run_to_ends
-from .lease import SessionLease, first_k, shape_of
+from .lease import SessionLease, shape_of
 from .output import SpeculativeOutput
 from .packed_prompts import PromptSpan
 from .prefill import prefill_drafter
@@ -53,10 +56,39 @@ def decode(request: Request) -> SpeculativeOutput | torch.Tensor:
     """
     # A context: the target is patched inside at most, and only if need be.
     with HostedTarget(request.model, request.drafter, request.kept) as target:
-        call = Lockstep(request, target)
-        run = call.open()
-        call.run_rounds(run)
-    return call.complete(run)
+        if not request.is_auto or not (times := _times_if_alone(request, target)):
+            call = Lockstep(request, target)
+            run = call.open()
+            call.run_rounds(run)
+            return call.complete(run)
+    output = decode(_alone(request))
+    request.drafter._last_stats = stats = sessions_of(request.drafter).substitute.stats
+    if stats.num_rounds:
+        times.alone += 1e3 * stats.seconds
+        times.add(ALONE, stats.milliseconds_per_round, True)
+        target.costs.save()
+    return output
+
+
+def _times_if_alone(request: Request, target: HostedTarget) -> RoundTimes | None:
+    """Times of rounds of `request`, if it is expected to be faster without the drafter; else None."""
+    # Processes that run one model together would have to agree.
+    if tensor_parallel_group(request.model) is not None:
+        return None
+    batch = next_power_of_two(request.batch) if target.is_captured else request.batch
+    times = target.costs.times(shape_of(request, batch, request.config.max_length, target.is_captured))
+    acceptance = sessions_of(request.drafter).acceptance(request.temperature is not None)
+    most = request.num_draft_tokens
+    return times if is_better_alone(most, acceptance, times, request.max_new_tokens) else None
+
+
+def _alone(request: Request) -> Request:
+    """`request` without its drafter."""
+    drafter, pool = request.drafter, sessions_of(request.drafter)
+    if pool.substitute is None or pool.substitute._target_config is not request.model.config:
+        pool.substitute = NoDrafter(request.model)
+    pool.substitute.configure(compile_rounds=drafter.compile_rounds, batch_invariant=drafter.batch_invariant)
+    return replace(request, drafter=pool.substitute, num_draft_tokens=0, is_auto=False)
 
 
 class Lockstep(Runner):
@@ -139,7 +171,7 @@ class Lockstep(Runner):
             self.state.clear()
             self.state.set_temperature(request.temperature)
             self.state.live = request.prompts.longest
-            num_drafts = first_k(request, shape)
+            num_drafts = self.drafts.current
             needs_rounds = request.max_new_tokens > 1
             lacks_round = needs_rounds and lease.lacks_round(num_drafts)
             if lacks_round:
@@ -243,7 +275,7 @@ class Lockstep(Runner):
         with settled_on_error(self.session):
             run.run()
             if run.rounds_by_k:
-                self._note_execution()
+                self._note_execution(next(iter(run.rounds_by_k)))
             self._hand_over_cache(run.transcript)
         self.lease.keep()
 

@@ -258,7 +258,11 @@ def test_extreme_random_numbers(stream, seed, position):
 @settings(max_examples=num_cases(200, 40))
 def test_numbers_of_few_groups_draw_the_same_tokens(random):
     """On a CPU the race draws what a race of the numbers of all tokens draws."""
-    batch, width, vocabulary = random.randint(1, 4), random.randint(1, 3), random.choice([1, 64, random.randint(1, 900)])
+    batch, width, vocabulary = (
+        random.randint(1, 4),
+        random.randint(1, 3),
+        random.choice([1, 64, random.randint(1, 900)]),
+    )
     generator = torch.Generator().manual_seed(random.randint(0, 2**31))
     weights = (torch.randn(batch, width, vocabulary, generator=generator) * random.choice([0, 1, 3, 8])).softmax(-1)
     weights[torch.rand(batch, width, vocabulary, generator=generator) < random.choice([0, 0.5, 0.98])] = 0
