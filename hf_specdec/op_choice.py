@@ -22,11 +22,12 @@ def has_kernels(device: torch.device) -> bool:
 
 
 class _Choice(threading.local):
-    """Whether this thread runs the references on every device, and the kernels whose bits depend on no other row; and
-    where it notes what attention reads.
+    """Whether this thread runs the references on every device, and the kernels whose bits depend on no other row;
+    whether what it launches is captured; and where it notes what attention reads.
     """
 
     references_only = False
+    capturing = False
     batch_invariant = False
     attended: set[int] | None = None
 
@@ -42,6 +43,21 @@ def references() -> Iterator[None]:
         yield
     finally:
         _choice.references_only = before
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Context in which what this thread launches is captured, or run before a capture: the host's time is no matter."""
+    before, _choice.capturing = _choice.capturing, True
+    try:
+        yield
+    finally:
+        _choice.capturing = before
+
+
+def is_capturing() -> bool:
+    """Whether this thread is in the context `capturing`."""
+    return not torch.compiler.is_compiling() and _choice.capturing
 
 
 @contextmanager

@@ -6,6 +6,8 @@ imported elsewhere, too. Triton is imported when the first kernel is called.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .kernels import (
@@ -17,20 +19,22 @@ from .kernels import (
 )
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
 from .kernels.linear_tiles import (
-    MANY_ROWS,
+    MAX_GATED_ROWS,
     MAX_ROWS,
-    ROWS_OF_SHORT_PASSES,
+    ROWS_OF_LONG_PASSES,
+    choose_descriptor_tiles,
+    choose_gated_tiles,
     choose_invariant_tiles,
-    choose_many_row_tiles,
     choose_tiles,
 )
 from .kernels.random_reference import exponential_sample, row_seeds, uniform
-from .kernels.types import DraftInputs, RecurrenceRing, VerificationResult
+from .kernels.types import DraftInputs, LinearTiles, RecurrenceRing, VerificationResult
 from .op_choice import (
     batch_invariant,
     choose,
     has_kernels,
     is_batch_invariant,
+    is_capturing,
     is_for_triton,
     kernel_op,
     note_attended,
@@ -45,7 +49,9 @@ __all__ = [
     "draw_draft",
     "expert_linear",
     "exponential_sample",
+    "gated_linear",
     "has_fast_linear",
+    "has_gated_linear",
     "has_kernels",
     "invert_draft_vocabulary",
     "is_batch_invariant",
@@ -147,11 +153,12 @@ def _linear(inputs, weight, bias):
         tiles = choose_tiles(len(inputs), *weight.shape)
     if tiles is None or not len(inputs) or not is_for_triton(inputs):
         return linear_reference.linear(inputs, weight, bias)
-    if tiles.rows >= MANY_ROWS and len(inputs) not in ROWS_OF_SHORT_PASSES:
-        from .kernels import linear_many_rows
+    by_descriptors = choose_descriptor_tiles(len(inputs), len(weight), tiles)
+    if by_descriptors is not None and (is_capturing() or len(inputs) >= ROWS_OF_LONG_PASSES):
+        from .kernels import linear_descriptors
 
-        if linear_many_rows.takes(inputs, weight):
-            return linear_many_rows.linear(inputs, weight, bias, choose_many_row_tiles(tiles))
+        if linear_descriptors.takes(inputs, weight):
+            return linear_descriptors.linear(inputs, weight, bias, by_descriptors)
     from .kernels.linear import linear
 
     return linear(inputs, weight, bias, tiles)
@@ -160,6 +167,20 @@ def _linear(inputs, weight, bias):
 @_linear.register_fake
 def _(inputs, weight, bias):
     return inputs.new_empty(len(inputs), len(weight))
+
+
+@register_op(
+    "hf_specdec::gated_linear", schema="(Tensor inputs, Tensor weight, Tensor? bias, str activation) -> Tensor"
+)
+def _gated_linear(inputs, weight, bias, activation):
+    from .kernels.linear import linear
+
+    return linear(inputs, weight, bias, choose_gated_tiles(len(inputs), *weight.shape), activation)
+
+
+@_gated_linear.register_fake
+def _(inputs, weight, bias, activation):
+    return inputs.new_empty(len(inputs), len(weight) // 2)
 
 
 write_kv = kernel_op(
@@ -303,13 +324,33 @@ def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
     """
     if is_batch_invariant():
         return not torch.is_autocast_enabled(inputs.device.type) and inputs.dtype == weight.dtype
-    if len(inputs) > MAX_ROWS or inputs.dtype not in (torch.bfloat16, torch.float16) or not is_for_triton(inputs):
+    return len(inputs) <= MAX_ROWS and _has_tiles(choose_tiles, inputs, weight)
+
+
+def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `gated_linear` of `[n, in]` by `[2 N, in]` is faster than `linear` and `layer_ops.gated_activation`, of
+    whose results it has the bits.
+    """
+    return len(inputs) <= MAX_GATED_ROWS and len(weight) % 2 == 0 and _has_tiles(choose_gated_tiles, inputs, weight)
+
+
+def _has_tiles(
+    choose_for: Callable[[int, int, int], LinearTiles | None], inputs: torch.Tensor, weight: torch.Tensor
+) -> bool:
+    if inputs.dtype not in (torch.bfloat16, torch.float16) or not is_for_triton(inputs):
         return False
     if inputs.dtype != weight.dtype or not inputs.stride(1) == weight.stride(1) == 1:
         return False
-    return choose_tiles(len(inputs), *weight.shape) is not None and not torch.is_autocast_enabled(inputs.device.type)
+    return choose_for(len(inputs), *weight.shape) is not None and not torch.is_autocast_enabled(inputs.device.type)
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """See `kernels.linear_reference.linear`; a Triton kernel on GPUs, where `has_fast_linear` says so."""
     return choose(_linear, linear_reference.linear, inputs)(inputs, weight, bias)
+
+
+def gated_linear(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """See `kernels.linear_reference.gated_linear`; a Triton kernel, where `has_gated_linear` says so."""
+    return choose(_gated_linear, linear_reference.gated_linear, inputs)(inputs, weight, bias, activation)

@@ -71,7 +71,7 @@ class DecodeState:
             prefill.
         prompt_logits: `[B, V]`, the target's logits after the prompts; None before the first prefill.
         block_width: how many columns of the two may be in use: tokens of the last block.
-        records: the `engine.first_pass.FirstPass` by which the target itself has run the prompts, while the drafter
+        records: the `calls.first_pass.FirstPass` by which the target itself has run the prompts, while the drafter
             reads what it was given; else None.
         cache: the target's cache; None if the target runs on a cache of transformers.
         live: upper bound of the slots that the next round uses, its drafts included, known without a synchronization.
@@ -248,6 +248,22 @@ class DecodeState:
         if source.prompt_logits is not None:
             self.prompt_logits[rows] = source.prompt_logits[taken]
         self.block_width = max(self.block_width, source.block_width)
+
+    @property
+    def caches(self) -> list[RaggedCache]:
+        """The caches of target and drafter."""
+        return [self.cache, *(() if self.memory is None else self.memory.caches)]
+
+    @contextmanager
+    def spanning(self, span: int) -> Iterator[None]:
+        """Context in which kernels are given `span` leading slots of the caches."""
+        for cache in self.caches:
+            cache.kernel_span = span
+        try:
+            yield
+        finally:
+            for cache in self.caches:
+                cache.kernel_span = cache.slots
 
     @contextmanager
     def idle(self) -> Iterator[None]:

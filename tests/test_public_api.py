@@ -35,6 +35,7 @@ ORDER = [
     "training",
     "drafters",
     "graphs",
+    "calls",
     "engine",
     "stock",
     "hosting",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -195,19 +195,31 @@ class RaggedCache(Cache):
         if self.recurrence is not None:
             self.recurrence.copy_rows(rows, source.recurrence, taken)
 
-    def replay(self, ends: torch.Tensor) -> None:
-        """Bring the states of the first rows to positions up to which the target has run all tokens.
+    def state_positions(self, count: int) -> list[int]:
+        """The positions of the recurrent states of the first `count` rows; the device is waited for."""
+        return self.recurrence.next_base[:count].tolist()
 
-        Args:
-            ends: `[n]` int64, none before a state's position, and no further from it than accepted drafts of a round.
+    def replay(self, ends: Sequence[int]) -> bool:
+        """Bring the states of the first rows to the positions `ends`, up to which the target has run all tokens.
+
+        Returns:
+            whether that was done: not with tokens in the states that the text does not have, as those after a stop
+            string, nor if what rings hold does not suffice.
         """
-        recurrence = self.recurrence
+        recurrence, bases = self.recurrence, self.state_positions(len(ends))
+        if any(base > end for base, end in zip(bases, ends, strict=True)):
+            return False
+        if bases == list(ends):
+            return True
+        if not all(layer.can_replay for layer in self.layers):
+            return False
         positions = torch.full_like(recurrence.base, self.dummy_slot)[:, None]
-        positions[: len(ends), 0] = ends
+        positions[: len(ends), 0] = torch.tensor(ends, device=positions.device)
         recurrence.base.copy_(recurrence.next_base)
         for layer in self.layers:
             layer.replay(positions)
-        recurrence.next_base[: len(ends)] = ends
+        recurrence.next_base[: len(ends)] = positions[: len(ends), 0]
+        return True
 
     def advance(self, positions: torch.Tensor, live: int, num_before: int | None = None) -> None:
         """Set where the next forward pass writes, and how many leading slots its queries may attend to.

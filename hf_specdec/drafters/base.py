@@ -225,7 +225,7 @@ class Drafter(PreTrainedModel):
             num_assistant_tokens: draft tokens a round (K), at least 1; `"auto"` to choose the K that generates most
                 tokens a second for every round, 0 included, by times and acceptance as they are measured.
             draft_probs: True to draw draft tokens from the drafter's distribution when sampling, False for its most
-                likely tokens, `"auto"` to decide by temperature (see `engine.request.DRAFT_PROBS_TEMPERATURE`).
+                likely tokens, `"auto"` to decide by temperature (see `calls.call.DRAFT_PROBS_TEMPERATURE`).
             engine: `"static"`, `"stock"`, or `"auto"` for the static engine where it supports the target and the call.
             verification: how draft tokens that were drawn from the drafter's distribution are verified when sampling:
                 `"token"`, one after the other (arXiv 2211.17192), or `"block"`, all of a round jointly (arXiv

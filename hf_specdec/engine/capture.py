@@ -39,6 +39,7 @@ class CapturedRound:
 
     def __init__(self, capture: Capture, state: DecodeState, target: Target, drafter: Drafter, process: BlockProcessor):
         self._state = state
+        self._process = process  # whose tensors, those of the call that captures, every replay reads
         # What a graph returns is never freed, so scores and logits are not returned. The result is a plain tuple:
         # torch 2.11 cannot compile functions that return named tuples.
         with state.idle():

@@ -9,16 +9,17 @@ from types import TracebackType
 
 from transformers import PreTrainedModel
 
+from ..cache.key_layout import KeyLayout
+from ..calls.output import HiddenStates
 from ..drafters.base import Drafter
 from ..modules.module_hooks import has_hooks
 from ..modules.patch import engine, is_anything_replaced
 from ..modules.signature import Fingerprint, signature_of
 from ..patching.batch_invariance import batch_invariant
 from .capture import why_not_captured
-from .key_layout import KeyLayout
 from .round_costs import CostTable, find_table
 from .sessions import Hosting, sessions_of
-from .target import HiddenStates, Target, patched_target
+from .target import Target, patched_target
 
 
 class HostedTarget:

@@ -12,14 +12,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..cache.layer_kinds import Use
+from ..calls.call import Call
+from ..calls.prompts import PromptSpan
+from ..calls.request import Request
 from ..drafters.base import Drafter
 from ..patching.support import why_not_used
 from ..row_buffers import upload
 from ..state import DecodeState
 from .hosted_target import HostedTarget
-from .packed_prompts import PromptSpan
-from .request import Request
-from .row_request import RowRequest
 
 # Tokens of a block. Beginnings that are shorter are not found: copying one takes about as long as prefilling it.
 BLOCK = 32
@@ -216,12 +216,12 @@ def spans_after(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> list[Prom
     return [PromptSpan(one.row, one.length, length) for one, length in zip(prefixes, lengths, strict=True)]
 
 
-def depends_on_tokens_only(request: Request) -> bool:
-    """Whether what is kept of a prompt of `request` is known by its tokens.
+def depends_on_tokens_only(call: Call) -> bool:
+    """Whether what is kept of a prompt of `call` is known by its tokens.
 
     It is not with inputs besides them, or if a cache of the user holds a part of the prompt.
     """
-    return not (request.prompts.cached or request.inputs is not None or any(request.position_offsets or ()))
+    return not (call.prompts.cached or call.inputs is not None or any(call.position_offsets or ()))
 
 
 def copy_prefixes(
@@ -330,7 +330,7 @@ class RowPrefixes:
         # Prompts that are being prefilled, by row.
         self._entering: dict[int, Sequence[int]] = {}
 
-    def plan(self, group: Sequence[RowRequest], free: Sequence[int], is_lockstep: bool = False) -> Plan:
+    def plan(self, group: Sequence[Request], free: Sequence[int], is_lockstep: bool = False) -> Plan:
         """Choose rows for a group of requests, of which the first is prefilled now.
 
         A request whose text so far a free row holds, up to less than a block, takes that row. Other rows are taken in
@@ -377,7 +377,7 @@ class RowPrefixes:
         later = sorted({*plan.later, *plan.now} - {number for _, number in kept})
         return Plan([prefix for prefix, _ in kept], [number for _, number in kept], later)
 
-    def _find_twins(self, group: Sequence[RowRequest]) -> dict[int, int]:
+    def _find_twins(self, group: Sequence[Request]) -> dict[int, int]:
         """Requests of `group` with the same prompt as an earlier one, and the first such one, by their numbers."""
         if not self._merges_equal:
             return {}
@@ -426,7 +426,7 @@ class RowPrefixes:
         if self._margin is not None and prompt:
             self._index.add(row, prompt)
 
-    def advance(self, row: int, request: RowRequest) -> None:
+    def advance(self, row: int, request: Request) -> None:
         """Take what `request`, which occupies `row` or did last, has generated since."""
         if row in self._index:
             known = self._index.size(row) - len(request.prompt_ids)

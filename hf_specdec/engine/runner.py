@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ..calls.call import Call
+from ..calls.request import Request
 from ..memory.virtual_memory import RowMemory, available_bytes
 from ..row_buffers import set_rows, upload
 from ..sampling.processors import BlockProcessor
@@ -15,9 +17,7 @@ from .auto_drafts import Drafts
 from .hosted_target import HostedTarget
 from .lease import SessionLease
 from .prefix_cache import Prefix
-from .request import Request
 from .rounds import RoundReport, commit_first_token
-from .row_request import RowRequest
 from .sessions import Session, sessions_of
 
 # First tokens, with the scores and logits that a round would have kept.
@@ -50,15 +50,15 @@ class Runner:
     prefix_margin: int | None = None
     merges_equal = False
 
-    def __init__(self, request: Request, target: HostedTarget, process: BlockProcessor):
-        self._request, self._target, self._process = request, target, process
-        self.acceptance = sessions_of(request.drafter).acceptance(request.temperature is not None)
+    def __init__(self, call: Call, target: HostedTarget, process: BlockProcessor):
+        self._call, self._target, self._process = call, target, process
+        self.acceptance = sessions_of(call.drafter).acceptance(call.temperature is not None)
         self.execution = "no rounds"
 
     def counters(self, count: int) -> Counters:
         """For `count` requests."""
-        request = self._request
-        return Counters(count, request.num_draft_tokens, self.acceptance.observe if request.is_auto else None)
+        call = self._call
+        return Counters(count, call.num_draft_tokens, self.acceptance.observe if call.is_auto else None)
 
     def _use(self, lease: SessionLease, num_drafts: int | None = None) -> None:
         """Let rounds run on the session of `lease`; arguments as of its `drafts`."""
@@ -76,9 +76,7 @@ class Runner:
         """Whether so many requests, of texts of up to so many tokens, may be prefilled together."""
         return True
 
-    def prefill(
-        self, prefixes: Sequence[Prefix], requests: Sequence[RowRequest], running: Sequence[RowRequest]
-    ) -> None:
+    def prefill(self, prefixes: Sequence[Prefix], requests: Sequence[Request], running: Sequence[Request]) -> None:
         """Begin to let each of `requests` occupy a row, with what is reused of its beginning, beside `running` ones."""
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill.")
 
@@ -103,13 +101,13 @@ class Runner:
     def retire(self, row: int) -> None:
         """The request of `row` has ended, or waits again."""
 
-    def why_refused(self, request: RowRequest) -> str | None:
+    def why_refused(self, request: Request) -> str | None:
         """Why there is no room for `request`; None if there may be."""
         return None
 
     # Other sessions.
 
-    def is_to_move(self, num_occupied: int, waiting: Sequence[RowRequest], tokens_left: Callable[[], float]) -> bool:
+    def is_to_move(self, num_occupied: int, waiting: Sequence[Request], tokens_left: Callable[[], float]) -> bool:
         """Whether the requests of the occupied rows should go on in another session.
 
         Args:
@@ -118,7 +116,7 @@ class Runner:
         """
         return False
 
-    def move(self, rows: Mapping[int, int], kept: Mapping[int, int], waiting: Sequence[RowRequest]) -> int | None:
+    def move(self, rows: Mapping[int, int], kept: Mapping[int, int], waiting: Sequence[Request]) -> int | None:
         """Let the requests of `rows` go on in the first rows of another session; None if they stay.
 
         Args:
@@ -139,7 +137,7 @@ class Runner:
 
     def free_others(self) -> None:
         """Free what is kept for other calls."""
-        sessions_of(self._request.drafter).clear()
+        sessions_of(self._call.drafter).clear()
         torch.cuda.empty_cache()
 
     def shares(self, row: int, length: int) -> bool:

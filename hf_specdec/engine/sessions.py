@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..cache.key_layout import KeyLayout
+from ..calls.kv_transfer import DeferredCache
 from ..drafters.base import Drafter
 from ..graphs.cuda_graphs import Fence, GraphPool
 from ..memory.virtual_memory import RowMemory
@@ -17,9 +19,7 @@ from ..modules.patch import Patch
 from ..modules.signature import Fingerprint
 from ..state import DecodeState, Shape
 from .auto_drafts import Acceptance, RoundTimes
-from .key_layout import KeyLayout
-from .kv_transfer import DeferredCache
-from .packed_prompts import PromptBuffers
+from .prefill import PromptBuffers
 from .round_costs import CostTable
 
 # Sessions kept for a drafter; the least recently used one is freed first. Continuous batching has one for each size of
@@ -217,8 +217,10 @@ class SessionPool:
         with self._lock:
             dropped, self._idle = self._idle, []
             self._hostings.clear()
-            self.substitute = None
+            substitute, self.substitute = self.substitute, None
         _free(dropped)
+        if substitute is not None:
+            substitute.release()
 
 
 _creating = threading.Lock()

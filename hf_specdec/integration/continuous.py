@@ -19,17 +19,17 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from ..calls.call import Call
+from ..calls.first_pass import REPLACED_INPUTS
+from ..calls.prompts import Prompts
+from ..calls.request import ContinuousBatching, Request
+from ..calls.transcript import end_tokens_of
 from ..drafters.base import Drafter
-from ..engine.first_pass import REPLACED_INPUTS
-from ..engine.prompts import Prompts
-from ..engine.request import Request
-from ..engine.row_request import ContinuousBatching, RowRequest
-from ..engine.transcript import end_tokens_of
 from ..host.generation import GenerationOutput, prepared_config
 from ..host.generation import stopping_criteria as make_criteria
 from ..modules.patch import on_host
 from ..sampling.randomness import Randomness
-from .dispatch import generate_continuously, request_of
+from .dispatch import generate_continuously, new_call
 from .request_processors import are_of_all_rows, processors_of_prompt
 from .validation import TOKEN_DTYPES, check_call, check_tokens
 
@@ -101,9 +101,9 @@ def generate_batch(
         # What a call is checked by depends on its longest text, and on more than one row where modules have hooks.
         longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
         tried = [prompts[longest], *[one for index, one in enumerate(prompts) if index != longest][:1]]
-        request, model_kwargs = call_of(model, drafter, config, tried, **given)
+        call, model_kwargs = call_of(model, drafter, config, tried, **given)
 
-    def processors_of(one: RowRequest, call: Request) -> LogitsProcessorList | None:
+    def processors_of(one: Request, call: Call) -> LogitsProcessorList | None:
         allowed, prompt = given.get("prefix_allowed_tokens_fn"), one.prompt.to(model.device)
         own = None if allowed is None else lambda _, tokens: allowed(one.index, tokens)
         asked = given.get("logits_processor"), own
@@ -112,7 +112,7 @@ def generate_batch(
 
     with tqdm(total=len(prompts) * sequences, disable=not progress_bar, unit="request") as bar:
 
-        def on_finished(one: RowRequest) -> None:
+        def on_finished(one: Request) -> None:
             bar.update(1)
 
         run = ContinuousBatching(
@@ -123,7 +123,7 @@ def generate_batch(
             processors_of=processors_of,
         )
         repeated = [prompt for prompt in prompts for _ in range(sequences)]
-        requests = generate_continuously(request, model_kwargs, repeated, run)
+        requests = generate_continuously(call, model_kwargs, repeated, run)
     results = {}
     for one in requests:
         number, child = divmod(one.index, sequences)
@@ -148,7 +148,7 @@ def call_of(
     synced_gpus: bool = False,
     seeds: Any = None,
     generator: torch.Generator | None = None,
-) -> tuple[Request, dict[str, Any]]:
+) -> tuple[Call, dict[str, Any]]:
     """A call by continuous batching, checked and prepared as `generate()` does it, and inputs of the target.
 
     Args:
@@ -177,10 +177,8 @@ def call_of(
     found = processors_of_prompt(model, config, read.input_ids[0], limit, end_tokens_of(criteria), *asked)
     # Others are those of each request, see `ContinuousBatching.processors_of`.
     shared = LogitsProcessorList(one for one in found if are_of_all_rows([one]))
-    request = request_of(
-        model, drafter, config, read, shared, criteria, Randomness(seeds, generator), is_continuous=True
-    )
-    return replace(request, streamer=streamer), model_kwargs
+    call = new_call(model, drafter, config, read, shared, criteria, Randomness(seeds, generator), is_continuous=True)
+    return replace(call, streamer=streamer), model_kwargs
 
 
 def check_known(unknown: Mapping[str, Any], what: str) -> None:

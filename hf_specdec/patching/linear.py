@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from .. import ops
+from .. import layer_ops, ops
 from ..device_policy import DEFAULT_POLICY, DEVICE_POLICIES, policy_of
 from ..modules.hidden_states import modules_of
 from ..modules.patch import Replacements, this_thread
@@ -46,10 +46,27 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return out.reshape(*inputs.shape[:-1], out.shape[-1])
 
 
+def gated_linear(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """`activation(gate) * up` of `[..., in]`, with gate and up the halves of what `linear` gives, `[..., N]`."""
+    flat = inputs.reshape(-1, inputs.shape[-1])
+    policy = DEVICE_POLICIES.get(inputs.device.type, DEFAULT_POLICY)
+    if policy.few_row_linear and ops.has_gated_linear(flat, weight):
+        out = ops.gated_linear(flat, weight, bias, activation)
+        return out.reshape(*inputs.shape[:-1], out.shape[-1])
+    return layer_ops.gated_activation(*linear(inputs, weight, bias).chunk(2, dim=-1), activation)
+
+
 def _forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
     if not (torch.compiler.is_compiling() or this_thread.engine is not None):
         return nn.Linear.forward(module, inputs)
     return linear(inputs, module.weight, module.bias)
+
+
+def runs_linear(module: nn.Module) -> bool:
+    """Whether a forward pass of `module` is one of `linear` with its weight and bias."""
+    return getattr(vars(module).get("forward"), "func", None) is _forward
 
 
 def _is_unchanged(module: nn.Linear) -> bool:

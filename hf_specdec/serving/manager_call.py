@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from ..calls.call import Call
+from ..calls.request import Arrivals, Arrived, ContinuousBatching, Request
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..engine.groups import GROUP_SIZES
-from ..engine.request import Request
-from ..engine.row_request import Arrivals, Arrived, ContinuousBatching, RowRequest
 from ..graphs.buckets import PACKED_TOKENS, row_sizes
 from ..host.generation import prepared_config
 from ..integration.continuous import call_of
@@ -81,7 +81,7 @@ class ManagedCall:
             call = call_of(self.model, self._drafter, config, [torch.zeros(1, dtype=torch.int64)], processors)
         generate_continuously(*call, (), settings)
 
-    def _processors_of(self, request: RowRequest, call: Request) -> LogitsProcessorList | None:
+    def _processors_of(self, request: Request, call: Call) -> LogitsProcessorList | None:
         """The processors of a request that has settings of its own."""
         if request.config is None:
             return None
@@ -117,7 +117,7 @@ class ManagedCall:
                 _Script(
                     [
                         [
-                            RowRequest(
+                            Request(
                                 0,
                                 torch.zeros(length, dtype=torch.int64),
                                 _WARMUP_ANSWER,
@@ -147,7 +147,7 @@ class ManagedCall:
 class _Script:
     """Requests that arrive group by group, each when the one before it has ended."""
 
-    def __init__(self, groups: list[list[RowRequest]]):
+    def __init__(self, groups: list[list[Request]]):
         self._groups = deque(groups)
         self._is_first = True
 

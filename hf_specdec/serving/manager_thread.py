@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..engine.row_request import Arrived, RowRequest
+from ..calls.request import Arrived, Request
 from ..errors import first_line
 from ..host.generation import BackgroundThreadStatus
 from ..integration.locks import lock_of
@@ -151,7 +151,7 @@ class RoundThread:
                 self._was_paused = True
                 self._changed.notify_all()
 
-    def add(self, requests: list[RowRequest]) -> None:
+    def add(self, requests: list[Request]) -> None:
         """Add the sequences of a request to the queue; waits for room, but not in an event loop.
 
         Raises:

@@ -29,9 +29,9 @@ from transformers.generation.logits_process import TopKLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import NoDrafter
+from hf_specdec.calls.request import ContinuousBatching, Request
 from hf_specdec.engine import groups, run
 from hf_specdec.engine.continuous import ContinuousRunner
-from hf_specdec.engine.row_request import ContinuousBatching, RowRequest
 from hf_specdec.engine.runner import Runner
 from hf_specdec.graphs import buckets
 from hf_specdec.integration import continuous as bulk
@@ -421,7 +421,7 @@ def test_admission():
             return None if not entered else (SimpleNamespace(read=lambda: ([[0]] * 4, [0] * 4, [0] * 4)), {})
 
     lengths = (9, 8, 7, 3, 2, 2, 2, 1)
-    requests = [RowRequest(index, torch.zeros(length), 4, ends=set(END)) for index, length in enumerate(lengths)]
+    requests = [Request(index, torch.zeros(length), 4, ends=set(END)) for index, length in enumerate(lengths)]
     rows = run.Run(Rows(), requests, Counters(8, 1), ContinuousBatching())
 
     def finish(*which):

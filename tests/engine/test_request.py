@@ -9,9 +9,9 @@ from targets import PAD, padded_prompts, tiny_target
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from hf_specdec.calls.call import DRAFT_PROBS_TEMPERATURE, Call
+from hf_specdec.calls.prompts import read_prompts
 from hf_specdec.engine.hosted_target import HostedTarget
-from hf_specdec.engine.prompts import read_prompts
-from hf_specdec.engine.request import DRAFT_PROBS_TEMPERATURE, Request
 from hf_specdec.engine.static_engine import Lockstep, decode
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.modules.patch import engine
@@ -32,7 +32,7 @@ def make_request(drafter_kind="eagle3", lengths=(5, 3), max_new_tokens=6, proces
     criteria = [MaxLengthCriteria(width + max_new_tokens)]
     if eos is not None:
         criteria.append(EosTokenCriteria(eos))
-    return Request(
+    return Call(
         model=target,
         drafter=RANDOM_DRAFTERS[drafter_kind](target),
         prompts=read_prompts(inputs["input_ids"], inputs["attention_mask"], None, None),

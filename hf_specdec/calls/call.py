@@ -23,7 +23,7 @@ from ..patching.support import num_positions
 from ..sampling.processors import row_temperatures
 from ..sampling.randomness import Randomness
 from .prompts import Prompts
-from .row_request import RowRequest
+from .request import Request
 from .transcript import end_tokens_of
 
 # With `draft_probs="auto"` draft tokens are sampled from the drafter's distribution from this temperature up. It is the
@@ -33,7 +33,7 @@ DRAFT_PROBS_TEMPERATURE = 0.3
 
 
 @dataclass(frozen=True)
-class Request:
+class Call:
     """One call of `generate()` with a drafter.
 
     Attributes:
@@ -46,7 +46,7 @@ class Request:
         reason: why this engine runs, for the statistics.
         position_offsets: for each row position ids minus positions after the prompt, on the static engine; None for 0.
         inputs: of the target as prepared by `generate()`, where the target itself runs the prompts, see
-            `engine.first_pass`; None where the static engine does.
+            `calls.first_pass`; None where the static engine does.
     """
 
     model: PreTrainedModel
@@ -122,7 +122,7 @@ class Request:
             return None
         return int(pad_token(self.config))
 
-    def requests(self, prompts: Sequence[torch.Tensor], seeds: torch.Tensor) -> list[RowRequest]:
+    def requests(self, prompts: Sequence[torch.Tensor], seeds: torch.Tensor) -> list[Request]:
         """A request for each of `prompts`, `[length]` int64; those that are too long have an error.
 
         Args:
@@ -130,7 +130,7 @@ class Request:
         """
         count, found = num_positions(self.model), []
         for index, (prompt, seed) in enumerate(zip(prompts, seeds.tolist(), strict=True)):
-            one = RowRequest(index, prompt, self.max_new_tokens, ends=self.ends, seed=seed)
+            one = Request(index, prompt, self.max_new_tokens, ends=self.ends, seed=seed)
             if count is not None:
                 one.remaining = fitting_tokens(len(prompt), self.max_new_tokens, count)
                 one.is_cut = one.remaining < self.max_new_tokens
@@ -167,7 +167,7 @@ def fitting_tokens(length: int, max_new_tokens: int, count: int | None) -> int:
     return max_new_tokens if count is None else min(max_new_tokens, count + 1 - length)
 
 
-def no_positions(what: str, request: RowRequest) -> str:
+def no_positions(what: str, request: Request) -> str:
     """The error of a `request`, named as `what`, that has used up the positions of the target."""
     return (
         f"{what} has {len(request.prompt)} tokens and has not ended after {request.remaining} new ones, but the target "

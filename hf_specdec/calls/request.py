@@ -17,7 +17,7 @@ from ..row_buffers import upload
 
 
 @dataclass(eq=False)
-class RowRequest:
+class Request:
     """A request: a row of a call, or one that has arrived at a manager.
 
     Attributes:
@@ -173,8 +173,8 @@ class Arrived(NamedTuple):
         must_restart: whether the run ends at once, since its requests go on in another one.
     """
 
-    requests: Sequence[RowRequest] = ()
-    withdrawn: Sequence[tuple[RowRequest, str]] = ()
+    requests: Sequence[Request] = ()
+    withdrawn: Sequence[tuple[Request, str]] = ()
     is_open: bool = True
     is_changed: bool = False
     has_waited: bool = False
@@ -209,16 +209,16 @@ class ContinuousBatching:
     """
 
     max_rows: int | None = None
-    on_finished: Callable[[RowRequest], None] | None = None
-    on_tokens: Callable[[list[RowRequest]], None] | None = None
+    on_finished: Callable[[Request], None] | None = None
+    on_tokens: Callable[[list[Request]], None] | None = None
     arrivals: Arrivals | None = None
     longest: int = 1
     records_timestamps: bool = False
     reuses_prefixes: bool = True
-    processors_of: Callable[[RowRequest, Any], LogitsProcessorList | None] | None = None
+    processors_of: Callable[[Request, Any], LogitsProcessorList | None] | None = None
 
 
-def end(request: RowRequest, now: float, settings: ContinuousBatching) -> None:
+def end(request: Request, now: float, settings: ContinuousBatching) -> None:
     """End `request` at time `now`."""
     request.lifespan = (request.lifespan[0], now)
     if settings.on_finished is not None:
@@ -226,7 +226,7 @@ def end(request: RowRequest, now: float, settings: ContinuousBatching) -> None:
             settings.on_finished(request)
 
 
-def ends_of(requests: Sequence[RowRequest], like: torch.Tensor) -> torch.Tensor | None:
+def ends_of(requests: Sequence[Request], like: torch.Tensor) -> torch.Tensor | None:
     """`[len(requests), E]` int64: the tokens that end each request, filled up with `NO_TOKEN`; None without any."""
     width = max(len(one.ends) for one in requests)
     if width == 0:
