@@ -70,11 +70,10 @@ def decode(call: Call) -> SpeculativeOutput | torch.Tensor:
 
 def _times_if_alone(call: Call, target: HostedTarget) -> RoundTimes | None:
     """Times of rounds of `call`, if it is expected to be faster without the drafter; else None."""
-    # Processes that run one model together would have to agree.
-    if tensor_parallel_group(call.model) is not None:
+    # Other sessions would have to be captured; and processes that run one model together, to agree.
+    if target.is_captured or tensor_parallel_group(call.model) is not None:
         return None
-    batch = next_power_of_two(call.batch) if target.is_captured else call.batch
-    times = target.costs.times(shape_of(call, batch, call.config.max_length, target.is_captured))
+    times = target.costs.times(shape_of(call, call.batch, call.config.max_length, False))
     acceptance = sessions_of(call.drafter).acceptance(call.temperature is not None)
     most = call.num_draft_tokens
     return times if is_better_alone(most, acceptance, times, call.max_new_tokens) else None
