@@ -28,7 +28,7 @@ from .kernels.linear_tiles import (
     choose_invariant_tiles,
     choose_tiles,
 )
-from .kernels.random_reference import exponential, exponential_sample, row_seeds, uniform
+from .kernels.random_reference import exponential_sample, row_seeds, uniform
 from .kernels.types import DraftInputs, LinearTiles, RecurrenceRing, VerificationResult
 from .op_choice import (
     Op,
@@ -53,7 +53,6 @@ __all__ = [
     "dequantise",
     "draw_draft",
     "expert_linear",
-    "exponential",
     "exponential_sample",
     "gated_linear",
     "has_fast_linear",

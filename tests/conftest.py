@@ -36,6 +36,7 @@ def prepare_torch(is_worker: bool) -> None:
 
     if is_worker:
         torch.set_num_threads(1)
+    os.environ["HF_SPECDEC_CACHE"] = "off"  # what a test has measured is nothing for others
     # Without a GPU Triton kernels run in its interpreter; Triton reads this when it is imported.
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -85,6 +86,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if is_whole and not config.option.markexpr and not config.option.keyword and hasattr(config, "cache"):
         config.cache.set(SECONDS, dict(seconds))
+
+
+@pytest.fixture(autouse=True)
+def no_times_of_other_tests() -> None:
+    """Calls with `num_assistant_tokens="auto"` begin with nothing known."""
+    costs = sys.modules.get("hf_specdec.engine.round_costs")
+    if costs is not None:
+        costs.table_of.cache_clear()
 
 
 def pytest_collection_finish() -> None:

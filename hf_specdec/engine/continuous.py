@@ -33,7 +33,7 @@ from ..sampling.row_processors import RowsProcessor
 from ..state import DecodeState, Shape
 from .groups import Groups
 from .hosted_target import HostedTarget
-from .lease import SessionLease, can_grow, first_k, layout_of, shape_of
+from .lease import SessionLease, can_grow, layout_of, shape_of
 from .prefix_cache import Prefix, can_copy_rows, copy_prefixes, copy_texts, margin_of, spans_after
 from .run import Run
 from .runner import FirstTokens, Runner
@@ -154,7 +154,7 @@ class ContinuousRunner(Runner):
         # As many rows as wanted, half of them, and so on down to one.
         sizes = [(rows >> halvings, tokens) for rows, tokens in wanted for halvings in range(rows.bit_length())]
         self._use(self._largest(sizes, {}))
-        self._note_execution()
+        self._note_execution(self.drafts.current)
         if self._settings.reuses_prefixes:
             self.prefix_margin = margin_of(self._target, self.lease.shape.num_draft_tokens)
         self._process.own = {}
@@ -199,9 +199,9 @@ class ContinuousRunner(Runner):
         shape = shape_of(call, num_rows, longest, self._target.is_captured)
         if self._is_in_memory:
             shape = shape._replace(slots=slots_in_memory(shape.slots - 1, call.model.device))
-        num_drafts = first_k(call, shape)
         lease = self._lease_of(shape)
         with allocating(num_rows, shape.slots, call.model.device), settled_on_error(lease.take()):
+            num_drafts = lease.drafts(self.acceptance).current
             lease.session.state.live = live = min(self._expected, shape.slots)
             if lease.lacks_round(num_drafts):
                 lease.start_compiler()

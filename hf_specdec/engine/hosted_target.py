@@ -15,6 +15,7 @@ from ..modules.patch import engine, is_anything_replaced
 from ..modules.signature import Fingerprint, signature_of
 from ..patching.batch_invariance import batch_invariant
 from .capture import why_not_captured
+from .round_costs import CostTable, find_table
 from .sessions import Hosting, sessions_of
 from .target import Target, patched_target
 
@@ -82,6 +83,13 @@ class HostedTarget(ExitStack):
             fingerprint = Fingerprint.of(self.model.device, *self._signatures)
             self._hosting = sessions_of(self.drafter).hosting(fingerprint)
         return self._hosting
+
+    @property
+    def costs(self) -> CostTable:
+        """What rounds of target and drafter cost."""
+        if self.hosting.costs is None:
+            self.hosting.costs = find_table(self.model, self.drafter, self.is_captured)
+        return self.hosting.costs
 
     @property
     def reads_hidden_states(self) -> bool:

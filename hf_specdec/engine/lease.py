@@ -52,13 +52,6 @@ def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
     )
 
 
-def first_k(call: Call, shape: Shape) -> int:
-    """K of the first rounds of `call`."""
-    if not call.is_auto:
-        return shape.num_draft_tokens
-    return first_drafts(min(call.drafter.num_own_draft_tokens, shape.num_draft_tokens), shape.batch)
-
-
 def can_grow(target: HostedTarget) -> bool:
     """Whether keys and values of a session may be in a `RowMemory`: attention reads only slots that it may see.
 
@@ -160,6 +153,8 @@ class SessionLease:
                 place_in_memory(state, target, self.shape)
             session = Session(state)
         session.acquire()
+        if self._call.is_auto:
+            session.round_times = target.costs.times(self.shape)
         self.session = session
         chunk_size = self._call.config.prefill_chunk_size
         self.prefill = SessionPrefill(session, target, chunk_size, self._is_continuous)
@@ -213,7 +208,8 @@ class SessionLease:
         call, most, times = self._call, self.shape.num_draft_tokens, self.session.round_times
         if not call.is_auto:
             return FixedDrafts(most, times)
-        first = first_k(call, self.shape) if first is None else first
+        if first is None:
+            first = first_drafts(min(call.drafter.num_own_draft_tokens, most), self.shape.batch, call.device)
         drafts = AutoDrafts(most, first, acceptance, times, self._price)
         return drafts if tensor_parallel_group(call.model) is None else SharedClock(drafts, call.model)
 
@@ -281,7 +277,9 @@ class SessionLease:
             self.prefill.run(())
 
     def keep(self) -> None:
-        """Leave the session for other calls, where sessions are kept; else it is not used again."""
+        """Leave the session for other calls, where sessions are kept; else it is not used again. Keep what it cost."""
+        if self._call.is_auto:
+            self._target.costs.save()
         if self._target.is_captured:
             self._pool.keep(self._key(), self.session)
         else:

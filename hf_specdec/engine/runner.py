@@ -15,9 +15,9 @@ from ..row_buffers import set_rows, upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from ..stats import Counters
-from .auto_drafts import Acceptance, Drafts
+from .auto_drafts import Drafts
 from .hosted_target import HostedTarget
-from .lease import SessionLease, first_k
+from .lease import SessionLease
 from .prefix_cache import Prefix
 from .rounds import RoundReport, commit_first_token
 from .sessions import Session, sessions_of
@@ -39,7 +39,7 @@ class Runner:
         memory: of the rows, which follows their texts; None if they have buffers of fixed size.
         num_rows, capacity: of the session; most tokens of a text, prompt included.
         drafts: decides how many drafts a round has.
-        acceptance: of the drafts of the call.
+        acceptance: of the drafts of this call and those before it.
         prefix_margin: see `Drafter.prefix_margin`; None if rows reuse nothing of others.
         merges_equal: whether requests with the same prompt that are prefilled together are prefilled as one.
     """
@@ -56,7 +56,7 @@ class Runner:
 
     def __init__(self, call: Call, target: HostedTarget, process: BlockProcessor):
         self._call, self._target, self._process = call, target, process
-        self.acceptance = Acceptance(call.num_draft_tokens)
+        self.acceptance = sessions_of(call.drafter).acceptance(call.temperature is not None)
         self.execution = "no rounds"
 
     def counters(self, count: int) -> Counters:
@@ -71,8 +71,8 @@ class Runner:
         self.num_rows, self.memory = len(self.state.lengths), self.session.row_memory
         self.capacity = self.state.slots - 1 if self.memory is None else self.memory.capacity
 
-    def _note_execution(self) -> None:
-        self.execution = self.lease.execution(first_k(self._call, self.lease.shape))
+    def _note_execution(self, num_drafts: int) -> None:
+        self.execution = self.lease.execution(num_drafts)
 
     # Requests.
 

@@ -18,8 +18,9 @@ from ..memory.virtual_memory import RowMemory
 from ..modules.patch import Patch
 from ..modules.signature import Fingerprint
 from ..state import DecodeState, Shape
-from .auto_drafts import RoundTimes
+from .auto_drafts import Acceptance, RoundTimes
 from .prefill import PromptBuffers
+from .round_costs import CostTable
 
 # Sessions kept for a drafter; the least recently used one is freed first. Continuous batching has one for each size of
 # groups, and of rows down to those of its end.
@@ -42,11 +43,13 @@ class Hosting:
         fingerprint: of target and drafter.
         patches: what is patched; none if that is not known.
         layouts: of keys and values in a `RowMemory`, by K; None where there is none.
+        costs: of rounds; none if they were not asked for.
     """
 
     fingerprint: Fingerprint
     patches: Sequence[Patch] = ()
     layouts: dict[int, KeyLayout | None] = field(default_factory=dict)
+    costs: CostTable | None = None
 
 
 class SessionKey(NamedTuple):
@@ -137,7 +140,8 @@ class Session:
 
 
 class SessionPool:
-    """The idle sessions of a drafter, by `SessionKey`, and its `Hosting`s by different targets.
+    """The idle sessions of a drafter, by `SessionKey`, and its `Hosting`s by different targets; how many of its drafts
+    were accepted.
 
     A call takes a session out of the pool, so simultaneous calls get different sessions; they may be on different
     streams. Copying or unpickling a pool gives an empty one.
@@ -147,6 +151,9 @@ class SessionPool:
         # The least recently used first.
         self._idle: list[tuple[SessionKey, Session]] = []
         self._hostings: list[Hosting] = []
+        self._acceptances: dict[bool, Acceptance] = {}
+        # What takes the drafter's place in calls that are faster without it.
+        self.substitute: Drafter | None = None
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple:
@@ -174,6 +181,10 @@ class SessionPool:
         _free(dropped)
         return found
 
+    def acceptance(self, is_sampling: bool) -> Acceptance:
+        """Of the drafts of all calls with `num_assistant_tokens="auto"`, of greedy and of sampling ones."""
+        return self._acceptances.setdefault(is_sampling, Acceptance())
+
     def take(self, key: SessionKey) -> Session | None:
         """The most recently used session of `key`; None if there is none."""
         with self._lock:
@@ -197,7 +208,10 @@ class SessionPool:
         with self._lock:
             dropped, self._idle = self._idle, []
             self._hostings.clear()
+            substitute, self.substitute = self.substitute, None
         _free(dropped)
+        if substitute is not None:
+            substitute.release()
 
 
 _creating = threading.Lock()

@@ -19,16 +19,19 @@ from ..calls.output import SpeculativeOutput
 from ..calls.prompts import Prompts, PromptSpan
 from ..calls.request import ContinuousBatching, Request, ends_of
 from ..calls.transcript import Transcript
+from ..drafters.none import NoDrafter
 from ..graphs.buckets import next_power_of_two
 from ..host.caches import OUTPUT_NAME
 from ..modules.patch import user_code
+from ..parallel.tensor_parallel import tensor_parallel_group
 from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from . import prefix_cache
+from .auto_drafts import ALONE, RoundTimes, is_better_alone
 from .groups import Groups
 from .hosted_target import HostedTarget
-from .lease import SessionLease, first_k, shape_of
+from .lease import SessionLease, shape_of
 from .prefill import prefill_drafter, run_to_ends
 from .prefix_cache import Prefix, can_copy_rows, copy_prefixes, depends_on_tokens_only, margin_of
 from .run import Run
@@ -51,10 +54,38 @@ def decode(call: Call) -> SpeculativeOutput | torch.Tensor:
     """
     # A context: the target is patched inside at most, and only if need be.
     with HostedTarget(call.model, call.drafter, call.kept) as target:
-        rows = Lockstep(call, target)
-        run = rows.open()
-        rows.run_rounds(run)
-    return rows.complete(run)
+        if not call.is_auto or not (times := _times_if_alone(call, target)):
+            rows = Lockstep(call, target)
+            run = rows.open()
+            rows.run_rounds(run)
+            return rows.complete(run)
+    output = decode(_alone(call))
+    call.drafter._last_stats = stats = sessions_of(call.drafter).substitute.stats
+    if stats.num_rounds:
+        times.alone += 1e3 * stats.seconds
+        times.add(ALONE, stats.milliseconds_per_round, True)
+        target.costs.save()
+    return output
+
+
+def _times_if_alone(call: Call, target: HostedTarget) -> RoundTimes | None:
+    """Times of rounds of `call`, if it is expected to be faster without the drafter; else None."""
+    # Other sessions would have to be captured; and processes that run one model together, to agree.
+    if target.is_captured or tensor_parallel_group(call.model) is not None:
+        return None
+    times = target.costs.times(shape_of(call, call.batch, call.config.max_length, False))
+    acceptance = sessions_of(call.drafter).acceptance(call.temperature is not None)
+    most = call.num_draft_tokens
+    return times if is_better_alone(most, acceptance, times, call.max_new_tokens) else None
+
+
+def _alone(call: Call) -> Call:
+    """`call` without its drafter."""
+    drafter, pool = call.drafter, sessions_of(call.drafter)
+    if pool.substitute is None or pool.substitute._target_config is not call.model.config:
+        pool.substitute = NoDrafter(call.model)
+    pool.substitute.configure(compile_rounds=drafter.compile_rounds, batch_invariant=drafter.batch_invariant)
+    return replace(call, drafter=pool.substitute, num_draft_tokens=0, is_auto=False)
 
 
 class Lockstep(Runner):
@@ -130,7 +161,7 @@ class Lockstep(Runner):
             self.state.clear()
             self.state.set_temperature(call.temperature)
             self.state.live = call.prompts.longest
-            num_drafts = first_k(call, shape)
+            num_drafts = self.drafts.current
             needs_rounds = call.max_new_tokens > 1
             lacks_round = needs_rounds and lease.lacks_round(num_drafts)
             if lacks_round:
@@ -220,7 +251,7 @@ class Lockstep(Runner):
         with settled_on_error(self.session):
             run.run()
             if run.rounds_by_k:
-                self._note_execution()
+                self._note_execution(next(iter(run.rounds_by_k)))
             self._hand_over_cache(run.transcript)
         self.lease.keep()
 

@@ -245,7 +245,7 @@ class Signature:
         pairs = zip(code.classes, code.forwards, strict=True)
         return (
             type(model),
-            _settings_of(model.config),
+            settings_of(model.config),
             frozenset([forward if issubclass(one(), _OF_ONE_TOKEN) else (one, forward) for one, forward in pairs]),
             code.own,
             code.functions,
@@ -351,12 +351,12 @@ def torch_settings(device: torch.device) -> tuple:
     )
 
 
-def _settings_of(config: PreTrainedConfig) -> tuple[Hashable, ...]:
+def settings_of(config: PreTrainedConfig) -> tuple[Hashable, ...]:
     """The entries of `config` that determine how its model computes."""
     settings: list[Hashable] = [type(config)]
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            settings.append((name, _settings_of(value)))
+            settings.append((name, settings_of(value)))
         elif name not in NO_SETTINGS:
             settings.append((name, value if type(value) in PLAIN_VALUES else repr(value)))
     return tuple(settings)
