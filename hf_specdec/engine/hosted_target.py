@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
-from types import TracebackType
 from typing import TypeVar
 
 from transformers import PreTrainedModel
 
+from ..calls.output import HiddenStates
 from ..drafters.base import Drafter
 from ..modules.module_hooks import has_hooks
 from ..modules.patch import engine, is_anything_replaced
 from ..modules.signature import Fingerprint, signature_of
 from ..patching.batch_invariance import batch_invariant
 from .capture import why_not_captured
-from .key_layout import KeyLayout
+from .round_costs import CostTable, find_table
 from .sessions import Hosting, sessions_of
-from .target import HiddenStates, Target, patched_target
+from .target import Target, patched_target
 
 _T = TypeVar("_T")
 
 
-class HostedTarget:
+class HostedTarget(ExitStack):
     """The target of a call, patched from the first use on: a call that only replays graphs leaves its modules alone.
 
     A context, outside of which it is not patched.
@@ -36,10 +36,10 @@ class HostedTarget:
         is_captured: whether they are; then sessions are kept for other calls.
         keeps_hidden_states: whether the caller gets all hidden states.
         num_captures: how many graphs the call has captured.
-        key_layout: where keys and values are in a `RowMemory`; None if there is none.
     """
 
     def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):
+        super().__init__()
         self.model, self.drafter = model, drafter
         self._signatures = signature_of(model), signature_of(drafter)
         self.has_hooks = has_hooks(chain.from_iterable(one.hooked for one in self._signatures))
@@ -47,23 +47,17 @@ class HostedTarget:
         self.is_captured = self.eager_reason is None
         self.keeps_hidden_states = "hidden_states" in kept
         self.num_captures = 0
-        self.key_layout: KeyLayout | None = None
-        self._contexts, self._patches = ExitStack(), ExitStack()
+        self._patches = ExitStack()
         self._patched: Target | None = None
         self._hosting: Hosting | None = None
 
     def __enter__(self) -> HostedTarget:
         if self.drafter.batch_invariant:
             # Also for what runs outside of the target's passes, and where these are replayed: the first tokens.
-            self._contexts.enter_context(engine())
-            self._contexts.enter_context(batch_invariant())
+            self.enter_context(engine())
+            self.enter_context(batch_invariant())
+        self.callback(self._patches.close)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._contexts:
-            self._patches.close()
 
     def counted(self, captured: _T) -> _T:
         """`captured`, which the call has captured; None where that could not be."""
@@ -99,6 +93,13 @@ class HostedTarget:
             fingerprint = Fingerprint.of(self.model.device, *self._signatures)
             self._hosting = sessions_of(self.drafter).hosting(fingerprint)
         return self._hosting
+
+    @property
+    def costs(self) -> CostTable:
+        """What rounds of target and drafter cost."""
+        if self.hosting.costs is None:
+            self.hosting.costs = find_table(self.model, self.drafter, self.is_captured)
+        return self.hosting.costs
 
     @property
     def reads_hidden_states(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from ..device_policy import policy_of
 from ..errors import first_line
+from ..op_choice import capturing
 from .piecewise import piecewise_backend
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class CudaGraph:
         warm_up, capture, lock = _streams(torch.cuda.current_device())
         current = torch.cuda.current_stream()
         warm_up.wait_stream(current)
-        with torch.cuda.stream(warm_up):
+        with torch.cuda.stream(warm_up), capturing():
             for _ in range(WARM_UPS):
                 function()
         current.wait_stream(warm_up)
@@ -130,6 +131,7 @@ class CudaGraph:
             lock,
             torch.cuda.stream(current),
             torch.cuda.graph(self._graph, pool=pool, stream=capture, capture_error_mode="thread_local"),
+            capturing(),
         ):
             self.result = function()
         memory.owner = self._graph

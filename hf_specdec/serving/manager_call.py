@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from ..calls.call import Call
+from ..calls.request import Arrivals, Arrived, ContinuousBatching, Request
 from ..device_policy import policy_of
 from ..drafters.attachment import Attachment
 from ..drafters.base import Drafter
 from ..engine.groups import GROUP_SIZES
-from ..engine.request import Request
-from ..engine.row_request import Arrivals, Arrived, ContinuousBatching, RowRequest
 from ..graphs.buckets import PACKED_TOKENS, row_sizes
 from ..host.generation import prepared_config
-from ..integration.continuous import call_of
+from ..integration.continuous import call_of, with_logprobs
 from ..integration.dispatch import generate_continuously
 from ..integration.request_processors import own_config, processors_of_prompt
 from ..kernels.types import SamplingSettings
@@ -93,15 +93,15 @@ class ManagedCall:
                 with self.evaluation:
                     with on_host():
                         prompts = [torch.zeros(1, dtype=torch.int64)]
-                        call = call_of(self.model, self._drafter, config, prompts, processors)
-                    generate_continuously(*call, (), settings)
+                        call, model_kwargs = call_of(self.model, self._drafter, config, prompts, processors)
+                    generate_continuously(with_logprobs(call, self._settings), model_kwargs, (), settings)
             finally:
                 self.evaluation = before[1]
             stats = self._drafter.stats
             if attachment is not None and stats is not before[0]:
                 attachment.note(stats, stats.seconds)
 
-    def _processors_of(self, request: RowRequest, call: Request) -> LogitsProcessorList | None:
+    def _processors_of(self, request: Request, call: Call) -> LogitsProcessorList | None:
         """The processors of a request that has settings of its own."""
         if request.config is None:
             return None
@@ -137,7 +137,7 @@ class ManagedCall:
                 _Script(
                     [
                         [
-                            RowRequest(
+                            Request(
                                 0,
                                 torch.zeros(length, dtype=torch.int64),
                                 _WARMUP_ANSWER,
@@ -167,11 +167,11 @@ class ManagedCall:
 class _Script:
     """Requests that arrive group by group, each when the one before it has ended."""
 
-    def __init__(self, groups: list[list[RowRequest]]):
+    def __init__(self, groups: list[list[Request]]):
         self._groups = deque(groups)
         self._is_first = True
 
-    def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
+    def __call__(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
         if not (is_idle or self._is_first):
             return Arrived()
         self._is_first = False

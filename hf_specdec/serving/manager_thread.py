@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..engine.row_request import Arrived, RowRequest
+from ..calls.request import Arrived, Request
 from ..errors import first_line
 from ..host.generation import BackgroundThreadStatus
 from ..modules.locks import lock_of
@@ -28,7 +28,7 @@ STOPPED = "The manager was stopped before the request had ended."
 
 
 class RoundThread:
-    """Runs the requests of a queue; it is what a run asks for arrivals, see `Arrivals`.
+    """Runs the requests of a queue; a run asks its `next` for arrivals.
 
     It can be started again when it has ended.
 
@@ -151,7 +151,7 @@ class RoundThread:
                 self._was_paused = True
                 self._changed.notify_all()
 
-    def add(self, requests: list[RowRequest]) -> None:
+    def add(self, requests: list[Request]) -> None:
         """Add the sequences of a request to the queue; waits for room, but not in an event loop.
 
         Raises:
@@ -178,7 +178,7 @@ class RoundThread:
             while self._wait_for_requests():
                 try:
                     self._seen = None
-                    self._call.run(self)
+                    self._call.run(self.next)
                 finally:
                     with self._changed:
                         self._runs_rounds = False
@@ -211,7 +211,7 @@ class RoundThread:
             return self._runs_rounds
 
     def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
-        """`Arrivals.next`; the lock of the target is let go while this waits, and when another call wants it.
+        """See `Arrivals`; the lock of the target is let go while this waits, and when another call wants it.
 
         A run knows the target as it was at its beginning, and keeps keys and values of it. So where the target was
         changed meanwhile, requests go on in another run: in a pause those that have begun, too.

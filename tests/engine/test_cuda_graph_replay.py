@@ -7,13 +7,11 @@ import weakref
 import pytest
 import torch
 from case_counts import cases
-from graph_stand_ins import Replay, replay_on_cpu
+from graph_stand_ins import Replay, replay_on_cpu, tape_on_cpu
 from lossless import MAX_NEW_TOKENS, PROMPTS, continuations
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_mtp
-from targets import PAD, padded_prompts, set_policy, tiny_target
+from targets import FAMILIES, PAD, STOCK_FAMILY, padded_prompts, set_policy, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import SuppressTokensLogitsProcessor
-from transformers.generation import utils as generation_utils
 from varying_drafts import vary_drafts
 
 from hf_specdec.bench.synthetic import scripted_acceptance
@@ -23,7 +21,6 @@ from hf_specdec.graphs import buckets, cuda_graphs
 from hf_specdec.kernels.types import Proposal
 from hf_specdec.modules.hidden_states import modules_of
 from hf_specdec.patching import experts
-from hf_specdec.sampling import processors
 
 
 @pytest.fixture
@@ -539,37 +536,36 @@ def test_modules_are_listed_once():
     assert len(found) == len(set(found)) and set(found) == {*target.modules(), *drafter.modules()}
 
 
-def test_tensors_of_processors_live_as_long_as_the_rounds_that_read_them(capture, monkeypatch):
-    """A graph reads the tensors of the call that captured it, and keeps none of them."""
-    kept = []
+TENSORS_OF_PROCESSORS = {"do_sample": True, "suppress_tokens": [4, 7], "eta_cutoff": 0.1}
 
-    class Processor(SuppressTokensLogitsProcessor):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            kept.append(weakref.ref(self.suppress_tokens))
 
-    class Graph(Replay):
-        def __call__(self):
-            result = super().__call__()
-            graphs.append(self)
-            return result
-
-    graphs = []
-    monkeypatch.setattr(cuda_graphs, "CudaGraph", Graph)
-    monkeypatch.setattr(generation_utils, "SuppressTokensLogitsProcessor", Processor)
-    monkeypatch.setattr(processors, "POINTWISE_PROCESSORS", processors.POINTWISE_PROCESSORS | {Processor})
-    target = tiny_target("llama")
-    drafter = NoDrafter(target)
-    target.generate(**padded_prompts([5, 3]), max_new_tokens=6, suppress_tokens=[4, 7], assistant_model=drafter)
-    assert drafter.stats.execution.startswith("captured in one graph") and graphs and kept
-    for graph in graphs:
-        graph._function = None
+@pytest.mark.core_for(kind=["eagle3"], family=["llama"])
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    cases(
+        [
+            *((kind, "llama") for kind in (*RANDOM_DRAFTERS, "none")),
+            *(("none", family) for family in FAMILIES if family not in ("llama", STOCK_FAMILY)),
+        ],
+        [("eagle3", "llama"), ("mtp", "llama"), ("none", "gpt-oss"), ("none", "qwen3-next"), ("none", "deepseek-v3")],
+    ),
+)
+def test_what_graphs_read_lives_as_long_as_they_do(monkeypatch, kind, family):
+    """A graph keeps no tensor: those of processors are of the call that captured it, others of modules or patches."""
+    tape = tape_on_cpu(monkeypatch)
+    target = copy.deepcopy(tiny_target(family))
+    drafter = RANDOM_DRAFTERS.get(kind, NoDrafter)(target)
+    for options in ({"do_sample": False}, TENSORS_OF_PROCESSORS):
+        target.generate(**padded_prompts([5, 3]), max_new_tokens=6, assistant_model=drafter, **options)
+        assert drafter.stats.execution.startswith("captured in one graph")
+    assert len(tape.made) > 2 and all(graph._reads for graph in tape.made)
+    for graph in tape.made:
+        graph.forget()
     gc.collect()
-    assert [one() for one in kept if one() is not None], "replays would read freed memory"
+    assert not [name for graph in tape.made for name in graph.dangling()]
     sessions.sessions_of(drafter).clear()
-    graphs.clear()
     gc.collect()
-    assert not [one() for one in kept if one() is not None]
+    assert all(graph.dangling() for graph in tape.made), "their own buffers are freed with the session"
 
 
 @pytest.mark.core
