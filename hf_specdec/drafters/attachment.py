@@ -62,10 +62,10 @@ class Attachment:
         if not 0 <= memory <= 1:
             raise ValueError(f"memory is {memory!r}; expected a share of the device's memory, from 0 to 1.")
         target = innermost(model)
+        drafter.check_bound_to(target)
         if drafter.device != target.device:
             drafter.to(target.device)
             drafter.bind(target)
-        drafter.check_bound_to(target)
         self.drafter, self._model = drafter, ref(target)
         self._is_strict, self._mode = strict, mode
         self._memory, self._releases = memory, release_after_call
