@@ -45,6 +45,8 @@ class DrafterCallback(TrainerCallback):
             return
         stats, refused = self.attachment.stats, self.attachment.refusals.total()
         before, refused_before = self._logged
+        if (stats.calls, refused) == (before.calls, refused_before):
+            return
         self._logged = copy.copy(stats), refused
         rounds, committed = stats.rounds - before.rounds, stats.committed - before.committed
         seconds = stats.seconds - before.seconds
