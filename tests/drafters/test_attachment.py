@@ -13,7 +13,7 @@ from model_state import traces
 from oracle import random_eagle3
 from targets import new_target, padded_prompts
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList, pipeline
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, pipeline
 from word_tokenizer import word_tokenizer
 
 from hf_specdec import NoDrafter
@@ -34,7 +34,10 @@ def attached(make=random_eagle3, **options):
 
 
 def texts(target, **options):
-    return [one.generated_tokens for one in target.generate_batch(PROMPTS, **GREEDY, **options).values()]
+    # transformers' own engine would take most of the machine's memory.
+    config = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=128)
+    found = target.generate_batch(PROMPTS, continuous_batching_config=config, **GREEDY, **options)
+    return [one.generated_tokens for one in found.values()]
 
 
 @pytest.mark.core
