@@ -215,8 +215,6 @@ class ContinuousRunner(Runner):
         lease = self._lease_of(shape)
         with allocating(shape, request.model.device), settled_on_error(lease.take()):
             lease.session.state.live = live = min(self._expected, shape.slots)
-            if lease.lacks_round(num_drafts):
-                lease.start_compiler()
             self._clear(lease)
             lease.session.state.live = live
             if lease.lacks_round(num_drafts):

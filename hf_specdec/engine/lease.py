@@ -8,7 +8,6 @@ from collections.abc import Hashable
 import torch
 
 from ..graphs.buckets import next_power_of_two, slots_for, useful_drafts
-from ..graphs.cuda_graphs import start_compiler
 from ..kernels.types import VerificationResult
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import cache_layers, stated_positions, uses_attention_interface
@@ -124,11 +123,6 @@ class SessionLease:
     def lacks_round(self, num_drafts: int) -> bool:
         """Whether rounds of `num_drafts` drafts are to be captured and have not been."""
         return self._target.is_captured and self._round_key(num_drafts) not in self.session.rounds
-
-    def start_compiler(self) -> None:
-        """Start what compiles rounds, where they are compiled, beside the prefill that comes first."""
-        if self._target.drafter.compiles_rounds:
-            start_compiler(self._target.model.device)
 
     def capture_round(self, num_drafts: int) -> None:
         session, start = self.session, time.perf_counter()
