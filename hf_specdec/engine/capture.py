@@ -19,7 +19,6 @@ from ..modules.signature import Signature
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.experts import capturable_experts, copies_experts
 from ..sampling.processors import BlockProcessor
-from ..state import DecodeState
 from .prefill import prefill_chunk
 from .rounds import catch_up, draft_and_forward, run_round, verify_and_commit
 from .sessions import Session
