@@ -6,6 +6,8 @@ imported elsewhere, too. Triton is imported when the first kernel is called.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .kernels import (
@@ -16,37 +18,45 @@ from .kernels import (
     recurrence_reference,
 )
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
+from .kernels.float8_reference import FLOAT8, as_bytes, dequantise, quantise
 from .kernels.linear_tiles import (
-    MANY_ROWS,
+    MAX_GATED_ROWS,
     MAX_ROWS,
-    ROWS_OF_SHORT_PASSES,
+    ROWS_OF_LONG_PASSES,
+    choose_descriptor_tiles,
+    choose_gated_tiles,
     choose_invariant_tiles,
-    choose_many_row_tiles,
     choose_tiles,
 )
-from .kernels.random_reference import exponential, exponential_sample, row_seeds, uniform
-from .kernels.types import DraftInputs, RecurrenceRing, VerificationResult
+from .kernels.random_reference import exponential_sample, row_seeds, uniform
+from .kernels.types import DraftInputs, LinearTiles, RecurrenceRing, VerificationResult
 from .op_choice import (
+    Op,
     batch_invariant,
-    choose,
     has_kernels,
     is_batch_invariant,
+    is_capturing,
     is_for_triton,
     kernel_op,
     note_attended,
     references,
     register_op,
+    without_dispatch_modes,
 )
 
 __all__ = [
+    "FLOAT8",
+    "as_bytes",
     "attention",
     "batch_invariant",
     "best_draft",
+    "dequantise",
     "draw_draft",
     "expert_linear",
-    "exponential",
     "exponential_sample",
+    "gated_linear",
     "has_fast_linear",
+    "has_gated_linear",
     "has_kernels",
     "invert_draft_vocabulary",
     "is_batch_invariant",
@@ -54,10 +64,12 @@ __all__ = [
     "over_vocabulary",
     "plan_experts",
     "prepare_inputs",
+    "quantise",
     "recurrence",
     "references",
     "row_seeds",
     "short_conv",
+    "token_logprobs",
     "uniform",
     "verify_block",
     "verify_greedy",
@@ -69,21 +81,21 @@ __all__ = [
 @register_op(
     "hf_specdec::attention",
     schema="(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window, Tensor? sinks, "
-    "float? softcap, Tensor? starts, Tensor? ends, int? num_splits, int? chunk) -> Tensor",
+    "float? softcap, Tensor? starts, Tensor? ends, int? num_splits, int? chunk, Tensor? scales) -> Tensor",
 )
-def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk):
+def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk, scales):
     if not is_for_triton(query):
         return attention_reference.attention(
-            query, key, value, positions, scaling, window, sinks, softcap, starts, ends, chunk
+            query, key, value, positions, scaling, window, sinks, softcap, starts, ends, chunk, scales
         )
     from .kernels.attention import attention
 
-    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk)
+    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk, scales)
     return attention(*args, fixed_splits=is_batch_invariant())
 
 
 @_attention.register_fake
-def _(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk):
+def _(query, key, value, *rest):
     batch, heads, num_queries, _ = query.shape
     return query.new_empty(batch, num_queries, heads, value.shape[3])
 
@@ -148,11 +160,12 @@ def _linear(inputs, weight, bias):
         tiles = choose_tiles(len(inputs), *weight.shape)
     if tiles is None or not len(inputs) or not is_for_triton(inputs):
         return linear_reference.linear(inputs, weight, bias)
-    if tiles.rows >= MANY_ROWS and len(inputs) not in ROWS_OF_SHORT_PASSES:
-        from .kernels import linear_many_rows
+    by_descriptors = choose_descriptor_tiles(len(inputs), len(weight), tiles)
+    if by_descriptors is not None and (is_capturing() or len(inputs) >= ROWS_OF_LONG_PASSES):
+        from .kernels import linear_descriptors
 
-        if linear_many_rows.takes(inputs, weight):
-            return linear_many_rows.linear(inputs, weight, bias, choose_many_row_tiles(tiles))
+        if linear_descriptors.takes(inputs, weight):
+            return linear_descriptors.linear(inputs, weight, bias, by_descriptors)
     from .kernels.linear import linear
 
     return linear(inputs, weight, bias, tiles)
@@ -163,11 +176,26 @@ def _(inputs, weight, bias):
     return inputs.new_empty(len(inputs), len(weight))
 
 
+@register_op(
+    "hf_specdec::gated_linear", schema="(Tensor inputs, Tensor weight, Tensor? bias, str activation) -> Tensor"
+)
+def _gated_linear(inputs, weight, bias, activation):
+    from .kernels.linear import linear
+
+    return linear(inputs, weight, bias, choose_gated_tiles(len(inputs), *weight.shape), activation)
+
+
+@_gated_linear.register_fake
+def _(inputs, weight, bias, activation):
+    return inputs.new_empty(len(inputs), len(weight) // 2)
+
+
 write_kv = kernel_op(
     "kv_cache.write_kv",
-    "(Tensor(a!) keys, Tensor(b!) values, Tensor key_states, Tensor value_states, Tensor positions) -> ()",
+    "(Tensor(a!) keys, Tensor(b!) values, Tensor key_states, Tensor value_states, Tensor positions, "
+    "Tensor(c!)? scales=None) -> ()",
     None,
-    mutates_args=("keys", "values"),
+    mutates_args=("keys", "values", "scales"),
 )
 
 
@@ -195,6 +223,11 @@ verify_block = kernel_op(
     "Tensor remaining) -> (Tensor, Tensor, Tensor)",
     _empty_result,
     result=VerificationResult,
+)
+token_logprobs = kernel_op(
+    "token_logprobs.token_logprobs",
+    "(Tensor scores, Tensor tokens) -> Tensor",
+    lambda scores, tokens: scores.new_empty(tokens.shape, dtype=torch.float32),
 )
 best_draft = kernel_op(
     "draft_sampling.best_draft",
@@ -235,14 +268,15 @@ def attention(
     ends: torch.Tensor | None = None,
     num_splits: int | None = None,
     chunk: int | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `kernels.attention_reference.attention`; a Triton kernel on GPUs."""
-    note_attended(key, value)
+    note_attended(key, value, *(() if scales is None else (scales,)))
     args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
     # The reference for packed prompts reads the starts on the host; so it is called inside the op.
     if is_for_triton(query) or is_batch_invariant() or (starts is not None and starts.dim() == 2):
-        return _attention(*args, num_splits, chunk)
-    return attention_reference.attention(*args, chunk)
+        return _attention(*args, num_splits, chunk, scales)
+    return attention_reference.attention(*args, chunk, scales)
 
 
 def prepare_inputs(
@@ -304,13 +338,40 @@ def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
     """
     if is_batch_invariant():
         return not torch.is_autocast_enabled(inputs.device.type) and inputs.dtype == weight.dtype
-    if len(inputs) > MAX_ROWS or inputs.dtype not in (torch.bfloat16, torch.float16) or not is_for_triton(inputs):
+    return len(inputs) <= MAX_ROWS and _has_tiles(choose_tiles, inputs, weight)
+
+
+def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `gated_linear` of `[n, in]` by `[2 N, in]` is faster than `linear` and `layer_ops.gated_activation`, of
+    whose results it has the bits.
+    """
+    return len(inputs) <= MAX_GATED_ROWS and len(weight) % 2 == 0 and _has_tiles(choose_gated_tiles, inputs, weight)
+
+
+def _has_tiles(
+    choose_for: Callable[[int, int, int], LinearTiles | None], inputs: torch.Tensor, weight: torch.Tensor
+) -> bool:
+    if inputs.dtype not in (torch.bfloat16, torch.float16) or not is_for_triton(inputs):
         return False
     if inputs.dtype != weight.dtype or not inputs.stride(1) == weight.stride(1) == 1:
         return False
-    return choose_tiles(len(inputs), *weight.shape) is not None and not torch.is_autocast_enabled(inputs.device.type)
+    return choose_for(len(inputs), *weight.shape) is not None and not torch.is_autocast_enabled(inputs.device.type)
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """See `kernels.linear_reference.linear`; a Triton kernel on GPUs, where `has_fast_linear` says so."""
-    return choose(_linear, linear_reference.linear, inputs)(inputs, weight, bias)
+    return _run(_linear, linear_reference.linear, inputs, weight, bias)
+
+
+def gated_linear(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """See `kernels.linear_reference.gated_linear`; a Triton kernel, where `has_gated_linear` says so."""
+    return _run(_gated_linear, linear_reference.gated_linear, inputs, weight, bias, activation)
+
+
+def _run(op: Op, reference: Callable[..., torch.Tensor], inputs: torch.Tensor, *args: object) -> torch.Tensor:
+    if is_for_triton(inputs):
+        return op(inputs, *args)
+    with without_dispatch_modes():
+        return reference(inputs, *args)

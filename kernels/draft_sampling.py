@@ -5,7 +5,7 @@ Shapes: logits `[B, n, V_d]`, temperatures, seeds and lengths `[B]`, tokens or i
     best_draft = target_ids[argmax over v of logits[b, i, v]]
     draw_draft: q_i = softmax(logits[b, i] / temperatures[b]), index = argmax over v of q_i(v) / e_i(v)
 
-with e_i(v) = exponential(seeds[b], lengths[b], v, DRAFT, first + i).
+with e_i(v) = race_times(seeds[b], lengths[b], v, DRAFT, first + i).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from . import reduction
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .random import exponential
+from .random import race_times
 from .reduction import LEAST_KEY, argmax_keys, index_of_key, largest_key, merge_softmax_stats, softmax_stats
 from .types import RandomStream
 
@@ -77,7 +77,7 @@ def _draw_kernel(
     logit = tl.load(logits_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
     prob = tl.exp(logit / temperature - base) / total
     tl.store(probs_ptr + row * vocabulary + token, prob, mask=is_token)
-    noise = exponential(seed, length, token, token * 0 + (first + step).to(tl.int32), _DRAFT)
+    noise = race_times(seed, length, tl.program_id(1) * BLOCK, first + step, _DRAFT, BLOCK)
     key = largest_key(prob / noise, token, is_token)
     tl.store(keys_ptr + row * tl.num_programs(1) + tl.program_id(1), key)
 

@@ -5,7 +5,7 @@ Shapes: logits `[B, n, V_d]`, temperatures, seeds and lengths `[B]`, tokens or i
     best_draft = target_ids[argmax over v of logits[b, i, v]]
     draw_draft: q_i = softmax(logits[b, i] / temperatures[b]), index = argmax over v of q_i(v) / e_i(v)
 
-with e_i(v) = exponential(seeds[b], lengths[b], v, DRAFT, first + i).
+with e_i(v) = race_times(seeds[b], lengths[b], v, DRAFT, first + i).
 """
 
 from __future__ import annotations
@@ -47,6 +47,6 @@ def draw_draft(
         Logits with NaN or +inf, or of -inf alone, have none: they are NaN, and the index is 0.
     """
     probs = (logits.float() / temperatures[:, None, None]).softmax(dim=-1)
-    steps = torch.arange(first, first + logits.shape[1], device=logits.device)[:, None]
+    steps = torch.arange(first, first + logits.shape[1], device=logits.device)
     index = random_reference.exponential_sample(probs, seeds[:, None], lengths[:, None], RandomStream.DRAFT, steps)
     return index, probs

@@ -22,7 +22,7 @@ _BLOCK, _WARPS = 1024, 4
 
 
 @triton.jit
-def _activation(x, NAME: tl.constexpr, LIBDEVICE: tl.constexpr):
+def activate(x, NAME: tl.constexpr, LIBDEVICE: tl.constexpr):
     """Activation of float32 values. Without LIBDEVICE, which the interpreter lacks, the last bits may differ."""
     if NAME == "silu":
         power = libdevice.exp(-x) if LIBDEVICE else tl.exp(-x)
@@ -66,7 +66,7 @@ def _gated_activation_kernel(
     wait_for_inputs(PDL)
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=is_column, other=0.0)
     up = tl.load(up_ptr + row * up_stride + column, mask=is_column, other=0.0)
-    activated = _activation(gate.to(tl.float32), ACTIVATION, LIBDEVICE).to(gate.dtype).to(tl.float32)
+    activated = activate(gate.to(tl.float32), ACTIVATION, LIBDEVICE).to(gate.dtype).to(tl.float32)
     tl.store(out_ptr + row * width + column, (activated * up.to(tl.float32)).to(gate.dtype), mask=is_column)
 
 

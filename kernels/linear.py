@@ -1,8 +1,9 @@
-"""Triton linear layer; the reference is `linear_reference.linear`.
+"""Triton linear layer, and that of a gated MLP; the references are `linear_reference.linear` and `gated_linear`.
 
-Shapes: inputs `[n, in]`, weight `[out, in]`, bias `[out]`, result `[n, out]`:
+Shapes: inputs `[n, in]`, weight `[out, in]`, bias `[out]`, result `[n, out]`, or with an activation `[n, out / 2]`:
 
-    result[i, o] = sum_k weight[o, k] inputs[i, k] + bias[o]
+    outputs[i, o] = sum_k weight[o, k] inputs[i, k] + bias[o],      result = outputs
+    or with N = out / 2:                                            result[i, j] = f(outputs[i, j]) outputs[i, N + j]
 
 With few rows the time of such a layer is that of reading its weight. The weight is the first operand of the products,
 so that tiles have many output features and few rows. One program adds all products of an output in float32, with k
@@ -16,16 +17,17 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .gated_activation import activate
 from .types import LinearTiles
 
 # Blocks of rows that programs which start together share with as few blocks of features, for the L2 cache.
 _GROUP = 8
 # 128-byte lines of each row of the weight that a program requests before the kernel ahead of it has ended.
-_LINES = 4
+LINES = 4
 
 
 @triton.jit
-def _request_lines(first_row_ptr, stride_bytes, rows, ROWS: tl.constexpr, LINES: tl.constexpr):
+def request_lines(first_row_ptr, stride_bytes, rows, ROWS: tl.constexpr, LINES: tl.constexpr):
     """Fetch the first LINES lines of up to ROWS rows of the weight into the L2 cache."""
     index = tl.arange(0, ROWS * LINES)
     row = tl.minimum(index // LINES, rows - 1)
@@ -54,9 +56,11 @@ def _linear_kernel(
     FEATURES: tl.constexpr,
     DEPTH: tl.constexpr,
     LINES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIBDEVICE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """FEATURES output features of ROWS rows.
+    """FEATURES output features of ROWS rows; with ACTIVATION half as many of each half of the weight.
 
     Grid: (blocks of output features, blocks of rows). Reads the program's rows of `inputs` and of `weight`; writes
     their `out`. IS_EVEN says that DEPTH divides the input features.
@@ -64,21 +68,29 @@ def _linear_kernel(
     row_block, feature_block = tl.swizzle2d(
         tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), GROUP
     )
-    first = feature_block * FEATURES
-    feature = first + tl.arange(0, FEATURES)
+    IS_GATED: tl.constexpr = ACTIVATION is not None
+    PARTS: tl.constexpr = 2 if IS_GATED else 1
+    OWN: tl.constexpr = FEATURES // PARTS
+    size_out = size_out // PARTS
+    first = feature_block * OWN
+    # A feature of the gate, and then that of the other half which it belongs to.
+    index = tl.arange(0, FEATURES)
+    feature = first + index // PARTS
     row = tl.arange(0, ROWS)
     first_row = (row_block * ROWS).to(tl.int64)
     depth = tl.arange(0, DEPTH)
     is_row = row < num_rows - row_block * ROWS
-    is_feature = feature < size_out
     weight_ptr += first.to(tl.int64) * weight_stride
     if PDL:
         stride_bytes = weight_stride * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        _request_lines(weight_ptr, stride_bytes, size_out - first, FEATURES, LINES)
+        request_lines(weight_ptr, stride_bytes, size_out - first, OWN, LINES)
+        if IS_GATED:
+            other_half = weight_ptr + size_out.to(tl.int64) * weight_stride
+            request_lines(other_half, stride_bytes, size_out - first, OWN, LINES)
     wait_for_inputs(PDL)
 
     # Features beyond the last one are computed as that one, and not written.
-    own_feature = tl.minimum(feature, size_out - 1) - first
+    own_feature = (tl.minimum(feature, size_out - 1) - first + index % PARTS * size_out).to(tl.int64)
     weight = weight_ptr + own_feature[:, None] * weight_stride + depth[None, :]
     inputs = inputs_ptr + first_row * inputs_stride + row[:, None] * inputs_stride + depth[None, :]
     total = tl.zeros([FEATURES, ROWS], tl.float32)
@@ -92,21 +104,34 @@ def _linear_kernel(
             x = tl.load(inputs + start, mask=is_row[:, None] & is_depth, other=0.0)
         total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
     if HAS_BIAS:
-        total += tl.load(bias_ptr + feature, mask=is_feature, other=0.0).to(tl.float32)[:, None]
-    out = out_ptr + first_row * size_out + row[:, None] * size_out + feature[None, :]
-    tl.store(out, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=is_row[:, None] & is_feature[None, :])
+        total += tl.load(bias_ptr + first + own_feature).to(tl.float32)[:, None]
+    result = total.to(out_ptr.dtype.element_ty)
+    if IS_GATED:
+        gate, other = tl.split(tl.trans(tl.reshape(result, [OWN, PARTS, ROWS]), 0, 2, 1))
+        gate = activate(gate.to(tl.float32), ACTIVATION, LIBDEVICE).to(result.dtype)
+        result = (gate.to(tl.float32) * other.to(tl.float32)).to(result.dtype)
+    column = first + tl.arange(0, OWN)
+    out = out_ptr + first_row * size_out + row[:, None] * size_out + column[None, :]
+    tl.store(out, tl.trans(result), mask=is_row[:, None] & (column < size_out)[None, :])
 
 
-def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: LinearTiles) -> torch.Tensor:
-    """See `linear_reference.linear`, in tiles of `tiles`. One launch that depends on shapes and strides only.
+def linear(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tiles: LinearTiles,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """See `linear_reference.linear`, or with `activation` its `gated_linear`, in tiles of `tiles`.
 
-    A layer may be a part of the rows of a larger weight.
+    One launch that depends on shapes and strides only. A layer may be a part of the rows of a larger weight.
     """
     num_rows, size_in = inputs.shape
     size_out = len(weight)
     assert weight.shape[1] == size_in and inputs.stride(1) == weight.stride(1) == 1, "rows must have unit stride"
     assert inputs.dtype == weight.dtype and (bias is None or bias.is_contiguous())
-    out = inputs.new_empty(num_rows, size_out)
+    assert activation is None or size_out % 2 == 0, "gate and up must have as many features each"
+    out = inputs.new_empty(num_rows, size_out if activation is None else size_out // 2)
     _linear_kernel[(triton.cdiv(size_out, tiles.features), triton.cdiv(num_rows, tiles.rows))](
         inputs,
         weight,
@@ -123,9 +148,12 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         ROWS=tiles.rows,
         FEATURES=tiles.features,
         DEPTH=tiles.depth,
-        LINES=_LINES,
+        LINES=LINES,
+        ACTIVATION=activation,
+        LIBDEVICE=inputs.is_cuda,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        enable_fp_fusion=True,  # as `gated_activation`
         **dependent_launch(inputs.device),
     )
     return out

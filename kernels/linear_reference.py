@@ -1,8 +1,12 @@
-"""PyTorch reference of a linear layer, `result = inputs @ weight.T + bias`, accumulated in float32."""
+"""PyTorch reference of a linear layer, `result = inputs @ weight.T + bias`, accumulated in float32, and of two of one
+input, of which one gates the other.
+"""
 
 from __future__ import annotations
 
 import torch
+
+from .gated_activation_reference import gated_activation
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -21,3 +25,20 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     if bias is not None:
         out = out + bias.to(dtype)
     return out.to(inputs.dtype)
+
+
+def gated_linear(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """`activation(gate) * up` of a linear layer whose outputs are those of gate and up, each rounded to the dtype.
+
+    Args:
+        inputs: `[n, in]`.
+        weight: `[2 N, in]`, the gate first.
+        bias: `[2 N]`, or None.
+        activation: see `gated_activation_reference.gated_activation`.
+
+    Returns:
+        `[n, N]` in the inputs' dtype.
+    """
+    return gated_activation(*linear(inputs, weight, bias).chunk(2, dim=-1), activation)

@@ -1,68 +1,116 @@
-"""Sizes of the tiles of `kernels.linear`, and for which layers it is faster than cuBLAS; no Triton is needed here."""
+"""Sizes of the tiles of the linear kernels, and for which layers they are faster than cuBLAS; no Triton is needed here.
+
+The result does not depend on the tiles: all of them add the products of an output in the same order.
+"""
 
 from __future__ import annotations
 
 from .types import LinearTiles
 
-# Rows up to which the kernel may be faster.
-MAX_ROWS = 32
+# Rows up to which the kernels may be faster, and up to which they are for gate and up with their activation.
+MAX_ROWS, MAX_GATED_ROWS = 64, 128
 # Rows of the smallest tile: the fewest that `tl.dot` takes.
 FEWEST_ROWS = 16
 # Narrower layers, and those whose rows are not aligned for loads of 16 bytes, are left to the library.
 _MIN_FEATURES, _ALIGNMENT = 256, 8
 # Up to so many tiles of 64 output features all run at once on a GPU of 132 multiprocessors: a deep pipeline pays.
 _ONE_WAVE = 264
+# Programs that are enough to choose tiles by.
+_ENOUGH_PROGRAMS = 92
+# With more rows than 32 layers of fewer outputs are left to the library.
+_FEWEST_OUTPUTS = 32 * _ENOUGH_PROGRAMS
 
-# Tiles for many rows, the largest first, and how many programs are enough to choose them.
+# Depth, warps and stages by rows and output features, with 33 to 64 and with 65 to 128 rows.
+_MEDIUM_TILES = {
+    (64, 64): (128, 4, 5),
+    (64, 128): (128, 4, 4),
+    (128, 64): (128, 4, 4),
+    (128, 128): (64, 8, 3),
+    (128, 256): (64, 8, 4),
+}
+_MEDIUM_DESCRIPTOR_TILES = {
+    (64, 32): (256, 4, 4),
+    (64, 64): (128, 4, 6),
+    (64, 128): (128, 4, 4),
+    (128, 32): (128, 4, 5),
+    (128, 64): (64, 4, 8),
+}
+# Tiles for many rows, the largest first.
 _TILES_OF_MANY = (
     LinearTiles(256, 128, 64, 8, 3),
     LinearTiles(128, 128, 64, 8, 4),
     LinearTiles(64, 128, 64, 4, 4),
     LinearTiles(32, 64, 128, 4, 4),
 )
-_ENOUGH_PROGRAMS = 92
-# Rows of tiles from which on `linear_many_rows` is faster than `linear`.
-MANY_ROWS = 128
-# Rows of passes that are not captured and so short that the GPU waits for the host, which takes about 50 us longer to
-# launch a kernel with descriptors: first token of Llama-3.1-8B shapes after 2,048 tokens 72 ms with them, 65 without.
-ROWS_OF_SHORT_PASSES = range(1025, 4096)
+# In a pass that is not captured a GPU waits for the host unless it has so many rows, and the host takes about 50 us
+# longer to launch a kernel with descriptors: first token of Llama-3.1-8B shapes after 2,048 tokens 72 ms with them, 65
+# without.
+ROWS_OF_LONG_PASSES = 4096
+
+
+def _programs(rows: int, size_out: int, tiles: LinearTiles) -> int:
+    return -(-rows // tiles.rows) * -(-size_out // tiles.features)
+
+
+def _medium(rows: int, size_out: int) -> tuple[int, int]:
+    """Rows and output features of a tile for 33 to 128 rows: the most features of which there are enough tiles."""
+    tile_rows = 64 if rows <= 64 else 128
+    widths = (width for width in (256, 128, 64) if width <= 2 * tile_rows)
+    return tile_rows, next((width for width in widths if -(-size_out // width) >= _ENOUGH_PROGRAMS), 32)
+
+
+def _medium_tiles(rows: int, size_out: int) -> LinearTiles:
+    tile_rows, features = _medium(rows, size_out)
+    features = max(features, 64)
+    return LinearTiles(tile_rows, features, *_MEDIUM_TILES[tile_rows, features])
 
 
 def choose_tiles(rows: int, size_out: int, size_in: int) -> LinearTiles | None:
-    """Tiles for `rows` inputs of a layer `[size_out, size_in]` in 16-bit floating point; None where cuBLAS is faster.
+    """Tiles of `linear` for `rows` inputs of a layer `[size_out, size_in]` in 16-bit floating point; None where cuBLAS
+    is faster.
 
-    Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6), microseconds of the kernel / of cuBLAS, at 1, 16 and 32
-    rows: 6144 x 4096 14.5 / 17.8, 15.3 / 16.2, 15.6 / 16.2; 4096 x 4096 11.6 / 13.4, 11.7 / 13.8, 12.7 / 14.1;
-    28672 x 4096 57.5 / 57.3, 58.5 / 62.4; 4096 x 14336 30.7 / 32.2, 32.1 / 33.1, 35.4 / 33.8; 128256 x 4096 236 / 250,
-    242 / 255; at one row 960 x 576 3.2 / 4.0, 3072 x 576 3.6 / 4.2, 576 x 1536 4.2 / 5.2, 49152 x 576 16.3 / 16.9. At
-    64 rows cuBLAS is faster by a fifth for the narrow ones. The result does not depend on the tiles: all of them add
-    products in the same order.
+    Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6), microseconds of the kernel / of cuBLAS, at 1, 16, 32, 64
+    and 128 rows, with `linear_descriptors` where `choose_descriptor_tiles` says so: 6144 x 4096 14.5 / 17.8, 15.3 /
+    16.2, 15.6 / 17.0, 16.0 / 16.9, 18.8 / 17.3; 4096 x 4096 11.6 / 13.4, 11.7 / 13.8, 11.7 / 14.0, 11.3 / 12.5, 13.0 /
+    14.1; 28672 x 4096 57.5 / 57.3, 58.5 / 62.4, 60.5 / 66.2, 60.3 / 70.3, 69.2 / 69.2; 4096 x 14336 30.7 / 32.2, 32.1 /
+    33.1, 33.7 / 35.0, 33.5 / 37.7, 41.4 / 38.9; 128256 x 4096 236 / 250, 242 / 255, 248 / 270, 256 / 286, 281 / 279; at
+    one row 960 x 576 3.2 / 4.0, 3072 x 576 3.6 / 4.2, 576 x 1536 4.2 / 5.2, 49152 x 576 16.3 / 16.9. The kernels start
+    while the one before still runs, which cuBLAS does not.
     """
     is_aligned = size_in % _ALIGNMENT == 0
     if not (0 < rows <= MAX_ROWS and is_aligned and min(size_out, size_in) >= _MIN_FEATURES):
         return None
-    if size_in > 2 * size_out:  # few tiles, each of them deep
-        if rows > FEWEST_ROWS:
-            return None
+    if rows > 32:
+        return _medium_tiles(rows, size_out) if size_out >= _FEWEST_OUTPUTS else None
+    is_deep = size_in > 2 * size_out  # few tiles, each of them deep
+    if is_deep and rows <= FEWEST_ROWS:
         return LinearTiles(FEWEST_ROWS, 16, 512, 2, 4) if rows <= 4 else LinearTiles(FEWEST_ROWS, 32, 256, 4, 6)
     is_one_wave = size_out <= 64 * _ONE_WAVE
     if not is_one_wave and size_in % 128:  # an even division of narrow layers
-        return LinearTiles(FEWEST_ROWS if rows <= FEWEST_ROWS else MAX_ROWS, 128, 64, 4, 6)
+        return LinearTiles(FEWEST_ROWS if rows <= FEWEST_ROWS else 32, 128, 64, 4, 6)
     if rows > FEWEST_ROWS:
-        return LinearTiles(MAX_ROWS, 64, 128, 4, 5) if is_one_wave else LinearTiles(MAX_ROWS, 128, 128, 8, 4)
+        is_half_wave = size_out < 64 * _ENOUGH_PROGRAMS
+        return LinearTiles(32, 64, 128, 4, 6 if is_half_wave else 5 if is_one_wave else 4)
     return LinearTiles(FEWEST_ROWS, 64, 128, 4, 6 if is_one_wave else 4)
 
 
+def choose_gated_tiles(rows: int, size_out: int, size_in: int) -> LinearTiles | None:
+    """Tiles of `linear` for gate and up, `size_out` features together, with their activation; see `choose_tiles`."""
+    if not MAX_ROWS < rows <= MAX_GATED_ROWS:
+        return choose_tiles(rows, size_out, size_in)
+    # Wider tiles have too many results for the registers that the activation takes.
+    return LinearTiles(128, 128, *_MEDIUM_TILES[128, 128]) if choose_tiles(MAX_ROWS, size_out, size_in) else None
+
+
 def choose_invariant_tiles(rows: int, size_out: int, size_in: int, itemsize: int) -> LinearTiles:
-    """Tiles for any number of rows, of a layer of any size and of `itemsize` bytes an element.
+    """Tiles of `linear` for any number of rows, of a layer of any size and of `itemsize` bytes an element.
 
     Where cuBLAS is not to be asked, since the bits of its results depend on the number of rows: of more rows than 16
     the largest tiles of which there are enough for a GPU.
 
     Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6), microseconds of the kernel / of cuBLAS, for layers of
-    6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336: 64 rows 26 / 23, 22 / 19, 72 / 71, 52 / 46; 128 rows 36 /
-    24, 23 / 19, 81 / 76, 56 / 46; 512 rows 54 / 39, 35 / 29, 213 / 159, 105 / 86; 2,048 rows 167 / 137, 110 / 97, 813 /
-    613, 380 / 321.
+    6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336: 512 rows 54 / 39, 35 / 29, 213 / 159, 105 / 86; 2,048 rows
+    167 / 137, 110 / 97, 813 / 613, 380 / 321.
     """
     if itemsize > 2:  # products by multiplications in float32, of which registers hold few
         return LinearTiles(FEWEST_ROWS, 64, 32, 4, 3) if rows <= FEWEST_ROWS else LinearTiles(64, 64, 32, 4, 3)
@@ -71,18 +119,27 @@ def choose_invariant_tiles(rows: int, size_out: int, size_in: int, itemsize: int
         return tiles
     if rows <= FEWEST_ROWS:
         return LinearTiles(FEWEST_ROWS, 64, 128, 4, 4)
+    if MAX_ROWS < rows <= 128 and size_out >= _FEWEST_OUTPUTS:
+        return _medium_tiles(rows, size_out)
     for tiles in _TILES_OF_MANY:
-        programs = -(-rows // tiles.rows) * -(-size_out // tiles.features)
-        if 2 * rows > tiles.rows and programs >= _ENOUGH_PROGRAMS:
+        if 2 * rows > tiles.rows and _programs(rows, size_out, tiles) >= _ENOUGH_PROGRAMS:
             return tiles
-    return LinearTiles(MAX_ROWS, 64, 128, 4, 4)
+    return LinearTiles(32, 64, 128, 4, 4)
 
 
-def choose_many_row_tiles(tiles: LinearTiles) -> LinearTiles:
-    """Tiles of `linear_many_rows` in the place of `tiles` of `linear`, of at least `MANY_ROWS` rows.
+def choose_descriptor_tiles(rows: int, size_out: int, tiles: LinearTiles) -> LinearTiles | None:
+    """Tiles of `linear_descriptors` in the place of `tiles` of `linear`; None where that is no slower.
 
     Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6), microseconds of the kernel / of `linear` / of cuBLAS, for
-    layers of 6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336: 8,192 rows 537 / 664 / 518, 372 / 473 / 386,
-    2,697 / 3,367 / 2,574, 1,270 / 1,617 / 1,356; 512 rows 51 / 54 / 43, 34 / 35 / 28, 188 / 209 / 159, 91 / 105 / 85.
+    layers of 6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336: 64 rows 16.0 / 16.8, 11.3 / 12.5, 60.3 / 61.9,
+    33.5 / 36; 8,192 rows 537 / 664 / 518, 372 / 473 / 386, 2,697 / 3,367 / 2,574, 1,270 / 1,617 / 1,356; 512 rows 51 /
+    54 / 43, 34 / 35 / 28, 188 / 209 / 159, 91 / 105 / 85.
     """
-    return LinearTiles(128, 256, 64, 8, 3) if tiles.rows > MANY_ROWS else LinearTiles(128, 128, 64, 8, 4)
+    if rows <= 32:
+        return None
+    if rows <= 128:
+        sizes = _medium(rows, size_out)
+        return LinearTiles(*sizes, *_MEDIUM_DESCRIPTOR_TILES[sizes]) if sizes in _MEDIUM_DESCRIPTOR_TILES else None
+    if tiles.rows < 128:
+        return None
+    return LinearTiles(128, 256, 64, 8, 3) if tiles.rows > 128 else LinearTiles(128, 128, 64, 8, 4)

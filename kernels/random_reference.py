@@ -1,9 +1,17 @@
 """PyTorch reference of the random numbers: Philox4x32-10 as a pure function of its counter, and sampling by it.
 
-With the first Philox word w of the key (low and high word of the seed) and the counter (token, position, stream, step):
+With the words w of the key (low and high word of the seed) and the counter (number, position, stream, step):
 
-    uniform = min((w + 1/2) / 2^32, 1 - 2^-24),    exponential = -log(1 - uniform)
-    exponential_sample = argmax over tokens v of weights[v] / exponential(seed, position, v, stream, step)
+    uniform(token) = u(w_0) = min((w_0 + 1/2) / 2^32, 1 - 2^-24),    exponential(w) = -log(1 - u(w))
+    exponential_sample = argmax over tokens v of weights[v] / race_times(seed, position, v, stream, step)
+
+`race_times` are independent exponential numbers of rate 1, made by groups of G = 64 tokens, so that what none of a
+group can be below is known by one of them: the least of G such numbers is exponential of rate G, it is any token's with
+probability 1 / G, and the others exceed it by exponential numbers. With the words a of number -1 - g for group g, and b
+of number v // 4 for token v:
+
+    least[g] = exponential(a_0) / G
+    race_times[v] = least[g], g = v // G, if v mod G = a_1 >> 26, else least[g] + exponential(b_(v mod 4))
 
 No state is kept: equal arguments give equal numbers, on every device, however rows are batched.
 """
@@ -11,8 +19,9 @@ No state is kept: equal arguments give equal numbers, on every device, however r
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from .types import RandomStream
+from .types import RACE_GROUP, RandomStream
 
 _WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -22,13 +31,13 @@ _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 def _philox(
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    tokens: torch.Tensor,
+    numbers: torch.Tensor,
     stream: int,
     steps: torch.Tensor | int,
 ) -> list[torch.Tensor]:
     """Four random words, int64 below 2**32, of Philox4x32-10 (Salmon et al., SC 2011); see `uniform`."""
     key = [seeds & _WORD, (seeds >> 32) & _WORD]
-    counter = [tokens & _WORD, positions & _WORD, torch.full_like(positions, stream), torch.zeros_like(positions)]
+    counter = [numbers & _WORD, positions & _WORD, torch.full_like(positions, stream), torch.zeros_like(positions)]
     counter[3] = counter[3] + steps
     for _ in range(10):
         even, odd = counter[0] * _PHILOX_MULTIPLIERS[0], counter[2] * _PHILOX_MULTIPLIERS[1]
@@ -62,28 +71,64 @@ def uniform(
         stream: third word of the counter; separates numbers for different purposes.
         steps: int64, last word of the counter: the index of the draft token within its round.
     """
-    numbers = (_philox(seeds, positions, tokens, stream, steps)[0].to(torch.float32) + 0.5) * 2.0**-32
-    return numbers.clamp(max=1.0 - 2.0**-24)
+    return _unit(_philox(seeds, positions, tokens, stream, steps)[0])
 
 
-def exponential(
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    tokens: torch.Tensor,
-    stream: int,
-    steps: torch.Tensor | int = 0,
-) -> torch.Tensor:
-    """Exponential float32 numbers of rate 1: -log(1 - u) of the numbers u of `uniform`, with the same arguments.
+def _unit(words: torch.Tensor) -> torch.Tensor:
+    return ((words.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
+
+
+def _exponential(words: torch.Tensor) -> torch.Tensor:
+    """Exponential float32 numbers of rate 1: -log(1 - u) of the numbers u of `uniform`, by their words.
 
     In `exponential_sample` small numbers decide. They come from u near 0, which is fine-grained, and are computed by a
     series of -log(1 - u) = 2 atanh(u / (2 - u)), since 1 - u is coarse. With -log(u) about 1 in 128 samples among 2**17
     equal weights would be a tie, which the lowest token wins.
     """
-    number = uniform(seeds, positions, tokens, stream, steps)
+    number = _unit(words)
     ratio = number / (2.0 - number)
     square = ratio * ratio
     series = 1.0 + square * (1.0 / 3.0 + square * (1.0 / 5.0 + square * (1.0 / 7.0 + square * (1.0 / 9.0))))
     return torch.where(number < 0.25, 2.0 * ratio * series, -torch.log(1.0 - number))
+
+
+def _least_times(
+    seeds: torch.Tensor, positions: torch.Tensor, groups: torch.Tensor, stream: int, steps: torch.Tensor | int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`least` of groups, float32, and the place in its group, int64, of the token that it belongs to."""
+    words = _philox(seeds, positions, -1 - groups, stream, steps)
+    return _exponential(words[0]) / RACE_GROUP, words[1] >> 26
+
+
+def _times_of_groups(
+    least: torch.Tensor,
+    place: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    groups: torch.Tensor,
+    stream: int,
+    steps: torch.Tensor | int,
+) -> torch.Tensor:
+    """`race_times` of all tokens of groups, `[..., RACE_GROUP]`, of tensors that broadcast to `[...]`."""
+    quads = groups[..., None] * (RACE_GROUP // 4) + torch.arange(RACE_GROUP // 4, device=groups.device)
+    steps = steps[..., None] if isinstance(steps, torch.Tensor) else steps
+    words = torch.stack(_philox(seeds[..., None], positions[..., None], quads, stream, steps), dim=-1).flatten(-2)
+    is_least = torch.arange(RACE_GROUP, device=groups.device) == place[..., None]
+    return least[..., None] + torch.where(is_least, 0.0, _exponential(words))
+
+
+def race_times(
+    seeds: torch.Tensor, positions: torch.Tensor, vocabulary: int, stream: int, steps: torch.Tensor | int = 0
+) -> torch.Tensor:
+    """Independent exponential float32 numbers of rate 1 of the tokens from 0 to `vocabulary` - 1, `[..., vocabulary]`.
+
+    The others as of `uniform`; tensors broadcast to `[...]`.
+    """
+    groups = torch.arange(-(-vocabulary // RACE_GROUP), device=seeds.device)
+    seeds, positions = seeds[..., None], positions[..., None]
+    steps = steps[..., None] if isinstance(steps, torch.Tensor) else steps
+    least, place = _least_times(seeds, positions, groups, stream, steps)
+    return _times_of_groups(least, place, seeds, positions, groups, stream, steps).flatten(-2)[..., :vocabulary]
 
 
 def row_seeds(seed: torch.Tensor, batch: int) -> torch.Tensor:
@@ -111,35 +156,48 @@ def exponential_sample(
         positions: int64, broadcast to `[...]`: the position that the sampled token will have, or for draft tokens the
             first of the round.
         stream: purpose of the numbers; see `uniform`.
-        steps: see `uniform`; an int64 tensor is broadcast to `[..., 1]`.
+        steps: see `uniform`; an int64 tensor is broadcast to `[...]`.
 
     Returns:
         `[...]` int64.
     """
-    seeds, positions = seeds[..., None], positions[..., None]
-    if weights.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _race_on_host(weights, seeds, positions, stream, steps)
-    tokens = torch.arange(weights.shape[-1], device=weights.device)
-    return (weights / exponential(seeds, positions, tokens, stream, steps)).argmax(dim=-1)
+    if weights.device.type == "cpu" and not torch.compiler.is_compiling() and not _len_torch_dispatch_stack():
+        return _sample_by_groups(weights, seeds, positions, stream, steps)
+    return (weights / race_times(seeds, positions, weights.shape[-1], stream, steps)).argmax(dim=-1)
 
 
-# Numbers that are made at a time, which stay in a core's cache: those of 64 rows of 49,152 tokens take 0.17 CPU seconds
-# so, all at once 0.55.
-_AT_A_TIME = 65536
-
-
-def _race_on_host(
+def _sample_by_groups(
     weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, stream: int, steps: torch.Tensor | int
 ) -> torch.Tensor:
-    """`exponential_sample` of `seeds`, `positions` and `steps` that are broadcast to `[..., 1]`: the same tokens."""
-    shape = (*weights.shape[:-1], 1)
-    counters = [torch.as_tensor(one, device="cpu").expand(shape).reshape(-1, 1) for one in (seeds, positions, steps)]
-    flat = weights.reshape(-1, weights.shape[-1])
-    times = torch.empty_like(flat)  # weights divided by numbers
-    width = max(_AT_A_TIME // max(len(flat), 1), 1)
-    for first in range(0, flat.shape[1], width):
-        columns = slice(first, min(first + width, flat.shape[1]))
-        tokens = torch.arange(columns.start, columns.stop, device="cpu")
-        numbers = exponential(*counters[:2], tokens, stream, counters[2])
-        torch.div(flat[:, columns], numbers, out=times[:, columns])
-    return times.argmax(dim=-1).reshape(weights.shape[:-1])
+    """`exponential_sample` with the numbers of groups that may have the token only, which the host finds out.
+
+    No token of a group is above the group's largest weight divided by `least`, also where both are rounded.
+    """
+    shape, vocabulary = weights.shape[:-1], weights.shape[-1]
+    counters = [torch.as_tensor(one, device="cpu").expand(shape).reshape(-1) for one in (seeds, positions, steps)]
+    flat, tail = weights.reshape(-1, vocabulary), vocabulary % RACE_GROUP
+    whole = flat[:, : vocabulary - tail].unflatten(1, (vocabulary // RACE_GROUP, RACE_GROUP))
+    bounds = whole.amax(dim=2)
+    if tail:
+        bounds = torch.cat([bounds, flat[:, vocabulary - tail :].amax(dim=1, keepdim=True)], dim=1)
+    groups = torch.arange(bounds.shape[1], device="cpu")
+    least, place = _least_times(*(one[:, None] for one in counters[:2]), groups, stream, counters[2][:, None])
+    bounds /= least
+
+    def best(rows: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest weight divided by its number in groups of rows, `[n]` each, and its token."""
+        seeds, positions, steps = (one[rows] for one in counters)
+        arguments = least[rows, groups], place[rows, groups], seeds, positions, groups
+        times = _times_of_groups(*arguments, stream, steps)
+        tokens = groups[:, None] * RACE_GROUP + torch.arange(RACE_GROUP, device="cpu")
+        values = flat[rows[:, None], tokens.clamp(max=vocabulary - 1)] / times
+        values, places = values.masked_fill(tokens >= vocabulary, -1.0).max(dim=1)
+        return values, groups * RACE_GROUP + places
+
+    rows = torch.arange(len(flat), device="cpu")
+    least_best, _ = best(rows, bounds.argmax(dim=1))
+    rows, candidates = ((bounds >= least_best[:, None]) & (bounds > 0)).nonzero(as_tuple=True)
+    values, tokens = best(rows, candidates)
+    values_of_groups, tokens_of_groups = torch.full_like(bounds, -1.0), torch.zeros(bounds.shape, dtype=torch.int64)
+    values_of_groups[rows, candidates], tokens_of_groups[rows, candidates] = values, tokens
+    return tokens_of_groups.gather(1, values_of_groups.argmax(dim=1, keepdim=True)).reshape(shape)

@@ -1,7 +1,7 @@
 """Triton sampling of the recovered or bonus token after the accepted drafts; see `recovered_token_reference`.
 
-Shapes: residual and probs `[B, V]`, keys `[2, B, blocks]`, tokens `[B, K + 1]`. With e = exponential numbers
-(`random.exponential`) of the row's seed, the token's position and each v:
+Shapes: residual and probs `[B, V]`, keys `[2, B, blocks]`, tokens `[B, K + 1]`. With e = `random.race_times` of the
+row's seed and the token's position:
 
     next token = argmax over v of residual[v] / e[v], or of probs[v] / e[v] where the residual is 0 everywhere;
     NO_TOKEN where probs are NaN
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .random import exponential
+from .random import race_times
 from .reduction import LEAST_KEY, index_of_key, is_key_of_nan, largest_key
 from .types import NO_TOKEN, RandomStream, VerificationResult
 
@@ -40,7 +40,7 @@ def has_probs(draft_prob):
 
 
 @triton.jit
-def store_sample_keys(keys_ptr, residual, p_next, seed, position, token, is_token):
+def store_sample_keys(keys_ptr, residual, p_next, seed, position, token, is_token, BLOCK: tl.constexpr):
     """Write the keys of one block: of the maximum of residual / e, and of the maximum of p_next / e.
 
     For grids (B, blocks). Writes one element each of `keys[0]` and `keys[1]`, `[B, blocks]`.
@@ -48,7 +48,7 @@ def store_sample_keys(keys_ptr, residual, p_next, seed, position, token, is_toke
     row = tl.program_id(0).to(tl.int64)
     cell = row * tl.num_programs(1) + tl.program_id(1)
     num_cells = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
-    noise = exponential(seed, position, token, token * 0, _TARGET)
+    noise = race_times(seed, position, tl.program_id(1) * BLOCK, position * 0, _TARGET, BLOCK)
     tl.store(keys_ptr + cell, largest_key(residual / noise, token, is_token))
     tl.store(keys_ptr + num_cells + cell, largest_key(p_next / noise, token, is_token))
 

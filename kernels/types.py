@@ -50,6 +50,10 @@ class RandomStream(IntEnum):
     SEED = 3
 
 
+# Tokens of a group, whose numbers in a race have a least one that is made by itself (`random_reference.race_times`).
+RACE_GROUP = 64
+
+
 class VerificationResult(NamedTuple):
     """Result of the verification of a round.
 

@@ -184,7 +184,7 @@ def _verify_block_kernel(
     is_read = token < tl.where(is_bonus, 0, vocabulary)
     q_next = draft_prob(row_ptr, draft_ids_ptr, token, is_read, draft_vocabulary, HAS_IDS)
     residual = tl.where(is_bonus, p_next, tl.maximum(weight_next * p_next - q_next, 0.0))
-    store_sample_keys(keys_ptr, residual, p_next, seed, length + accepted, token, is_token)
+    store_sample_keys(keys_ptr, residual, p_next, seed, length + accepted, token, is_token, BLOCK)
     if tl.program_id(1) == 0:
         tl.store(accepted_ptr + row, accepted.to(tl.int64))
         tl.store(committed_ptr + row, accepted.to(tl.int64) + 1)

@@ -69,5 +69,5 @@ def verify_block(
     accepted = torch.where(passes, steps + 1, 0).amax(dim=1) if num_drafts else torch.zeros_like(lengths)
 
     p_next = probs[rows, accepted]
-    residual = residuals[rows, accepted.clamp(max=num_drafts - 1)] if num_drafts else p_next
+    residual = residuals[rows, accepted.clamp(max=num_drafts - 1)] if num_drafts else None
     return append_recovered_or_bonus(p_next, residual, accepted == count, drafts, accepted, seeds, lengths)

@@ -120,7 +120,7 @@ def _verify_sampling_kernel(
         rejected = tl.sum(tl.where(is_next & is_draft, draft, 0), axis=0)
         residual = tl.where(token == rejected, 0.0, p_next)
     residual = tl.where(is_bonus, p_next, residual)
-    store_sample_keys(keys_ptr, residual, p_next, seed, length + accepted, token, is_token)
+    store_sample_keys(keys_ptr, residual, p_next, seed, length + accepted, token, is_token, BLOCK)
     if tl.program_id(1) == 0:
         tl.store(accepted_ptr + row, accepted.to(tl.int64))
         tl.store(committed_ptr + row, accepted.to(tl.int64) + 1)

@@ -60,8 +60,10 @@ def verify_sampling(
     accepted = (numbers * q_draft < p_draft).cumprod(dim=1).sum(dim=1)
     count = (q_draft < torch.inf).cumprod(dim=1).sum(dim=1)
 
+    if num_drafts == 0:
+        return append_recovered_or_bonus(probs[:, 0], None, accepted == count, drafts, accepted, seeds, lengths)
     p_next = probs[rows, accepted]
-    if draft_probs is None or num_drafts == 0:
+    if draft_probs is None:
         rejected = torch.cat([drafts, drafts.new_zeros(batch, 1)], dim=1)[rows, accepted]
         residual = p_next.scatter(1, rejected.unsqueeze(1), 0.0)
     else:

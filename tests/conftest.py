@@ -36,6 +36,7 @@ def prepare_torch(is_worker: bool) -> None:
 
     if is_worker:
         torch.set_num_threads(1)
+    os.environ["HF_SPECDEC_CACHE"] = "off"  # what a test has measured is nothing for others
     # Without a GPU Triton kernels run in its interpreter; Triton reads this when it is imported.
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -87,6 +88,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         config.cache.set(SECONDS, dict(seconds))
 
 
+@pytest.fixture(autouse=True)
+def no_times_of_other_tests() -> None:
+    """Calls with `num_assistant_tokens="auto"` begin with nothing known."""
+    costs = sys.modules.get("hf_specdec.engine.round_costs")
+    if costs is not None:
+        costs.table_of.cache_clear()
+
+
 def pytest_collection_finish() -> None:
     """Modules live as long as the process: garbage collection need not go through them again and again, nor need
     Triton's interpreter."""
@@ -98,3 +107,4 @@ def pytest_collection_finish() -> None:
         interpreter.remember_builtins()
         interpreter.skip_overflow_checks()
         interpreter.remember_dtypes()
+        interpreter.round_to_float8()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -64,6 +64,7 @@ class RaggedCache(Cache):
         self.kinds = kinds
         self.slots = slots
         self.takes_mask = kinds.takes_mask
+        self._takes_num_before = kinds.is_by_slot and not kinds.takes_mask and starts is None
         self.span = slots - self.takes_mask
         self.kernel_span = slots
         self.row_memory: RowMemory | None = None
@@ -195,19 +196,31 @@ class RaggedCache(Cache):
         if self.recurrence is not None:
             self.recurrence.copy_rows(rows, source.recurrence, taken)
 
-    def replay(self, ends: torch.Tensor) -> None:
-        """Bring the states of the first rows to positions up to which the target has run all tokens.
+    def state_positions(self, count: int) -> list[int]:
+        """The positions of the recurrent states of the first `count` rows; the device is waited for."""
+        return self.recurrence.next_base[:count].tolist()
 
-        Args:
-            ends: `[n]` int64, none before a state's position, and no further from it than accepted drafts of a round.
+    def replay(self, ends: Sequence[int]) -> bool:
+        """Bring the states of the first rows to the positions `ends`, up to which the target has run all tokens.
+
+        Returns:
+            whether that was done: not with tokens in the states that the text does not have, as those after a stop
+            string, nor if what rings hold does not suffice.
         """
-        recurrence = self.recurrence
+        recurrence, bases = self.recurrence, self.state_positions(len(ends))
+        if any(base > end for base, end in zip(bases, ends, strict=True)):
+            return False
+        if bases == list(ends):
+            return True
+        if not all(layer.can_replay for layer in self.layers):
+            return False
         positions = torch.full_like(recurrence.base, self.dummy_slot)[:, None]
-        positions[: len(ends), 0] = ends
+        positions[: len(ends), 0] = torch.tensor(ends, device=positions.device)
         recurrence.base.copy_(recurrence.next_base)
         for layer in self.layers:
             layer.replay(positions)
-        recurrence.next_base[: len(ends)] = ends
+        recurrence.next_base[: len(ends)] = positions[: len(ends), 0]
+        return True
 
     def advance(self, positions: torch.Tensor, live: int, num_before: int | None = None) -> None:
         """Set where the next forward pass writes, and how many leading slots its queries may attend to.
@@ -218,9 +231,7 @@ class RaggedCache(Cache):
             num_before: see the attribute; used where no layer keeps states, and there are no mask and no starts.
         """
         self.positions, self._block = positions, None
-        if not self.kinds.is_by_slot or self.takes_mask or self.starts is not None:
-            num_before = None
-        self.num_before = num_before
+        self.num_before = num_before = num_before if self._takes_num_before else None
         if num_before is not None:
             self.span = num_before + positions.shape[1] + 1
             return

@@ -1,7 +1,8 @@
 """`num_assistant_tokens="auto"`: every round has the number of drafts (K) with the most expected tokens a millisecond.
 
-Rounds are timed as they run, and acceptance at each position is estimated as it happens. What is not known is estimated
-in favour of trying it; what is tried costs a bounded share of the time.
+Rounds are timed as they run, and acceptance at each position is estimated as it happens. A call begins with the times
+that earlier ones have measured (`round_costs`), and the acceptance that this drafter has had in the process. What is
+not known is estimated in favour of trying it; what is tried costs a bounded share of the time.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -20,9 +21,13 @@ from ..parallel.tensor_parallel import from_first_rank
 # The numbers of drafts that rounds are tried with.
 CANDIDATES = (0, 1, 2, 3, 5, 7)
 
+# In place of a K: rounds of a call without the drafter, which even with K = 0 reads what is committed.
+ALONE = -1
+
 # The most tokens of the first rounds, all rows together: with more a GPU is bound by compute (one H200, vLLM 0.26,
-# Llama-3.1-8B shapes: 6.1 ms for 64, 10.8 ms for 256, 29.9 ms for 1024), and rounds take longer in proportion.
-_MOST_FIRST_TOKENS = 512
+# Llama-3.1-8B shapes: 6.1 ms for 64, 10.8 ms for 256, 29.9 ms for 1024), and rounds take longer in proportion. A core
+# is so by a few (SmolLM2: 65 ms for 1, 119 for 4, 128 for 8).
+_MOST_FIRST_TOKENS, _MOST_ON_CPU = 512, 4
 
 # Observations of a position after which the older ones count for 1 / e.
 _MEMORY = 2000
@@ -57,17 +62,17 @@ def no_memory(num_drafts: int) -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError(f"There is no memory for rounds of {num_drafts} drafts.")
 
 
-def first_drafts(asked: int, rows: int) -> int:
-    """K to begin with, at most `asked`: fewer drafts where there are many rows."""
-    affordable = max(_MOST_FIRST_TOKENS // rows - 1, 0)
+def first_drafts(asked: int, rows: int, device: torch.device) -> int:
+    """K to begin with, at most `asked`, where nothing is known: fewer drafts where there are many rows."""
+    affordable = max((_MOST_ON_CPU if device.type == "cpu" else _MOST_FIRST_TOKENS) // rows - 1, 0)
     return max(one for one in CANDIDATES if one <= min(asked, affordable))
 
 
 class Acceptance:
     """The share of drafts accepted at each position, of those that were reached: all before them were accepted."""
 
-    def __init__(self, num_positions: int):
-        self._tried, self._accepted = [0.0] * num_positions, [0.0] * num_positions
+    def __init__(self) -> None:
+        self._tried, self._accepted = [0.0] * CANDIDATES[-1], [0.0] * CANDIDATES[-1]
 
     def observe(self, accepted: int, drafted: int) -> None:
         """Add a round of one row, of whose `drafted` drafts the first `accepted` ones were."""
@@ -90,19 +95,31 @@ class Acceptance:
 class RoundTimes:
     """How long rounds of each K take, on buffers of one shape; kept from one call to the next.
 
+    Args:
+        known: milliseconds of a round by K, measured before.
+
     Attributes:
         total: milliseconds of all rounds.
+        unsaved: those of them that are not on disk.
+        alone: those of calls without the drafter since the last one with it.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, known: Mapping[int, float] | None = None, total: float = 0.0) -> None:
         self._rows = rows
-        self._times: dict[int, deque[float]] = {}
-        self.total = 0.0
+        self._times = {count: deque([one], maxlen=_NUM_TIMES) for count, one in (known or {}).items()}
+        self._measured: set[int] = set()
+        self.total, self.unsaved, self.alone = total, 0.0, 0.0
+
+    def measured(self) -> tuple[dict[int, float], float]:
+        """Milliseconds of a round by K, of those that have run; and `unsaved`."""
+        return {count: self.milliseconds(count) for count in sorted(self._measured)}, self.unsaved
 
     def add(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
         """Add a round; one that `is_typical` followed a round of the same K, and nothing between."""
         self.total += milliseconds
+        self.unsaved += milliseconds
         if is_typical:
+            self._measured.add(num_drafts)
             self._times.setdefault(num_drafts, deque(maxlen=_NUM_TIMES)).append(milliseconds)
 
     def __contains__(self, num_drafts: int) -> bool:
@@ -111,8 +128,8 @@ class RoundTimes:
     def milliseconds(self, num_drafts: int) -> float:
         """The median of the last rounds of this K; if there is none, a low estimate from those of others."""
         if num_drafts in self._times:
-            return statistics.median(self._times[num_drafts])
-        known = sorted(self._times, key=lambda other: abs(other - num_drafts))
+            return statistics.median(tuple(self._times[num_drafts]))  # other threads may add to it
+        known = sorted(self._times.keys() - {ALONE}, key=lambda other: abs(other - num_drafts))
         first = self.milliseconds(known[0])
         if len(known) == 1:
             if num_drafts < known[0]:
@@ -123,6 +140,25 @@ class RoundTimes:
         others = [other for other in known[1:] if (other > num_drafts) != (known[0] > num_drafts)] or known[1:]
         slope = (self.milliseconds(others[0]) - first) / (others[0] - known[0])
         return max(_OPTIMISM * (first + slope * (num_drafts - known[0])), _CONSTANT_SHARE * first)
+
+
+def is_better_alone(most: int, acceptance: Acceptance, times: RoundTimes, tokens: int) -> bool:
+    """Whether a call for `tokens` tokens a row is expected to be faster without the drafter.
+
+    Rounds without it are shorter than those with K = 0, at first by what is not known. Texts change: now and then there
+    is a call with it, which costs a bounded share of the time.
+    """
+    if 0 not in times:
+        return False
+    alone = times.milliseconds(ALONE) if ALONE in times else _OPTIMISM * times.milliseconds(0)
+    known = [one for one in CANDIDATES if one <= most and one in times]
+    share = 1 - alone * max(acceptance.expected_tokens(one) / times.milliseconds(one) for one in known)
+    if share <= _HYSTERESIS:
+        return False
+    if _BUDGET * times.alone < share * tokens * alone:
+        return True
+    times.alone = 0.0
+    return False
 
 
 class FixedDrafts:
@@ -161,9 +197,11 @@ class AutoDrafts:
         price: Callable[[int], float] = lambda num_drafts: 0.0,
     ):
         self._candidates = [one for one in CANDIDATES if one <= most]
-        self._current = max(one for one in self._candidates if one <= max(first, 0))
         self._acceptance, self._times = acceptance, times
         self._price = price
+        known = [one for one in self._candidates if one in times]
+        ready = [one for one in known if not price(one)] or known
+        self._current = max(ready, key=self._rate, default=max(one for one in self._candidates if one <= max(first, 0)))
         self._plan: deque[int] = deque()
         # Candidates that were tried, until their times arrive.
         self._waiting: set[int] = set()
@@ -181,7 +219,7 @@ class AutoDrafts:
         worth trying.
         """
         if not self._plan:
-            self._choose()
+            self._choose(tokens_left)
             self._plan.extend(self._tries(tokens_left))
         if self._plan:
             self._since_try = 0
@@ -213,13 +251,22 @@ class AutoDrafts:
         """Tokens a millisecond and row."""
         return self._acceptance.expected_tokens(num_drafts) / self._times.milliseconds(num_drafts)
 
-    def _choose(self) -> None:
+    def _choose(self, tokens_left: Callable[[], float]) -> None:
         known = [one for one in self._candidates if one in self._times]
         if not known:
             return
-        best = max(known, key=self._rate)
-        if self._current not in self._times or self._rate(best) > (1 + _HYSTERESIS) * self._rate(self._current):
+        best, rate = max(known, key=self._rate), self._rate(self._current)
+        is_better = self._rate(best) > (1 + _HYSTERESIS) * rate
+        if self._current not in known or (is_better and self._gain(best, rate, tokens_left) > self._price(best)):
             self._current = best
+
+    def _gain(self, num_drafts: int, rate: float, tokens_left: Callable[[], float]) -> float:
+        """Milliseconds that rounds of `num_drafts` are expected to save of those that rounds of `rate` take.
+
+        In the time that is left; or, if more calls follow, in as much as has passed.
+        """
+        share = 1 - rate / max(self._rate(num_drafts), rate)
+        return share * max(tokens_left() / rate, self._times.total)
 
     def _tries(self, tokens_left: Callable[[], float]) -> Sequence[int]:
         """Rounds of a K that is worth trying, if there is one."""
@@ -229,11 +276,9 @@ class AutoDrafts:
         unknown = [one for one in self._candidates if one not in self._times and one not in self._waiting]
         found = max(unknown, key=self._rate, default=None)
         if found is not None:
-            share = 1 - rate / max(self._rate(found), rate)
-            # What it may gain in the time that is left, or, if more calls follow, that has passed.
-            gain = share * max(tokens_left() / rate, self._times.total)
             cost = self._price(found) + _ROUNDS_TO_TRY * self._loss(found, rate)
-            if share > _HYSTERESIS and _CONFIDENCE * gain > cost:
+            is_better = self._rate(found) > (1 + _HYSTERESIS) * rate
+            if is_better and _CONFIDENCE * self._gain(found, rate, tokens_left) > cost:
                 self._waiting.add(found)
                 return [found] * _ROUNDS_TO_TRY
         if self._since_try < _ROUNDS_BETWEEN:
@@ -246,7 +291,7 @@ class AutoDrafts:
         again = min(around, key=lambda one: abs(one - self._current), default=None)
         if again is None:
             return ()
-        loss = _ROUNDS_TO_RETRY * self._loss(again, rate)
+        loss = self._price(again) + _ROUNDS_TO_RETRY * self._loss(again, rate)
         if self._spent + loss > _BUDGET * self._elapsed:
             return ()
         self._spent += loss

@@ -14,13 +14,12 @@ from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..errors import first_line
 from ..graphs.cuda_graphs import capture, compiled
-from ..kernels.types import VerificationResult
 from ..modules.signature import Signature
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.experts import capturable_experts, copies_experts
 from ..sampling.processors import BlockProcessor
 from .prefill import prefill_chunk
-from .rounds import catch_up, draft_and_forward, run_round, verify_and_commit
+from .rounds import RoundOutput, catch_up, draft_and_forward, logprobs_of, run_round, verify_and_commit
 from .sessions import Session
 from .target import Target
 
@@ -43,30 +42,36 @@ class CapturedRound:
         self, session: Session, target: Target, drafter: Drafter, process: BlockProcessor, backend: str | None = None
     ):
         model, self._state = target.model, session.state
+        self._process = process  # whose tensors, those of the call that captures, every replay reads
         state, graph = session.state, functools.partial(capture, device=model.device, memory=session.graph_pool)
         if backend is not None:
             target = compiled(target, backend, same_everywhere=tensor_parallel_group(model) is not None)
         # What a graph returns is never freed, so scores and logits are not returned.
         with state.idle():
             if process.key is not None:
-                self._round = graph(lambda: run_round(state, target, drafter, process)[0])
+                self._round = graph(lambda: run_round(state, target, drafter, process)[:2])
             else:
                 self._round = None
                 self._draft_and_forward = graph(lambda: draft_and_forward(state, target, drafter))
                 proposal, _, logits, aux_hidden_states = self._draft_and_forward.result
                 self._scores = torch.zeros_like(logits, dtype=torch.float32)
-                self._verify_and_commit = graph(
-                    lambda: verify_and_commit(state, self._scores, proposal, aux_hidden_states)
-                )
+
+                def second_half() -> tuple:
+                    result = verify_and_commit(state, self._scores, proposal, aux_hidden_states)
+                    return result, logprobs_of(state, result, self._scores, logits)
+
+                self._verify_and_commit = graph(second_half)
         graphs = "one graph" if self._round is not None else "two graphs, processors between"
         self.execution = f"captured in {graphs}, {'not compiled' if backend is None else 'compiled'}"
 
-    def __call__(self, process: BlockProcessor) -> tuple[VerificationResult, None, None]:
+    def __call__(self, process: BlockProcessor) -> RoundOutput:
         if self._round is not None:
-            return self._round(), None, None
-        _, block, logits, _ = self._draft_and_forward()
-        self._scores.copy_(process(logits, block, self._state))
-        return self._verify_and_commit(), None, None
+            result, logprobs = self._round()
+        else:
+            _, block, logits, _ = self._draft_and_forward()
+            self._scores.copy_(process(logits, block, self._state))
+            result, logprobs = self._verify_and_commit()
+        return RoundOutput(result, logprobs)
 
 
 def why_not_captured(model: PreTrainedModel, has_hooks: bool, kept: Sequence[str]) -> str | None:

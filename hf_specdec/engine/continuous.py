@@ -7,6 +7,7 @@ copied. A round does not know which of its rows are occupied: rows that no reque
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,10 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from transformers import LogitsProcessorList
 
+from ..calls.call import Call
+from ..calls.request import ContinuousBatching, Request, end, ends_of
+from ..calls.transcript import DECIDED_BY_TOKENS
 from ..device_policy import policy_of
 from ..graphs.buckets import fewer_rows, next_power_of_two, row_sizes
 from ..host.caches import OUTPUT_NAME
 from ..kernels.types import NO_TOKEN
+from ..memory.virtual_memory import allocating, slots_in_memory
 from ..modules.patch import user_code
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import stated_positions
@@ -28,41 +33,40 @@ from ..sampling.row_processors import RowsProcessor
 from ..state import DecodeState, Shape
 from .groups import Groups
 from .hosted_target import HostedTarget
-from .lease import SessionLease, first_k, shape_of
+from .lease import SessionLease, can_grow, layout_of, shape_of
 from .prefix_cache import Prefix, can_copy_rows, copy_prefixes, copy_texts, margin_of, spans_after
-from .request import Request
-from .row_memory import MOST_RESERVED, allocating, can_grow, layout_of, slots_in_memory
-from .row_request import ContinuousBatching, RowRequest, end, ends_of
 from .run import Run
 from .runner import FirstTokens, Runner
 from .session_prefill import can_pack
 from .sessions import sessions_of, settled_on_error
-from .transcript import DECIDED_BY_TOKENS
 
 # The share of all time that a smaller session at the end of a call is assumed to save.
 SHARE_OF_THE_END = 1 / 4
+# Tokens of a text for which addresses are reserved where requests arrive, if the target has positions for more; a
+# longer one moves all rows to a larger session.
+MOST_RESERVED = 65536
 
 
 @torch.inference_mode(False)  # whatever the user's: buffers and weights that are moved outlive the call
 @torch.no_grad()
-def decode_continuously(request: Request, requests: Sequence[RowRequest], settings: ContinuousBatching) -> None:
-    """Run `requests` on the static engine, with the settings of the call `request`; requirements as of
+def decode_continuously(call: Call, requests: Sequence[Request], settings: ContinuousBatching) -> None:
+    """Run `requests` on the static engine, with the settings of `call`; requirements as of
     `static_engine.decode`.
 
     Raises:
         ValueError: see `check_continuous`.
     """
-    check_continuous(request)
+    check_continuous(call)
     now, arrivals = time.perf_counter(), settings.arrivals
     for one in requests:
         if one.error is not None:
             end(one, now, settings)
     # The longest first: prompts of a group have similar lengths.
     first = sorted((one for one in requests if one.error is None), key=lambda one: -len(one.prompt))
-    with HostedTarget(request.model, request.drafter) as target:
-        runner = ContinuousRunner(request, settings, target)
+    with HostedTarget(call.model, call.drafter) as target:
+        runner = ContinuousRunner(call, settings, target)
         if arrivals is not None:
-            arrived = arrivals.next(False, target.unpatch)
+            arrived = arrivals(False, target.unpatch)
             first = list(arrived.requests)
             if not first and not arrived.is_open:
                 return
@@ -77,27 +81,27 @@ def decode_continuously(request: Request, requests: Sequence[RowRequest], settin
         finally:
             runner.close()
         runner.keep()
-    run.stats(request, draft_probs)
+    run.stats(call, draft_probs)
 
 
-def check_continuous(request: Request) -> None:
+def check_continuous(call: Call) -> None:
     """Raise `ValueError` if a call asks for what continuous batching does not have."""
-    others = sorted({type(rule).__name__ for rule in request.criteria if type(rule) not in DECIDED_BY_TOKENS})
+    others = sorted({type(rule).__name__ for rule in call.criteria if type(rule) not in DECIDED_BY_TOKENS})
     if others:
         raise ValueError(
             f"Continuous batching ends a request at an end-of-sequence token or at max_new_tokens, but the call has "
             f"{', '.join(others)}; expected no other stopping criteria. Use generate() with a padded batch."
         )
-    if not can_copy_rows(request.drafter):
+    if not can_copy_rows(call.drafter):
         raise ValueError(
-            f"{type(request.drafter).__name__} has memory of a generation (new_memory) that cannot be copied row by "
+            f"{type(call.drafter).__name__} has memory of a generation (new_memory) that cannot be copied row by "
             "row; expected a family that implements copy_rows(). Use generate() with a padded batch."
         )
     asked = {
-        "a streamer": request.streamer,
-        OUTPUT_NAME: request.cache,
-        "row temperatures": request.row_temperatures,
-        **{f"output_{name}": True for name in request.kept},
+        "a streamer": call.streamer,
+        OUTPUT_NAME: call.cache,
+        "row temperatures": call.row_temperatures,
+        **{f"output_{name}": True for name in call.kept},
     }
     found = [name for name, value in asked.items() if value is not None]
     if found:
@@ -107,19 +111,18 @@ def check_continuous(request: Request) -> None:
 class ContinuousRunner(Runner):
     """Rows that requests take and leave; they move to a session of other sizes where that is worth it."""
 
-    def __init__(self, request: Request, settings: ContinuousBatching, target: HostedTarget):
-        blank = torch.empty(0, 0, dtype=torch.int64, device=request.model.device)
-        process = RowsProcessor(BlockProcessor(request.processors, blank, [], request.temperature))
-        super().__init__(request, target, process)
+    def __init__(self, call: Call, settings: ContinuousBatching, target: HostedTarget):
+        blank = torch.empty(0, 0, dtype=torch.int64, device=call.model.device)
+        process = RowsProcessor(BlockProcessor(call.processors, blank, [], call.temperature))
+        super().__init__(call, target, process)
         self._settings = settings
-        self._row_sampling = next((one for one in request.processors if type(one) is RowSampling), None)
-        self._most = settings.max_rows or policy_of(request.model.device).max_rows
+        self._row_sampling = next((one for one in call.processors if type(one) is RowSampling), None)
+        self._most = settings.max_rows or policy_of(call.model.device).max_rows
         # Where requests are prefilled; None if their prompts are packed.
-        self._groups = None if can_pack(target) else Groups(request, target, is_continuous=True)
+        self._groups = None if can_pack(target) else Groups(call, target, is_continuous=True)
         self.merges_equal = settings.reuses_prefixes and self._groups is not None
-        if can_grow(target):
-            target.key_layout = layout_of(target, shape_of(request, 1, 1, target.is_captured))
-        self._is_in_memory = target.key_layout is not None
+        shape = shape_of(call, 1, 1, target.is_captured)
+        self._is_in_memory = can_grow(target) and layout_of(target, shape) is not None
         # Tokens of the texts that there are slots for, and of those that are expected first.
         self._longest = self._expected = 1
         # Whether nothing is kept for other calls any more.
@@ -129,9 +132,9 @@ class ContinuousRunner(Runner):
         # Tokens of a text for which there was no memory.
         self._too_long: int | None = None
 
-    def open(self, first: Sequence[RowRequest]) -> None:
+    def open(self, first: Sequence[Request]) -> None:
         """Open a session for the requests `first`, with as many rows as fit into memory; all of them are free."""
-        request, has_arrivals = self._request, self._settings.arrivals is not None
+        call, has_arrivals = self._call, self._settings.arrivals is not None
         if self._row_sampling is not None:
             self._row_sampling.filters = any(one.sampling.filters for one in first)
         self._process.own = self._processors_of(enumerate(first))  # what the first rounds are captured for
@@ -143,15 +146,15 @@ class ContinuousRunner(Runner):
             num_rows, longest = self._rows_for(len(first)), max(longest, self._settings.longest)
         self._expected = longest
         if self._is_in_memory and has_arrivals:
-            longest = max(longest, min(stated_positions(request.model) or MOST_RESERVED, MOST_RESERVED))
+            longest = max(longest, min(stated_positions(call.model) or MOST_RESERVED, MOST_RESERVED))
         wanted = [(num_rows, longest)]
         # Requests that arrive are refused one by one, where there is no memory for them.
         if has_arrivals and longest > self._settings.longest:
             wanted.append((self._rows_for(len(first)), self._settings.longest))
         # As many rows as wanted, half of them, and so on down to one.
         sizes = [(rows >> halvings, tokens) for rows, tokens in wanted for halvings in range(rows.bit_length())]
-        self._use(self._first_that_fits(sizes))
-        self._note_execution()
+        self._use(self._largest(sizes, {}))
+        self._note_execution(self.drafts.current)
         if self._settings.reuses_prefixes:
             self.prefix_margin = margin_of(self._target, self.lease.shape.num_draft_tokens)
         self._process.own = {}
@@ -166,80 +169,66 @@ class ContinuousRunner(Runner):
             self._groups.keep()
         self.lease.keep()
 
-    def _processors_of(self, requests: Iterable[tuple[int, RowRequest]]) -> dict[int, LogitsProcessorList]:
+    def _processors_of(self, requests: Iterable[tuple[int, Request]]) -> dict[int, LogitsProcessorList]:
         """Processors of requests that have some of their own, by row; made when they are first asked for."""
         make, found = self._settings.processors_of, {}
         for row, one in requests:
             if one.processors is None and make is not None:
                 with user_code():
-                    one.processors = make(one, self._request)
+                    one.processors = make(one, self._call)
             if one.processors is not None:
                 found[row] = one.processors
         return found
 
     def free_others(self) -> None:
-        if len(sessions_of(self._request.drafter)) or not self._has_freed:
-            self._has_freed = True
-            super().free_others()
+        if len(sessions_of(self._call.drafter)) or not self._has_freed:
+            self._free_kept()
+
+    def _free_kept(self) -> None:
+        self._has_freed = True
+        super()._free_kept()
 
     # Sessions.
 
-    def _first_that_fits(self, sizes: Sequence[tuple[int, int]], rows: Mapping[int, int] | None = None) -> SessionLease:
-        """A session of the first of `sizes`, rows and tokens of a text, for which there is memory.
+    def _largest(self, sizes: Sequence[tuple[int, int]], rows: Mapping[int, int]) -> SessionLease:
+        """A session of the first of `sizes`, rows and tokens of a text, that fits; `rows` move to it."""
+        return self._first_that_fits([functools.partial(self._open, *size, rows) for size in sizes])
 
-        Processes that run one model together need the same rows, so there it is the first or an error. `rows` are to
-        move to it, with so many tokens each.
-        """
-        for size in sizes[:-1]:
-            try:
-                return self._open_for(rows or {}, *size)
-            except torch.OutOfMemoryError:
-                if tensor_parallel_group(self._request.model) is not None:
-                    raise
-            # The error, which held what was allocated, is gone.
-            self._has_freed = True
-            super().free_others()
-        return self._open_for(rows or {}, *sizes[-1])
-
-    def _open_for(self, rows: Mapping[int, int], num_rows: int, longest: int) -> SessionLease:
-        lease = self._open(num_rows, longest)
-        self._commit_texts(lease, rows)
-        return lease
-
-    def _open(self, num_rows: int, longest: int) -> SessionLease:
-        request = self._request
-        shape = shape_of(request, num_rows, longest, self._target.is_captured)
+    def _open(self, num_rows: int, longest: int, rows: Mapping[int, int]) -> SessionLease:
+        call = self._call
+        shape = shape_of(call, num_rows, longest, self._target.is_captured)
         if self._is_in_memory:
-            shape = shape._replace(slots=slots_in_memory(shape.slots - 1, request.model.device))
-        num_drafts = first_k(request, shape)
+            shape = shape._replace(slots=slots_in_memory(shape.slots - 1, call.model.device))
         lease = self._lease_of(shape)
-        with allocating(shape, request.model.device), settled_on_error(lease.take()):
+        with allocating(num_rows, shape.slots, call.model.device), settled_on_error(lease.take()):
+            num_drafts = lease.drafts(self.acceptance).current
             lease.session.state.live = live = min(self._expected, shape.slots)
             self._clear(lease)
             lease.session.state.live = live
             if lease.lacks_round(num_drafts):
                 lease.capture_round(num_drafts)
         self._longest = longest
+        self._commit_texts(lease, rows)
         return lease
 
     def _lease_of(self, shape: Shape) -> SessionLease:
         """For a session that rounds run on."""
-        return SessionLease(self._request, self._target, shape, self._process, True, self._is_in_memory)
+        return SessionLease(self._call, self._target, shape, self._process, True, self._is_in_memory)
 
     def _clear(self, lease: SessionLease) -> None:
         """Let all rows of the session of `lease` be free."""
         session = lease.session or lease.take()
         with settled_on_error(session):
             session.state.clear()
-            session.state.set_temperature(self._request.temperature)
+            session.state.set_temperature(self._call.temperature)
             lease.allocate()
 
-    def is_to_move(self, num_occupied: int, waiting: Sequence[RowRequest], tokens_left: Callable[[], float]) -> bool:
+    def is_to_move(self, num_occupied: int, waiting: Sequence[Request], tokens_left: Callable[[], float]) -> bool:
         if waiting:
             return bool(self._larger_sizes(num_occupied, waiting))
         return self._fits_fewer(num_occupied, tokens_left)
 
-    def move(self, rows: Mapping[int, int], kept: Mapping[int, int], waiting: Sequence[RowRequest]) -> int | None:
+    def move(self, rows: Mapping[int, int], kept: Mapping[int, int], waiting: Sequence[Request]) -> int | None:
         lease = self._larger_lease(rows, waiting) if waiting else self._fewer_lease(rows)
         return None if lease is None else self._switch(lease, rows, kept)
 
@@ -247,7 +236,7 @@ class ContinuousRunner(Runner):
         """The fewest rows, of a few numbers, that `count` requests fit into, or else the most."""
         return next((size for size in row_sizes(self._most, self._target.is_captured) if size >= count), self._most)
 
-    def _larger_sizes(self, num_occupied: int, waiting: Sequence[RowRequest]) -> list[tuple[int, int]]:
+    def _larger_sizes(self, num_occupied: int, waiting: Sequence[Request]) -> list[tuple[int, int]]:
         """Rows, and tokens of a text, of sessions that have room for more of `waiting`, the best first; none if not.
 
         Only where requests arrive; else there is room for all texts from the start.
@@ -265,13 +254,13 @@ class ContinuousRunner(Runner):
         sizes = {*row_sizes(self._most, self._target.is_captured), self.num_rows}
         return [(size, longest) for size in sorted(sizes, reverse=True) if min(fewest, most) <= size <= most]
 
-    def _larger_lease(self, rows: Mapping[int, int], waiting: Sequence[RowRequest]) -> SessionLease | None:
+    def _larger_lease(self, rows: Mapping[int, int], waiting: Sequence[Request]) -> SessionLease | None:
         """A session where more requests than those of `rows`, or longer ones, fit, if there is memory for it."""
         sizes, before = self._larger_sizes(len(rows), waiting), self._longest
         try:
-            lease = self._first_that_fits(sizes, rows)
+            lease = self._largest(sizes, rows)
         except torch.OutOfMemoryError:
-            if tensor_parallel_group(self._request.model) is not None:
+            if tensor_parallel_group(self._call.model) is not None:
                 raise
             lease = None
         if lease is not None:
@@ -287,7 +276,7 @@ class ContinuousRunner(Runner):
             self._most = self.num_rows
         return None
 
-    def why_refused(self, request: RowRequest) -> str | None:
+    def why_refused(self, request: Request) -> str | None:
         if self._too_long is None or request.longest < self._too_long:
             return None
         return (
@@ -327,18 +316,18 @@ class ContinuousRunner(Runner):
         rounds = tokens_left() / (num_drafts + 1)
         left = rounds * times.milliseconds(num_drafts) if num_drafts in times else 0.0
         is_worth = max(left / 2, SHARE_OF_THE_END * times.total) > 1e3 * self.session.capture_seconds
-        return bool(from_first_rank(torch.tensor(is_worth), self._request.model))
+        return bool(from_first_rank(torch.tensor(is_worth), self._call.model))
 
     def _fewer_lease(self, rows: Mapping[int, int]) -> SessionLease | None:
         """A smaller session for the requests of `rows`, if there is memory for it."""
         lease = self._smaller_lease(len(rows))
         try:
-            with allocating(lease.shape, self.state.tokens.device):
+            with allocating(lease.shape.batch, lease.shape.slots, self.state.tokens.device):
                 self._clear(lease)
             self._commit_texts(lease, rows)
         except torch.OutOfMemoryError:
             # Processes that run one model together need the same rows.
-            if tensor_parallel_group(self._request.model) is not None:
+            if tensor_parallel_group(self._call.model) is not None:
                 raise
             self._stays = True
             return None
@@ -368,7 +357,7 @@ class ContinuousRunner(Runner):
             held[row] = length
         if held:
             pairs = list(enumerate(held))
-            copy_texts(lease.session.state, self._request.drafter, pairs, self.state, max(held.values()))
+            copy_texts(lease.session.state, self._call.drafter, pairs, self.state, max(held.values()))
         if memory is not None:
             self.give_back(dict.fromkeys(range(self.num_rows), 0))
         before.keep()
@@ -383,9 +372,7 @@ class ContinuousRunner(Runner):
     def fits_group(self, count: int, longest: int) -> bool:
         return self._groups is None or self._groups.fits(count, longest)
 
-    def prefill(
-        self, prefixes: Sequence[Prefix], requests: Sequence[RowRequest], running: Sequence[RowRequest]
-    ) -> None:
+    def prefill(self, prefixes: Sequence[Prefix], requests: Sequence[Request], running: Sequence[Request]) -> None:
         rows, margin, lease, state = [one.row for one in prefixes], self.prefix_margin or 0, self.lease, self.state
         if self._row_sampling is not None:
             self._row_sampling.filters = any(one.sampling.filters for one in (*running, *requests))
@@ -402,7 +389,7 @@ class ContinuousRunner(Runner):
             spans = spans_after(prefixes, [one.num_prefilled for one in requests])
             lease.prefill.capture(spans)
             self.finish(rows)  # until they are prefilled
-            copy_prefixes(state, self._request.drafter, prefixes, margin)
+            copy_prefixes(state, self._call.drafter, prefixes, margin)
             lease.prefill.start_rows(spans, self._entering)
 
     def prefill_next(self) -> FirstTokens | None:
@@ -423,7 +410,7 @@ class ContinuousRunner(Runner):
     def retire(self, row: int) -> None:
         self._process.own.pop(row, None)
 
-    def _fill(self, requests: Sequence[RowRequest], state: DecodeState, rows: Sequence[int]) -> None:
+    def _fill(self, requests: Sequence[Request], state: DecodeState, rows: Sequence[int]) -> None:
         """Put `requests` into `rows` of `state`, not prefilled."""
         state.admit(
             rows,

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ..calls.call import Call
+from ..calls.request import Request
 from ..graphs.buckets import next_power_of_two
 from ..row_buffers import upload
 from ..state import DecodeState
 from .hosted_target import HostedTarget
 from .lease import SessionLease, shape_of
 from .prefix_cache import Prefix, copy_prefixes, copy_texts, spans_after
-from .request import Request
-from .row_request import RowRequest
 from .sessions import settled_on_error
 
 # Sizes of groups that are prefilled by graphs, padded: a group has the next larger size. Few sizes share buffers.
@@ -33,8 +33,8 @@ class Groups:
         is_continuous: whether there are many groups, of different sizes.
     """
 
-    def __init__(self, request: Request, target: HostedTarget, is_continuous: bool):
-        self._request, self._target, self._is_continuous = request, target, is_continuous
+    def __init__(self, call: Call, target: HostedTarget, is_continuous: bool):
+        self._call, self._target, self._is_continuous = call, target, is_continuous
         self._leases: dict[int, SessionLease] = {}
         # Where a group is being prefilled, and what is left to do then.
         self._running: SessionLease | None = None
@@ -52,7 +52,7 @@ class Groups:
         """Whether `count` requests, of texts of up to `longest` tokens, may be prefilled together."""
         return count == 1 or (count <= GROUP_SIZES[-1] and longest * self.size(count) <= MOST_GROUP_TOKENS)
 
-    def open(self, requests: Sequence[RowRequest]) -> None:
+    def open(self, requests: Sequence[Request]) -> None:
         """Open the session of the largest group of `requests`, of which some wait."""
         count = min(max(len(requests), 1), GROUP_SIZES[-1])
         longest = max((one.num_prefilled for one in requests), default=1)
@@ -63,8 +63,8 @@ class Groups:
         state: DecodeState,
         prefixes: Sequence[Prefix],
         margin: int,
-        group: Sequence[RowRequest],
-        fill: Callable[[Sequence[RowRequest], DecodeState, Sequence[int]], None],
+        group: Sequence[Request],
+        fill: Callable[[Sequence[Request], DecodeState, Sequence[int]], None],
     ) -> None:
         """Begin to prefill `group`; `prefill_next` goes on, and copies it into rows of `state`.
 
@@ -72,7 +72,7 @@ class Groups:
             prefixes: the row of each request in it, and what it reuses of other rows there or of the group.
             fill: puts requests into rows of a state.
         """
-        drafter, runs = self._request.drafter, [place for place, one in enumerate(prefixes) if not one.is_whole]
+        drafter, runs = self._call.drafter, [place for place, one in enumerate(prefixes) if not one.is_whole]
         requests = [group[place] for place in runs]
         own = [prefixes[place]._replace(row=row) for row, place in enumerate(runs)]
         longest = max(one.num_prefilled for one in requests)
@@ -80,7 +80,7 @@ class Groups:
         source = lease.session.state
         with settled_on_error(lease.session):
             source.clear()
-            source.set_temperature(self._request.temperature)
+            source.set_temperature(self._call.temperature)
             fill(requests, source, range(len(runs)))
             source.cached[: len(runs)] = upload([one.length for one in own], source.cached)
             spans = spans_after(own, [one.num_prefilled for one in requests])
@@ -110,8 +110,8 @@ class Groups:
         size, is_captured = self.size(count), self._target.is_captured
         lease = self._leases.get(size)
         if lease is None or lease.shape.slots <= longest:
-            shape = shape_of(self._request, size, longest, is_captured)
-            lease = SessionLease(self._request, self._target, shape, is_continuous=self._is_continuous)
+            shape = shape_of(self._call, size, longest, is_captured)
+            lease = SessionLease(self._call, self._target, shape, is_continuous=self._is_continuous)
             with settled_on_error(lease.take()):
                 lease.allocate()
             if not is_captured:

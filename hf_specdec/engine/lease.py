@@ -7,49 +7,102 @@ from collections.abc import Hashable
 
 import torch
 
-from ..graphs.buckets import next_power_of_two, slots_for, useful_drafts
-from ..kernels.types import VerificationResult
+from .. import ops
+from ..cache.key_layout import KeyLayout
+from ..cache.layer_kinds import Use
+from ..calls.call import Call
+from ..drafters.base import Drafter
+from ..drafters.cached import CachedDrafter
+from ..graphs.buckets import next_power_of_two, slots_for, span_for, useful_drafts
+from ..memory.virtual_memory import RowMemory, has_virtual_memory
+from ..op_choice import noting_attended
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import cache_layers, stated_positions, uses_attention_interface
 from ..sampling.processors import BlockProcessor
-from ..state import Shape
+from ..state import DecodeState, Shape
 from .auto_drafts import Acceptance, AutoDrafts, Drafts, FixedDrafts, SharedClock, first_drafts
 from .capture import CapturedRound, capture_catch_up, capture_round
 from .hosted_target import HostedTarget
-from .request import Request
-from .rounds import catch_up, run_round
-from .row_memory import place_in_memory, span_for, spanning
+from .rounds import RoundOutput, catch_up, draft_and_forward, run_round
 from .session_prefill import SessionPrefill
 from .sessions import Session, SessionKey, sessions_of
 
 
-def shape_of(request: Request, batch: int, longest: int, is_captured: bool) -> Shape:
-    """The shape of buffers for `request`.
+def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
+    """The shape of buffers for `call`.
 
     Args:
         longest: most tokens of a row.
         is_captured: whether the buffers are kept for other calls, and therefore of a few sizes only.
     """
-    slots, positions = slots_for(longest, is_captured), stated_positions(request.model)
-    if positions is not None and not uses_attention_interface(request.model):
+    slots, positions = slots_for(longest, is_captured), stated_positions(call.model)
+    if positions is not None and not uses_attention_interface(call.model):
         # Attention of its own may have tables of as many keys; it is given all slots but the dummy slot.
         slots = min(slots, max(longest, positions) + 1)
     return Shape(
         batch=batch,
         slots=slots,
-        num_draft_tokens=useful_drafts(request.num_draft_tokens, request.max_new_tokens, is_captured),
-        is_sampling=request.temperature is not None,
-        draft_probs=request.draft_probs,
-        num_ends=next_power_of_two(max(len(request.ends), 8)),
-        verification=request.drafter.verification,
+        num_draft_tokens=useful_drafts(call.num_draft_tokens, call.max_new_tokens, is_captured),
+        is_sampling=call.temperature is not None,
+        draft_probs=call.draft_probs,
+        num_ends=next_power_of_two(max(len(call.ends), 8)),
+        verification=call.drafter.verification,
+        logprobs=call.logprobs,
     )
 
 
-def first_k(request: Request, shape: Shape) -> int:
-    """K of the first rounds of `request`."""
-    if not request.is_auto:
-        return shape.num_draft_tokens
-    return first_drafts(min(request.drafter.num_own_draft_tokens, shape.num_draft_tokens), shape.batch)
+def can_grow(target: HostedTarget) -> bool:
+    """Whether keys and values of a session may be in a `RowMemory`: attention reads only slots that it may see.
+
+    Processes that run one model together need the same rows, but may have different memory.
+    """
+    model, drafter = target.model, target.drafter
+    if tensor_parallel_group(model) is not None:
+        return False
+    kinds = [cache_layers(model)]
+    if isinstance(drafter, CachedDrafter):
+        kinds.append(drafter.cached_layers)
+    elif type(drafter).new_memory is not Drafter.new_memory:
+        return False
+    # The references, which attention in float64 runs, read all slots.
+    if any(one.dtype == torch.float64 for module in (model, drafter) for one in module.parameters()):
+        return False
+    is_allowed = all(one.why_not(Use.ROW_MEMORY) is None for one in kinds)
+    return is_allowed and any(one.stores_keys for one in kinds) and has_virtual_memory(model.device)
+
+
+def place_in_memory(state: DecodeState, target: HostedTarget, shape: Shape) -> None:
+    """Let `state`, new and of `shape`, have its keys and values in a `RowMemory`; there is a layout of them."""
+    layout = layout_of(target, shape)
+    memory = RowMemory(shape.batch, shape.slots, layout.token_bytes, state.tokens.device)
+    layout.place(state.caches, memory)
+
+
+def layout_of(target: HostedTarget, shape: Shape) -> KeyLayout | None:
+    """`find_layout`, once for all calls as long as target and drafter are the same."""
+    if shape.num_draft_tokens not in target.hosting.layouts:
+        found = find_layout(target, shape)  # patching may move weights, which makes another hosting
+        target.hosting.layouts[shape.num_draft_tokens] = found
+    return target.hosting.layouts[shape.num_draft_tokens]
+
+
+def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
+    """Run one token through target and drafter, and see what they store.
+
+    Returns:
+        its layout; None if something else than attention reads it, which may read slots that have no memory: as models
+        do that store what keys and values are computed from.
+    """
+    slots = max(64, 8 * (shape.num_draft_tokens + 1))
+    model, drafter = target.model, target.drafter
+    state = drafter.new_state(shape._replace(batch=1, slots=slots), cache_layers(model), model.device)
+    with ops.references(), noting_attended() as attended:
+        SessionPrefill(Session(state), target, None, is_continuous=False).run(())
+        with state.idle():
+            draft_and_forward(state, target(), drafter)
+    buffers = [one for cache in state.caches for layer in cache.layers for one in layer.slot_buffers]
+    stored = {one.untyped_storage().data_ptr() for one in buffers}
+    return KeyLayout.of(state.caches) if stored <= attended else None
 
 
 class SessionLease:
@@ -67,14 +120,14 @@ class SessionLease:
 
     def __init__(
         self,
-        request: Request,
+        call: Call,
         target: HostedTarget,
         shape: Shape,
         process: BlockProcessor | None = None,
         is_continuous: bool = False,
         grows: bool = False,
     ):
-        self._request, self._target, self._process = request, target, process
+        self._call, self._target, self._process = call, target, process
         self.shape, self._grows, self._is_continuous = shape, grows, is_continuous
         self._pool = sessions_of(target.drafter)
         self.session: Session | None = None
@@ -99,8 +152,10 @@ class SessionLease:
                 place_in_memory(state, target, self.shape)
             session = Session(state)
         session.acquire()
+        if self._call.is_auto:
+            session.round_times = target.costs.times(self.shape)
         self.session = session
-        chunk_size = self._request.config.prefill_chunk_size
+        chunk_size = self._call.config.prefill_chunk_size
         self.prefill = SessionPrefill(session, target, chunk_size, self._is_continuous)
         return session
 
@@ -128,7 +183,7 @@ class SessionLease:
         session, start = self.session, time.perf_counter()
         session.state.num_draft_tokens = num_drafts
         key = self._round_key(num_drafts)
-        with spanning(session.state, key[-1]):
+        with session.state.spanning(key[-1]):
             captured = capture_round(session, self._target(), self._target.drafter, self._process)
         session.rounds.add(key, captured)
         session.capture_seconds = time.perf_counter() - start
@@ -144,12 +199,13 @@ class SessionLease:
             acceptance: of the drafts of the call.
             first: K of the first rounds; None for what the drafter is made for.
         """
-        request, most, times = self._request, self.shape.num_draft_tokens, self.session.round_times
-        if not request.is_auto:
+        call, most, times = self._call, self.shape.num_draft_tokens, self.session.round_times
+        if not call.is_auto:
             return FixedDrafts(most, times)
-        first = first_k(request, self.shape) if first is None else first
+        if first is None:
+            first = first_drafts(min(call.drafter.num_own_draft_tokens, most), self.shape.batch, call.device)
         drafts = AutoDrafts(most, first, acceptance, times, self._price)
-        return drafts if tensor_parallel_group(request.model) is None else SharedClock(drafts, request.model)
+        return drafts if tensor_parallel_group(call.model) is None else SharedClock(drafts, call.model)
 
     def _price(self, num_drafts: int) -> float:
         """Milliseconds that it takes to capture such rounds, the same on all processes; 0 where they are."""
@@ -172,7 +228,7 @@ class SessionLease:
                 return False
         return True
 
-    def run_round(self, num_drafts: int) -> tuple[VerificationResult, torch.Tensor | None, torch.Tensor | None]:
+    def run_round(self, num_drafts: int) -> RoundOutput:
         """A round of `num_drafts`, captured or eagerly, see `run_round`."""
         state, captured = self.session.state, self.captured_round(num_drafts)
         state.num_draft_tokens = num_drafts
@@ -188,7 +244,7 @@ class SessionLease:
         session, drafter, width = self.session, self._target.drafter, self.session.state.block_width
         span = span_for(session.state.live, session.state.slots) if self._grows else session.state.slots
         if self._target.is_captured and (width, span) not in session.catch_ups:
-            with spanning(session.state, span):
+            with session.state.spanning(span):
                 session.catch_ups.add((width, span), capture_catch_up(session, self._target(), drafter, width))
         replay = session.catch_ups.get((width, span))
         if replay is not None:
@@ -201,7 +257,10 @@ class SessionLease:
     def execution(self, num_drafts: int) -> str:
         """How such rounds are run, for `SpeculationStats.execution`."""
         captured = self.captured_round(num_drafts)
-        mode = ", batch-invariant" if self._target.drafter.batch_invariant else ""
+        drafter = self._target.drafter
+        mode = ", batch-invariant" if drafter.batch_invariant else ""
+        if drafter.key_dtype is not None:
+            mode += ", keys and values as float8"
         if captured is not None:
             return captured.execution + mode
         return f"eager{mode}: {self._target.eager_reason or 'a round cannot be captured'}"
@@ -212,7 +271,9 @@ class SessionLease:
             self.prefill.run(())
 
     def keep(self) -> None:
-        """Leave the session for other calls, where sessions are kept; else it is not used again."""
+        """Leave the session for other calls, where sessions are kept; else it is not used again. Keep what it cost."""
+        if self._call.is_auto:
+            self._target.costs.save()
         if self._target.is_captured:
             self._pool.keep(self._key(), self.session)
         else:

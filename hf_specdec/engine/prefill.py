@@ -7,13 +7,92 @@ it reads the device on the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
+from ..calls.first_pass import FirstPass
+from ..calls.prompts import PromptSpan
 from ..drafters.base import Drafter
+from ..row_buffers import set_rows, upload
 from ..state import DecodeState
-from .first_pass import FirstPass
-from .packed_prompts import PromptBuffers
 from .target import Target
+
+# Of rows without positions to prefill.
+_NOWHERE = -(2**31)
+
+
+@dataclass
+class PackedPrompts:
+    """Positions to prefill, of several rows one behind the other.
+
+    Attributes:
+        state: the state whose rows they are, as one row; its drafter's memory, too.
+        slots: `[tokens]` int64 slots of it, of the positions to prefill; the dummy slot after them, and last.
+    """
+
+    state: DecodeState
+    slots: torch.Tensor
+
+    @classmethod
+    def of(cls, state: DecodeState, drafter: Drafter) -> PackedPrompts:
+        """Buffers for prompts of `state`, whose memory is that of `drafter`."""
+        batch = len(state.tokens)
+        slots = torch.empty(batch * state.slots + 1, dtype=torch.int64, device=state.tokens.device)
+        return cls(state.as_one_row(drafter.as_one_row(state.memory, batch)), slots)
+
+    def fill(self, spans: Sequence[PromptSpan]) -> None:
+        """Set the positions to prefill; at most those of all rows."""
+        width, host = self.state.row_slots, torch.device("cpu")
+        self.slots.fill_(self.state.dummy_slot)
+        parts = [torch.arange(one.begin, one.end, device=host) + one.row * width for one in spans]
+        if parts:
+            slots = torch.cat(parts)
+            self.slots[: len(slots)] = upload(slots, self.slots)
+
+
+@dataclass
+class PromptBuffers:
+    """What a prefill runs, and what it leaves of the last tokens of the prompts.
+
+    Attributes:
+        num_done: `[]` int64, steps that are done: columns of padded rows, or tokens of packed ones.
+        starts: `[B]` int64, the position of each row that step 0 runs, or would run if there were as many before the
+            row's first; a large negative number for rows without positions to prefill.
+        packed: the positions, packed in one row; None if each row has its own. Then rows end at the same step.
+        hidden_states: `[B, state.first_block_width, width]`, auxiliary hidden states of the target at the last tokens
+            of the prompts, as far as the prefill has run them, else 0; None before the first prefill, and for a drafter
+            that reads none.
+    """
+
+    num_done: torch.Tensor
+    starts: torch.Tensor
+    packed: PackedPrompts | None = None
+    hidden_states: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, state: DecodeState) -> PromptBuffers:
+        return cls(torch.zeros((), dtype=torch.int64, device=state.tokens.device), torch.empty_like(state.lengths))
+
+    def fill(self, spans: Sequence[PromptSpan], steps: int, goes_on: bool = False) -> None:
+        """Set the positions to prefill.
+
+        Args:
+            spans: of the rows, each once.
+            steps: of the whole prefill, if the rows are padded.
+            goes_on: whether earlier positions of the same prompts have been run, whose hidden states stay.
+        """
+        starts, first = [_NOWHERE] * len(self.starts), 0
+        for span in spans:
+            starts[span.row] = span.end - steps if self.packed is None else span.begin - first
+            first += span.end - span.begin
+        self.starts.copy_(upload(starts, self.starts))
+        self.num_done.zero_()
+        if self.hidden_states is not None and spans and not goes_on:
+            set_rows(self.hidden_states, upload([span.row for span in spans], self.starts), 0)
+        if self.packed is not None:
+            self.packed.fill(spans)
 
 
 def start_prefill(state: DecodeState, drafter: Drafter) -> None:
@@ -108,3 +187,32 @@ def prefill_drafter(state: DecodeState, drafter: Drafter, width: int, chunk_size
     """Prefill a drafter that reads tokens only with the positions below `width` that the target has in its cache."""
     for chunk in torch.arange(width, device=state.tokens.device).split(chunk_size):
         drafter.prefill(state, None, torch.where(chunk < state.cached[:, None], chunk, state.dummy_slot))
+
+
+def run_to_ends(
+    state: DecodeState, target: Target, texts: Sequence[torch.Tensor], ends: Sequence[int], chunk_size: int
+) -> None:
+    """Run the tokens of finished texts that recurrent states lack; afterwards these are of the positions `ends`.
+
+    A state has the tokens in it that were certain before the last round; those that the round accepted are in rings. Of
+    rows that ended before others it lacks what plain `generate()` runs of these meanwhile.
+
+    Args:
+        state: of the texts, in its first rows; no round follows.
+        texts: at least `[ends[row]]` int64 tokens of each, read from the position of its state on.
+        ends: of each row, none before the position of its state.
+        chunk_size: most columns of a pass.
+    """
+    count, bases = len(ends), state.cache.state_positions(len(ends))
+    width = max(end - base for base, end in zip(bases, ends, strict=True))
+    first, last = upload(bases, state.lengths)[:, None], upload(ends, state.lengths)[:, None]
+    state.lengths[:count] = last[:, 0]  # all of them are certain
+    state.live = max(ends)
+    tokens = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True).to(state.tokens)
+    for columns in torch.arange(width, device=first.device).split(chunk_size):
+        slots = torch.full((len(state.lengths), len(columns)), state.dummy_slot, device=first.device)
+        positions = first + columns
+        slots[:count] = torch.where(positions < last, positions, state.dummy_slot)
+        given = torch.zeros_like(slots)
+        given[:count] = tokens.gather(1, positions.clamp(max=tokens.shape[1] - 1))
+        target(state, given, slots, 1)

@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
+from ..calls.call import Call, no_positions
+from ..calls.request import Arrivals, ContinuousBatching, Request, end
+from ..calls.transcript import Transcript, no_distribution
 from ..device_policy import policy_of
 from ..graphs.cuda_graphs import RoundClock
 from ..kernels.types import NO_TOKEN
 from ..modules.patch import user_code
 from ..stats import Counters, SpeculationStats
 from .prefix_cache import Plan, Prefix, RowPrefixes
-from .request import Request, no_positions
 from .rounds import RoundReport
-from .row_request import Arrivals, ContinuousBatching, RowRequest, end
 from .runner import Runner
-from .transcript import Transcript, no_distribution
 
 # Tokens that a request has memory for when it is admitted, besides those of its text.
 TOKENS_AHEAD = 64
@@ -32,7 +32,7 @@ TOKENS_AHEAD = 64
 # Waiting requests are admitted when this share of the rows is free: prefilling few rows takes about as long as many.
 SHARE_TO_ADMIT = 1 / 8
 
-Occupied = list[tuple[int, RowRequest]]
+Occupied = list[tuple[int, Request]]
 
 
 @dataclass
@@ -64,14 +64,14 @@ class Run:
     def __init__(
         self,
         runner: Runner,
-        requests: Sequence[RowRequest],
+        requests: Sequence[Request],
         counters: Counters,
         settings: ContinuousBatching,
         transcript: Transcript | None = None,
     ):
         self._runner, self._settings, self.transcript = runner, settings, transcript
         self._counters, self.rounds_by_k = counters, Counter()
-        self._occupants: list[RowRequest | None] = [None] * runner.num_rows
+        self._occupants: list[Request | None] = [None] * runner.num_rows
         # The least recently used first.
         self._free = list(range(runner.num_rows))
         self._prefixes = RowPrefixes(runner.prefix_margin, runner.merges_equal)
@@ -126,15 +126,15 @@ class Run:
             self._read_results(self._rounds_ahead)
         return True
 
-    def stats(self, request: Request, draft_probs: bool) -> SpeculationStats:
+    def stats(self, call: Call, draft_probs: bool) -> SpeculationStats:
         """The statistics of the call, which are also the drafter's."""
         rounds = self.rounds_by_k
-        request.drafter._last_stats = stats = self._counters.summary(
-            num_assistant_tokens=request.num_draft_tokens,
+        call.drafter._last_stats = stats = self._counters.summary(
+            num_assistant_tokens=call.num_draft_tokens,
             engine="static",
-            reason=request.reason,
+            reason=call.reason,
             execution=self._runner.execution,
-            batch_invariant=request.drafter.batch_invariant,
+            batch_invariant=call.drafter.batch_invariant,
             draft_probs=draft_probs,
             num_rounds=rounds.total(),
             rounds_by_k=dict(rounds),
@@ -170,9 +170,9 @@ class Run:
             has_waited = True
         return has_waited
 
-    def _next_group(self) -> list[RowRequest]:
+    def _next_group(self) -> list[Request]:
         """The next waiting requests: as many as rows are free, and as may be prefilled together."""
-        group: list[RowRequest] = []
+        group: list[Request] = []
         longest, room, runner = 0, 0.0, self._runner
         if self._waiting and runner.memory is not None:
             room = self._room()
@@ -195,7 +195,7 @@ class Run:
         num_occupied = len(self._occupants) - len(self._free)
         return self._runner.room(self._free) - num_occupied * self._runner.bytes_for(1)
 
-    def _place_group(self, group: list[RowRequest]) -> tuple[list[Prefix], list[RowRequest]]:
+    def _place_group(self, group: list[Request]) -> tuple[list[Prefix], list[Request]]:
         """The requests of `group` that are prefilled now, none if there is no memory, with the row of each and what it
         reuses; the others wait on.
         """
@@ -266,7 +266,7 @@ class Run:
         """Take what has arrived; wait for it if there is nothing to do. Returns whether it has waited."""
         has_waited = False
         while True:
-            arrived = arrivals.next(self._is_empty and not self._waiting, self._runner.leave_target)
+            arrived = arrivals(self._is_empty and not self._waiting, self._runner.leave_target)
             self._is_open, has_waited = arrived.is_open, has_waited or arrived.has_waited
             if arrived.must_restart:
                 self._leave_all()
@@ -308,7 +308,7 @@ class Run:
             self._withdraw(self._waiting[0], error)
             self._waiting.popleft()
 
-    def _requeue(self, requests: Sequence[RowRequest]) -> None:
+    def _requeue(self, requests: Sequence[Request]) -> None:
         """Let `requests` be the next ones that are admitted."""
         self._waiting.extendleft(reversed(requests))
         self._tokens_waiting += sum(one.left for one in requests)
@@ -394,8 +394,8 @@ class Run:
         occupied, drafts = self._occupied, runner.drafts
         num_drafts = drafts.next(self.tokens_left)
         # Slots up to the tokens of rounds whose results are not read yet, and up to the drafts of this one.
-        before = max((one.length for _, one in occupied), default=1)
-        before += sum(one.num_drafts + 1 for one in self._launched)
+        before = max([one.length for _, one in occupied], default=1)
+        before += sum([one.num_drafts + 1 for one in self._launched])
         runner.state.live = before + num_drafts
         while not runner.lease.prepare(num_drafts):
             drafts.refuse(num_drafts)
@@ -403,10 +403,11 @@ class Run:
             runner.state.live = before + num_drafts
         is_typical = last is not None and last[0] == num_drafts
         start = last[1] if is_typical else self._clock.mark()
-        result, scores, logits = runner.lease.run_round(num_drafts)
+        result, logprobs, scores, logits = runner.lease.run_round(num_drafts)
         end = self._clock.mark()
         records = {"scores": scores, "logits": logits}
-        self._launched.append(_Launched(occupied, RoundReport(result), records, num_drafts, is_typical, start, end))
+        report = RoundReport(result, logprobs)
+        self._launched.append(_Launched(occupied, report, records, num_drafts, is_typical, start, end))
         self._last = num_drafts, end
 
     def _read_results(self, rounds_ahead: int) -> None:
@@ -432,9 +433,11 @@ class Run:
                 request.num_settled = len(request.tokens)
                 request.num_drafted += drafted
                 request.num_accepted += min(accepted[row], drafted)
-        self._add([(row, one, tokens[row][: committed[row]]) for row, one in running])
+        logprobs = launched.report.logprobs
+        self._add([(row, one, tokens[row][: committed[row]]) for row, one in running], logprobs)
         if self.transcript is not None:
-            self._tell_transcript(running, tokens, committed, launched.records)
+            records = launched.records | dict(zip(self._runner.state.logprobs, logprobs, strict=True))
+            self._tell_transcript(running, tokens, committed, records)
 
     def _tell_transcript(
         self,
@@ -459,14 +462,20 @@ class Run:
             for row, one in ended:
                 self._retire(row, one, time.perf_counter())
 
-    def _add(self, found: list[tuple[int, RowRequest, list[int]]]) -> None:
-        """Add new tokens to the requests of rows; those that end by them leave their rows."""
+    def _add(self, found: list[tuple[int, Request, list[int]]], logprobs: Sequence[torch.Tensor]) -> None:
+        """Add new tokens to the requests of rows; those that end by them leave their rows.
+
+        Args:
+            logprobs: `[B, n]` of the tokens of all rows, of which requests keep the first.
+        """
         now, going_on, stopped = time.perf_counter(), [], []
         for row, request, new in found:
             has_failed = new[-1:] == [NO_TOKEN]
             if not request.tokens:
                 request.first_token = now
             is_ended = request.add(new[:-1] if has_failed else new, now)
+            if logprobs:
+                request.logprobs += logprobs[0][row, : len(request.tokens) - len(request.logprobs)].tolist()
             if is_ended and request.criteria is not None:  # the device knows of tokens only
                 stopped.append(row)
             elif not is_ended and has_failed:
@@ -485,7 +494,7 @@ class Run:
 
     # The end of requests.
 
-    def _withdraw(self, request: RowRequest, error: str) -> None:
+    def _withdraw(self, request: Request, error: str) -> None:
         """End `request`, wherever it is; if it waits, the one who calls takes it from those that do."""
         if request.is_over:
             return
@@ -500,7 +509,7 @@ class Run:
                 self._tokens_waiting -= request.left
             end(request, now, self._settings)
 
-    def _retire(self, row: int, request: RowRequest, now: float) -> None:
+    def _retire(self, row: int, request: Request, now: float) -> None:
         """Let `request`, which has ended, leave its row."""
         self._prefixes.advance(row, request)
         self._free_row(row)
@@ -512,12 +521,12 @@ class Run:
         self._runner.retire(row)
 
 
-def _at_first(request: RowRequest) -> int:
+def _at_first(request: Request) -> int:
     """Tokens that `request` has memory for when it is admitted."""
     return min(request.length + TOKENS_AHEAD, request.longest)
 
 
-def _no_memory(request: RowRequest) -> str:
+def _no_memory(request: Request) -> str:
     return (
         f"There is no memory for a text of {request.length} tokens and more, even alone; expected a shorter prompt or "
         "fewer new tokens (max_new_tokens), or more memory."

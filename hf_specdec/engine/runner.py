@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
+from ..calls.call import Call
+from ..calls.request import Request
 from ..memory.virtual_memory import RowMemory, available_bytes
+from ..parallel.tensor_parallel import tensor_parallel_group
 from ..row_buffers import set_rows, upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from ..stats import Counters
-from .auto_drafts import Acceptance, Drafts
+from .auto_drafts import Drafts
 from .hosted_target import HostedTarget
-from .lease import SessionLease, first_k
+from .lease import SessionLease
 from .prefix_cache import Prefix
-from .request import Request
 from .rounds import RoundReport, commit_first_token
-from .row_request import RowRequest
 from .sessions import Session, sessions_of
+
+_T = TypeVar("_T")
 
 # First tokens, with the scores and logits that a round would have kept.
 FirstTokens = tuple[RoundReport, dict[str, torch.Tensor | None]]
@@ -35,7 +39,7 @@ class Runner:
         memory: of the rows, which follows their texts; None if they have buffers of fixed size.
         num_rows, capacity: of the session; most tokens of a text, prompt included.
         drafts: decides how many drafts a round has.
-        acceptance: of the drafts of the call.
+        acceptance: of the drafts of this call and those before it.
         prefix_margin: see `Drafter.prefix_margin`; None if rows reuse nothing of others.
         merges_equal: whether requests with the same prompt that are prefilled together are prefilled as one.
     """
@@ -50,15 +54,15 @@ class Runner:
     prefix_margin: int | None = None
     merges_equal = False
 
-    def __init__(self, request: Request, target: HostedTarget, process: BlockProcessor):
-        self._request, self._target, self._process = request, target, process
-        self.acceptance = Acceptance(request.num_draft_tokens)
+    def __init__(self, call: Call, target: HostedTarget, process: BlockProcessor):
+        self._call, self._target, self._process = call, target, process
+        self.acceptance = sessions_of(call.drafter).acceptance(call.temperature is not None)
         self.execution = "no rounds"
 
     def counters(self, count: int) -> Counters:
         """For `count` requests."""
-        request = self._request
-        return Counters(count, request.num_draft_tokens, self.acceptance.observe if request.is_auto else None)
+        call = self._call
+        return Counters(count, call.num_draft_tokens, self.acceptance.observe if call.is_auto else None)
 
     def _use(self, lease: SessionLease, num_drafts: int | None = None) -> None:
         """Let rounds run on the session of `lease`; arguments as of its `drafts`."""
@@ -67,8 +71,8 @@ class Runner:
         self.num_rows, self.memory = len(self.state.lengths), self.session.row_memory
         self.capacity = self.state.slots - 1 if self.memory is None else self.memory.capacity
 
-    def _note_execution(self) -> None:
-        self.execution = self.lease.execution(first_k(self._request, self.lease.shape))
+    def _note_execution(self, num_drafts: int) -> None:
+        self.execution = self.lease.execution(num_drafts)
 
     # Requests.
 
@@ -76,9 +80,7 @@ class Runner:
         """Whether so many requests, of texts of up to so many tokens, may be prefilled together."""
         return True
 
-    def prefill(
-        self, prefixes: Sequence[Prefix], requests: Sequence[RowRequest], running: Sequence[RowRequest]
-    ) -> None:
+    def prefill(self, prefixes: Sequence[Prefix], requests: Sequence[Request], running: Sequence[Request]) -> None:
         """Begin to let each of `requests` occupy a row, with what is reused of its beginning, beside `running` ones."""
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill.")
 
@@ -93,8 +95,8 @@ class Runner:
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill_next.")
 
     def _commit_first_tokens(self, rows: torch.Tensor | slice, known: torch.Tensor | None = None) -> FirstTokens:
-        result, scores, logits = commit_first_token(self.state, self._process, rows, known)
-        return RoundReport(result), {"scores": scores, "logits": logits}
+        result, logprobs, scores, logits = commit_first_token(self.state, self._process, rows, known)
+        return RoundReport(result, logprobs), {"scores": scores, "logits": logits}
 
     def finish(self, rows: Sequence[int]) -> None:
         """Let `rows` be finished ones, which no later round gives tokens."""
@@ -103,13 +105,13 @@ class Runner:
     def retire(self, row: int) -> None:
         """The request of `row` has ended, or waits again."""
 
-    def why_refused(self, request: RowRequest) -> str | None:
+    def why_refused(self, request: Request) -> str | None:
         """Why there is no room for `request`; None if there may be."""
         return None
 
     # Other sessions.
 
-    def is_to_move(self, num_occupied: int, waiting: Sequence[RowRequest], tokens_left: Callable[[], float]) -> bool:
+    def is_to_move(self, num_occupied: int, waiting: Sequence[Request], tokens_left: Callable[[], float]) -> bool:
         """Whether the requests of the occupied rows should go on in another session.
 
         Args:
@@ -118,7 +120,7 @@ class Runner:
         """
         return False
 
-    def move(self, rows: Mapping[int, int], kept: Mapping[int, int], waiting: Sequence[RowRequest]) -> int | None:
+    def move(self, rows: Mapping[int, int], kept: Mapping[int, int], waiting: Sequence[Request]) -> int | None:
         """Let the requests of `rows` go on in the first rows of another session; None if they stay.
 
         Args:
@@ -135,11 +137,30 @@ class Runner:
         """Let the target be as it was, until it is used again."""
         self._target.unpatch()
 
-    # Memory; all but the first of these are called only where there is one that follows the texts.
+    def _first_that_fits(self, attempts: Sequence[Callable[[], _T]]) -> _T:
+        """The result of the first of `attempts` for which there is memory; what is kept for other calls is freed before
+        the second one.
+
+        Processes that run one model together need the same result, so there it is the first, or an error.
+        """
+        for attempt in attempts[:-1]:
+            try:
+                return attempt()
+            except torch.OutOfMemoryError:
+                if tensor_parallel_group(self._call.model) is not None:
+                    raise
+            # The error, which held what was allocated, is gone.
+            self._free_kept()
+        return attempts[-1]()
+
+    # Memory; all but the first two of these are called only where there is one that follows the texts.
 
     def free_others(self) -> None:
-        """Free what is kept for other calls."""
-        sessions_of(self._request.drafter).clear()
+        """Free what is kept for other calls, if that is not done."""
+        self._free_kept()
+
+    def _free_kept(self) -> None:
+        sessions_of(self._call.drafter).clear()
         torch.cuda.empty_cache()
 
     def shares(self, row: int, length: int) -> bool:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..cache.layer_kinds import Use
+from ..calls.first_pass import FirstPass
+from ..calls.prompts import PromptSpan
 from ..graphs import buckets
 from ..patching.support import why_not_used
 from ..row_buffers import upload
 from .capture import capture_prefill
-from .first_pass import FirstPass
 from .hosted_target import HostedTarget
-from .packed_prompts import PackedPrompts, PromptBuffers, PromptSpan
-from .prefill import finish_prefill, prefill_chunk, start_prefill
+from .prefill import PackedPrompts, PromptBuffers, finish_prefill, prefill_chunk, start_prefill
 from .sessions import Session
 
 # Tokens of a forward pass that is not captured: of the single row of a call, which plain `generate()` runs at once; of

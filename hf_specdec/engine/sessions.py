@@ -10,16 +10,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..cache.key_layout import KeyLayout
+from ..calls.kv_transfer import DeferredCache
 from ..drafters.base import Drafter
 from ..graphs.cuda_graphs import Fence, GraphPool
 from ..memory.virtual_memory import RowMemory
 from ..modules.patch import Patch
 from ..modules.signature import Fingerprint
 from ..state import DecodeState, Shape
-from .auto_drafts import RoundTimes
-from .key_layout import KeyLayout
-from .kv_transfer import DeferredCache
-from .packed_prompts import PromptBuffers
+from .auto_drafts import Acceptance, RoundTimes
+from .prefill import PromptBuffers
+from .round_costs import CostTable
 
 # Sessions kept for a drafter; the least recently used one is freed first. Continuous batching has one for each size of
 # groups, and of rows down to those of its end.
@@ -42,11 +43,13 @@ class Hosting:
         fingerprint: of target and drafter.
         patches: what is patched; none if that is not known.
         layouts: of keys and values in a `RowMemory`, by K; None where there is none.
+        costs: of rounds; none if they were not asked for.
     """
 
     fingerprint: Fingerprint
     patches: Sequence[Patch] = ()
     layouts: dict[int, KeyLayout | None] = field(default_factory=dict)
+    costs: CostTable | None = None
 
 
 class SessionKey(NamedTuple):
@@ -65,31 +68,22 @@ class SessionKey(NamedTuple):
     hosting: Hosting
 
 
-class Captures:
+class Captures(OrderedDict[Hashable, Any]):
     """CUDA graphs by what they depend on besides a session; the least recently used beyond `MAX_CAPTURES` is freed.
 
     None is stored for what cannot be captured.
     """
 
-    def __init__(self) -> None:
-        self._captured: OrderedDict[Hashable, Any] = OrderedDict()
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._captured
-
-    def __len__(self) -> int:
-        return len(self._captured)
-
-    def get(self, key: Hashable) -> Any:
-        """What was captured under `key`; None also if nothing was."""
-        if key in self._captured:
-            self._captured.move_to_end(key)
-        return self._captured.get(key)
+    def get(self, key: Hashable, default: Any = None) -> Any:
+        """What was captured under `key`; `default` if nothing was."""
+        if key in self:
+            self.move_to_end(key)
+        return super().get(key, default)
 
     def add(self, key: Hashable, captured: Any) -> None:
-        self._captured[key] = captured
+        self[key] = captured
         if len(self) > MAX_CAPTURES:
-            self._captured.popitem(last=False)
+            self.popitem(last=False)
 
 
 class Session:
@@ -146,7 +140,8 @@ class Session:
 
 
 class SessionPool:
-    """The idle sessions of a drafter, by `SessionKey`, and its `Hosting`s by different targets.
+    """The idle sessions of a drafter, by `SessionKey`, and its `Hosting`s by different targets; how many of its drafts
+    were accepted.
 
     A call takes a session out of the pool, so simultaneous calls get different sessions; they may be on different
     streams. Copying or unpickling a pool gives an empty one.
@@ -156,6 +151,9 @@ class SessionPool:
         # The least recently used first.
         self._idle: list[tuple[SessionKey, Session]] = []
         self._hostings: list[Hosting] = []
+        self._acceptances: dict[bool, Acceptance] = {}
+        # What takes the drafter's place in calls that are faster without it.
+        self.substitute: Drafter | None = None
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple:
@@ -183,6 +181,10 @@ class SessionPool:
         _free(dropped)
         return found
 
+    def acceptance(self, is_sampling: bool) -> Acceptance:
+        """Of the drafts of all calls with `num_assistant_tokens="auto"`, of greedy and of sampling ones."""
+        return self._acceptances.setdefault(is_sampling, Acceptance())
+
     def take(self, key: SessionKey) -> Session | None:
         """The most recently used session of `key`; None if there is none."""
         with self._lock:
@@ -206,7 +208,10 @@ class SessionPool:
         with self._lock:
             dropped, self._idle = self._idle, []
             self._hostings.clear()
+            substitute, self.substitute = self.substitute, None
         _free(dropped)
+        if substitute is not None:
+            substitute.release()
 
 
 _creating = threading.Lock()

@@ -1,6 +1,6 @@
 """The static engine: batched speculative decoding on a static KV cache, one CUDA graph a round on a GPU.
 
-A call of `generate()` is a `Request`. It gets a `Session`: buffers and CUDA graphs, its own or those of an earlier call
+A call of `generate()` gets a `Session`: buffers and CUDA graphs, its own or those of an earlier call
 of the same shape. Its rows are admitted together, and run in lockstep: a `Run` tells a `Transcript` of all tokens.
 """
 
@@ -12,31 +12,32 @@ from dataclasses import replace
 
 import torch
 
+from ..calls.call import Call
+from ..calls.first_pass import FirstPass
+from ..calls.kv_transfer import DeferredCache, FinishedCall, holds_all_keys, read_cache
+from ..calls.output import SpeculativeOutput
+from ..calls.prompts import Prompts, PromptSpan
+from ..calls.request import ContinuousBatching, Request, ends_of
+from ..calls.transcript import Transcript
+from ..drafters.none import NoDrafter
 from ..graphs.buckets import next_power_of_two
 from ..host.caches import OUTPUT_NAME
 from ..modules.patch import user_code
+from ..parallel.tensor_parallel import tensor_parallel_group
 from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from . import prefix_cache
-from .first_pass import FirstPass
+from .auto_drafts import ALONE, RoundTimes, is_better_alone
 from .groups import Groups
 from .hosted_target import HostedTarget
-from .kv_transfer import DeferredCache, FinishedCall, holds_all_keys, read_cache
-from .last_states import positions_of_states, replay_states, run_to_ends
-from .lease import SessionLease, first_k, shape_of
-from .output import SpeculativeOutput
-from .packed_prompts import PromptSpan
-from .prefill import prefill_drafter
+from .lease import SessionLease, shape_of
+from .prefill import prefill_drafter, run_to_ends
 from .prefix_cache import Prefix, can_copy_rows, copy_prefixes, depends_on_tokens_only, margin_of
-from .prompts import Prompts
-from .request import Request
-from .row_request import ContinuousBatching, RowRequest, ends_of
 from .run import Run
 from .runner import FirstTokens, Runner
 from .session_prefill import can_pack
 from .sessions import sessions_of, settled_on_error
-from .transcript import Transcript
 
 # Of the tokens in a cache of the user, whose hidden states a drafter lacks, the target runs as many again as these
 # times the new tokens that the call may generate, at most the second.
@@ -45,36 +46,64 @@ REREAD_PER_NEW_TOKEN, MOST_REREAD = 8, 2048
 
 @torch.inference_mode(False)  # whatever the user's: buffers and weights that are moved outlive the call
 @torch.no_grad()
-def decode(request: Request) -> SpeculativeOutput | torch.Tensor:
+def decode(call: Call) -> SpeculativeOutput | torch.Tensor:
     """Generate on the static engine: what `generate()` returns, sequences `[B, P + new]` or a `SpeculativeOutput`.
 
-    The target of `request` is on one device, in evaluation mode, and of the kinds that the engine supports (see
+    The target of `call` is on one device, in evaluation mode, and of the kinds that the engine supports (see
     `hosting.eligibility`).
     """
     # A context: the target is patched inside at most, and only if need be.
-    with HostedTarget(request.model, request.drafter, request.kept) as target:
-        call = Lockstep(request, target)
-        run = call.open()
-        call.run_rounds(run)
-    return call.complete(run)
+    with HostedTarget(call.model, call.drafter, call.kept) as target:
+        if not call.is_auto or not (times := _times_if_alone(call, target)):
+            rows = Lockstep(call, target)
+            run = rows.open()
+            rows.run_rounds(run)
+            return rows.complete(run)
+    output = decode(_alone(call))
+    call.drafter._last_stats = stats = sessions_of(call.drafter).substitute.stats
+    if stats.num_rounds:
+        times.alone += 1e3 * stats.seconds
+        times.add(ALONE, stats.milliseconds_per_round, True)
+        target.costs.save()
+    return output
+
+
+def _times_if_alone(call: Call, target: HostedTarget) -> RoundTimes | None:
+    """Times of rounds of `call`, if it is expected to be faster without the drafter; else None."""
+    # Other sessions would have to be captured; and processes that run one model together, to agree.
+    if target.is_captured or tensor_parallel_group(call.model) is not None:
+        return None
+    times = target.costs.times(shape_of(call, call.batch, call.config.max_length, False))
+    acceptance = sessions_of(call.drafter).acceptance(call.temperature is not None)
+    most = call.num_draft_tokens
+    return times if is_better_alone(most, acceptance, times, call.max_new_tokens) else None
+
+
+def _alone(call: Call) -> Call:
+    """`call` without its drafter."""
+    drafter, pool = call.drafter, sessions_of(call.drafter)
+    if pool.substitute is None or pool.substitute._target_config is not call.model.config:
+        pool.substitute = NoDrafter(call.model)
+    pool.substitute.configure(compile_rounds=drafter.compile_rounds, batch_invariant=drafter.batch_invariant)
+    return replace(call, drafter=pool.substitute, num_draft_tokens=0, is_auto=False)
 
 
 class Lockstep(Runner):
     """The rows of a call of `generate()`, admitted together to a session of their number."""
 
-    def __init__(self, request: Request, target: HostedTarget):
+    def __init__(self, call: Call, target: HostedTarget):
         # Of a call whose prompts the target itself runs, until the drafter has read what that gives.
-        self._first_pass = None if request.inputs is None else FirstPass(request, target.keeps_hidden_states)
-        request = replace(request, prompts=_with_reread(request, target))
-        prompts = request.prompts
+        self._first_pass = None if call.inputs is None else FirstPass(call, target.keeps_hidden_states)
+        call = replace(call, prompts=_with_reread(call, target))
+        prompts = call.prompts
         padding = [pad - prompts.hidden for pad in prompts.padding]
-        process = BlockProcessor(request.processors, prompts.input_ids, padding, request.temperature)
-        super().__init__(request, target, process)
+        process = BlockProcessor(call.processors, prompts.input_ids, padding, call.temperature)
+        super().__init__(call, target, process)
         # Rows beyond those of the call take no part in it.
         is_shared = target.is_captured and process.key is not None
-        batch = next_power_of_two(request.batch) if is_shared else request.batch
-        self._shape = shape_of(request, batch, prompts.longest + request.max_new_tokens, target.is_captured)
-        self._requests = request.requests(prompts.rows(request.device), request.seeds)
+        batch = next_power_of_two(call.batch) if is_shared else call.batch
+        self._shape = shape_of(call, batch, prompts.longest + call.max_new_tokens, target.is_captured)
+        self._requests = call.requests(prompts.rows(call.device), call.seeds)
         for one in self._requests:
             if one.error is not None:
                 raise ValueError(one.error)
@@ -85,23 +114,22 @@ class Lockstep(Runner):
             "draft_starts": starts,
             "prompt_length_gap": prompts.prompt_length_gap,
         }
-        if request.position_offsets is not None:
-            self._numbers["position_offsets"] = request.position_offsets
-        self._groups: Groups | None = None
-        self._plan_reuse()
+        if call.position_offsets is not None:
+            self._numbers["position_offsets"] = call.position_offsets
 
     def _plan_reuse(self) -> None:
         """Find out what rows reuse of each other: beginnings where prompts are packed, else whole prompts."""
-        request, target, prompts = self._request, self._target, self._request.prompts
-        most_saved = (request.batch - 1) * prompts.longest
-        if most_saved < prefix_cache.FEWEST_SAVED or not depends_on_tokens_only(request):
+        self._groups: Groups | None = None
+        call, target, prompts = self._call, self._target, self._call.prompts
+        most_saved = (call.batch - 1) * prompts.longest
+        if most_saved < prefix_cache.FEWEST_SAVED or not depends_on_tokens_only(call):
             return
         if can_pack(target):
             self.prefix_margin = margin_of(target, self._shape.num_draft_tokens)
             if self.prefix_margin is None:
                 return
         # Hooks may treat rows with the same prompt in different ways.
-        elif not can_copy_rows(request.drafter) or target.keeps_hidden_states or target.has_hooks:
+        elif not can_copy_rows(call.drafter) or target.keeps_hidden_states or target.has_hooks:
             return
         ids = prompts.token_ids()
         for one, tokens in zip(self._requests, ids, strict=True):
@@ -109,69 +137,49 @@ class Lockstep(Runner):
         if self.prefix_margin is None:
             different = {tuple(tokens) for tokens in ids}
             saved = sum(map(len, ids)) - sum(map(len, different))
-            groups = Groups(request, target, is_continuous=False)
-            if saved >= prefix_cache.FEWEST_SAVED and groups.size(len(different)) < groups.size(request.batch):
+            groups = Groups(call, target, is_continuous=False)
+            if saved >= prefix_cache.FEWEST_SAVED and groups.size(len(different)) < groups.size(call.batch):
                 self.merges_equal, self._groups = True, groups
 
     def open(self) -> Run:
-        """Get a session, capture what it lacks, and admit all rows: their prompts are prefilled.
+        """Get a session, capture what it lacks, and admit all rows: their prompts are prefilled."""
+        is_any_kept = len(sessions_of(self._call.drafter)) > 0
+        return self._first_that_fits([self._admit] * (1 + is_any_kept))
 
-        Where memory does not suffice, what is kept for other calls is freed, and it is tried once more.
-        """
-        try:
-            return self._admit()
-        except torch.OutOfMemoryError:
-            if not len(sessions_of(self._request.drafter)):
-                raise
-        # The error, which held what was allocated, is gone.
+    def _free_kept(self) -> None:
         self.lease = self.session = self.state = self._groups = None
-        self.free_others()
-        self._plan_reuse()
-        return self._admit()
+        super()._free_kept()
 
     def _admit(self) -> Run:
-        request, shape = self._request, self._shape
+        call, shape = self._call, self._shape
+        self._plan_reuse()
         if self._first_pass is not None:
             self._first_pass.run(shape.slots, shape.num_draft_tokens)
-        lease = SessionLease(request, self._target, shape, self._process)
+        lease = SessionLease(call, self._target, shape, self._process)
         with settled_on_error(lease.take()):
             self._use(lease)
             self.state.clear()
-            self.state.set_temperature(request.temperature)
-            self.state.live = request.prompts.longest
-            num_drafts = first_k(request, shape)
-            needs_rounds = request.max_new_tokens > 1
+            self.state.set_temperature(call.temperature)
+            self.state.live = call.prompts.longest
+            num_drafts = self.drafts.current
+            needs_rounds = call.max_new_tokens > 1
             # A pass allocates what is captured or copied to, and tells how the target's layers hold states.
-            has_states = request.prompts.cached and self.state.cache.recurrence is not None
+            has_states = call.prompts.cached and self.state.cache.recurrence is not None
             if self._target.is_captured or has_states or self._groups is not None:
                 lease.allocate()
             if needs_rounds and lease.lacks_round(num_drafts):
                 lease.capture_round(num_drafts)
             # Where rounds cannot be captured, nor can a prefill.
             self._captures_prefill = not needs_rounds or lease.captured_round(num_drafts) is not None
-            counters = self.counters(request.batch)
-            if request.prompts.cached:
+            counters = self.counters(call.batch)
+            if call.prompts.cached:
                 for counts, start in zip(counters.rows, self._numbers["draft_starts"], strict=True):
                     counts.unread_tokens = start
-            run = Run(self, self._requests, counters, ContinuousBatching(), self._new_transcript())
+            run = Run(self, self._requests, counters, ContinuousBatching(), self._call.transcript())
             run.admit()
         return run
 
-    def _new_transcript(self) -> Transcript:
-        request = self._request
-        return Transcript(
-            request.prompts.input_ids,
-            request.criteria,
-            request.pad_token_id,
-            request.max_new_tokens,
-            request.streamer,
-            keep_scores="scores" in request.kept,
-            keep_logits="logits" in request.kept,
-        )
-
-    def prefill(
-        self, prefixes: Sequence[Prefix], requests: Sequence[RowRequest], running: Sequence[RowRequest]
-    ) -> None:
+    def prefill(self, prefixes: Sequence[Prefix], requests: Sequence[Request], running: Sequence[Request]) -> None:
         state, prefill, margin = self.state, self.lease.prefill, self.prefix_margin or 0
         rows = range(len(requests)) if len(requests) == len(self._requests) else [one.row for one in prefixes]
         self._entering = slice(None) if isinstance(rows, range) else upload(rows, state.lengths)
@@ -193,10 +201,10 @@ class Lockstep(Runner):
         if self._captures_prefill:
             prefill.capture(spans)
         if running:
-            copy_prefixes(state, self._request.drafter, prefixes, margin)
+            copy_prefixes(state, self._call.drafter, prefixes, margin)
             prefill.start_rows(spans, self._entering)
         else:
-            prefill.start(spans, self._bring_cached if self._request.prompts.cached else None)
+            prefill.start(spans, self._bring_cached if self._call.prompts.cached else None)
         while not prefill.run_next():
             pass
 
@@ -204,7 +212,7 @@ class Lockstep(Runner):
         self._first_pass = None
         return self._commit_first_tokens(self._entering)
 
-    def _fill(self, requests: Sequence[RowRequest], state: DecodeState, rows: Sequence[int]) -> None:
+    def _fill(self, requests: Sequence[Request], state: DecodeState, rows: Sequence[int]) -> None:
         """Put `requests` into `rows` of `state`, not prefilled."""
         state.admit(
             rows,
@@ -214,69 +222,69 @@ class Lockstep(Runner):
             ends_of(requests, state.eos),
             **{name: [values[one.index] for one in requests] for name, values in self._numbers.items()},
         )
-        temperatures = self._request.row_temperatures
+        temperatures = self._call.row_temperatures
         if temperatures is not None:
             at = upload(list(rows), state.lengths)
             state.row_temperatures[at] = upload(temperatures[[one.index for one in requests]], state.row_temperatures)
 
     def _bring_cached(self) -> None:
-        request, prompts, state = self._request, self._request.prompts, self.state
+        call, prompts, state = self._call, self._call.prompts, self.state
         if self._first_pass is not None:
             self._target()
             self._first_pass.bring(state, self._target.hidden_states)
             if not prompts.cached:
                 return
         else:
-            read = functools.partial(read_cache, request.cache, state.cache, prompts, self.num_rows, request.device)
+            read = functools.partial(read_cache, call.cache, state.cache, prompts, self.num_rows, call.device)
             read()
             if prompts.reread:
                 self.lease.prefill.reread(prompts.reread_spans, read)
         if not (self._target.reads_hidden_states or prompts.hidden):
             self._target()  # which patches the drafter, too
-            prefill_drafter(state, request.drafter, max(prompts.cached_lengths), self.lease.prefill.chunk_size)
+            prefill_drafter(state, call.drafter, max(prompts.cached_lengths), self.lease.prefill.chunk_size)
 
     def run_rounds(self, run: Run) -> None:
         """Run rounds until every row has ended; then fill the user's cache, and keep the session for other calls."""
         with settled_on_error(self.session):
             run.run()
             if run.rounds_by_k:
-                self._note_execution()
+                self._note_execution(next(iter(run.rounds_by_k)))
             self._hand_over_cache(run.transcript)
         self.lease.keep()
 
     def _hand_over_cache(self, transcript: Transcript) -> None:
         """Copy keys and values to the user's cache; if there is none, let the output copy them when it is asked."""
-        request, cache = self._request, self.state.cache
+        call, cache = self._call, self.state.cache
         self._sequences = transcript.sequences
-        columns = transcript.columns_run(request.prompts)
-        if request.cache is not None and cache.recurrence is not None:
+        columns = transcript.columns_run(call.prompts)
+        if call.cache is not None and cache.recurrence is not None:
             columns = self._run_to_ends(columns)
-        self._finished = FinishedCall.of(request, cache, self._sequences, columns)
-        self._cache = request.cache
-        if request.cache is not None:
+        self._finished = FinishedCall.of(call, cache, self._sequences, columns)
+        self._cache = call.cache
+        if call.cache is not None:
             with user_code():
-                self._finished.write_to(request.cache)
-        elif request.config.return_dict_in_generate:
+                self._finished.write_to(call.cache)
+        elif call.config.return_dict_in_generate:
             self._cache = self.session.lend_buffers(DeferredCache(self._finished))
 
     def _run_to_ends(self, columns: int) -> int:
         """Bring recurrent states to the last token but one of all rows; returns how many columns were run then, of
         which the target has run `columns` in all rows.
         """
-        state, request, prompts, sequences = self.state, self._request, self._request.prompts, self._sequences
+        state, call, prompts, sequences = self.state, self._call, self._call.prompts, self._sequences
         most = prompts.hidden + sequences.shape[1] - 1
         ends = prompts.ends(most)
-        if columns == most and replay_states(state.cache, ends):
+        if columns == most and state.cache.replay(ends):
             return most
-        bases = positions_of_states(state.cache, len(ends))
+        bases = state.cache.state_positions(len(ends))
         if any(base > end for base, end in zip(bases, ends, strict=True)):
             # States have tokens in them that the text does not have: they are made anew from where the call began.
-            if request.inputs is not None:
+            if call.inputs is not None:
                 return columns
             state.lengths[: len(ends)] = upload(prompts.lengths, state.lengths)
             state.cache.restart()
             if prompts.cached:
-                read_cache(request.cache, state.cache, prompts, self.num_rows, request.device)
+                read_cache(call.cache, state.cache, prompts, self.num_rows, call.device)
         # Tokens that were not given are in the cache already.
         columns_of_all = torch.nn.functional.pad(sequences, (prompts.hidden, 0))
         texts = [row[pad:] for row, pad in zip(columns_of_all, prompts.padding, strict=True)]
@@ -285,36 +293,39 @@ class Lockstep(Runner):
 
     def complete(self, run: Run) -> SpeculativeOutput | torch.Tensor:
         """End the call: the rest of the user's cache, the streamer, statistics. Returns what `generate()` does."""
-        request, transcript = self._request, run.transcript
-        if request.cache is not None:
+        call, transcript = self._call, run.transcript
+        if call.cache is not None:
             with user_code():
-                self._finished.complete(request.cache)
+                self._finished.complete(call.cache)
         transcript.finish()
-        stats = run.stats(request, self._shape.draft_probs)
-        if not request.config.return_dict_in_generate:
+        stats = run.stats(call, self._shape.draft_probs)
+        if not call.config.return_dict_in_generate:
             return self._sequences
         kept = self._target.hidden_states
+        logprobs = {name: torch.stack(transcript.record(name), dim=1).to(call.device) for name in call.logprobs}
         return SpeculativeOutput(
             sequences=self._sequences,
-            scores=transcript.scores,
-            logits=transcript.logits,
-            hidden_states=None if kept is None else kept.steps(request.prompts, transcript.steps),
+            scores=transcript.record("scores"),
+            logits=transcript.record("logits"),
+            hidden_states=None if kept is None else kept.steps(call.prompts, transcript.steps),
             **{OUTPUT_NAME: self._cache},
             speculation=stats,
+            logprobs=logprobs.get("processed"),
+            raw_logprobs=logprobs.get("raw"),
         )
 
 
-def _with_reread(request: Request, target: HostedTarget) -> Prompts:
-    """The prompts of `request`, with what the target runs again of them where the drafter lacks its hidden states.
+def _with_reread(call: Call, target: HostedTarget) -> Prompts:
+    """The prompts of `call`, with what the target runs again of them where the drafter lacks its hidden states.
 
     That is as much as pays for itself by what more of the drafts are accepted: a prefill runs tokens in a small part of
     the time that a round takes for each.
     """
-    prompts = request.prompts
-    is_known = prompts.cached and not prompts.hidden and request.inputs is None and not target.has_hooks
-    if not is_known or request.cache is None or not target.reads_hidden_states:
+    prompts = call.prompts
+    is_known = prompts.cached and not prompts.hidden and call.inputs is None and not target.has_hooks
+    if not is_known or call.cache is None or not target.reads_hidden_states:
         return prompts
-    if not holds_all_keys(request.cache, prompts.cached):
+    if not holds_all_keys(call.cache, prompts.cached):
         return prompts
-    most = min(MOST_REREAD, REREAD_PER_NEW_TOKEN * request.max_new_tokens)
+    most = min(MOST_REREAD, REREAD_PER_NEW_TOKEN * call.max_new_tokens)
     return replace(prompts, reread=min(prompts.cached, most))

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..cache.layer_kinds import PositionMarker, patches_of, plug_ins
+from ..calls.output import HiddenStates
 from ..drafters.base import Drafter
 from ..host.generation import keeps_logits
 from ..modules.hidden_states import AuxHiddenStateRecorder
@@ -28,36 +29,6 @@ from ..patching.linear import patched_linear
 from ..patching.rotary_functions import rotary_functions
 from ..patching.support import cache_name, position_markers
 from ..state import DecodeState
-from .prompts import Prompts
-
-
-class HiddenStates:
-    """Keeps the target's hidden states at every slot, for `output_hidden_states=True`."""
-
-    def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
-
-    def store(self, layers: tuple[torch.Tensor, ...], slots: torch.Tensor, num_slots: int) -> None:
-        if not self._buffers:
-            self._buffers = [layer.new_zeros(layer.shape[0], num_slots, *layer.shape[2:]) for layer in layers]
-        rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
-        for buffer, layer in zip(self._buffers, layers, strict=True):
-            buffer[rows, slots] = layer
-
-    def steps(self, prompts: Prompts, num_steps: int) -> tuple[tuple[torch.Tensor, ...], ...]:
-        """As `generate()` returns them: first the padded prompt without cached columns, then one position a step."""
-        prompt_lengths, width = prompts.lengths, prompts.width - prompts.cached
-
-        def gather(buffer: torch.Tensor, step: int) -> torch.Tensor:
-            if step > 0:
-                rows = torch.arange(buffer.shape[0], device=buffer.device)
-                return buffer[rows, torch.tensor(prompt_lengths, device=buffer.device) - 1 + step][:, None]
-            out = buffer.new_zeros(buffer.shape[0], width, *buffer.shape[2:])
-            for row, (length, cached) in enumerate(zip(prompt_lengths, prompts.cached_lengths, strict=True)):
-                out[row, width - (length - cached) :] = buffer[row, cached:length]
-            return out
-
-        return tuple(tuple(gather(buffer, step) for buffer in self._buffers) for step in range(num_steps))
 
 
 @dataclass

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..op_choice import capturing
+
 _T = TypeVar("_T")
 
 # Runs of a function before it is captured.
@@ -111,7 +113,7 @@ class CudaGraph:
         warm_up, capture, lock = _streams(torch.cuda.current_device())
         current = torch.cuda.current_stream()
         warm_up.wait_stream(current)
-        with torch.cuda.stream(warm_up):
+        with torch.cuda.stream(warm_up), capturing():
             for _ in range(WARM_UPS):
                 function()
         current.wait_stream(warm_up)
@@ -125,6 +127,7 @@ class CudaGraph:
             lock,
             torch.cuda.stream(current),
             torch.cuda.graph(self._graph, pool=pool, stream=capture, capture_error_mode="thread_local"),
+            capturing(),
         ):
             self.result = function()
         memory.owner = self._graph

@@ -8,10 +8,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache.layer_kinds import Use, first_reason
+from ..calls.call import Call
+from ..calls.kv_transfer import why_not_readable
+from ..calls.prompts import Prompts
 from ..device_policy import policy_of
-from ..engine.kv_transfer import why_not_readable
-from ..engine.prompts import Prompts
-from ..engine.request import Request
 from ..host.caches import given_cache, is_of_caller
 from ..host.modeling import attention_of
 from ..modules.layer_choice import DTYPES
@@ -29,6 +29,9 @@ from .equivalence import why_not_batch_invariant
 
 # Caches that a call may ask for, of which its text does not depend: the engine has a cache of its own.
 _CACHES = frozenset({None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window"})
+
+# The first GPUs with conversions from and to float8.
+_FLOAT8_CAPABILITY = (8, 9)
 
 
 def why_not_static(
@@ -132,13 +135,13 @@ def _why_not_call(
     return None
 
 
-def check_batch_invariant(request: Request, engine: str) -> None:
+def check_batch_invariant(call: Call, engine: str) -> None:
     """Raise `ValueError` unless a call that is to be batch-invariant can be, on the `engine` that is to run it.
 
     The first one for a class and configuration runs the target on a few tokens. Operations that are not known to be
     batch-invariant are refused where they are called, see `patching.batch_invariance`.
     """
-    reason = _why_not_invariant(request, engine)
+    reason = _why_not_invariant(call, engine)
     if reason is not None:
         raise ValueError(
             f"batch_invariant=True, but {reason}. Set drafter.configure(batch_invariant=False) to generate all the "
@@ -146,9 +149,29 @@ def check_batch_invariant(request: Request, engine: str) -> None:
         )
 
 
-def _why_not_invariant(request: Request, engine: str) -> str | None:
+def check_key_dtype(call: Call, engine: str) -> None:
+    """Raise `ValueError` unless a call that is to store keys and values as float8 can, on the `engine` that runs it."""
+    model, name = call.model, type(call.model).__name__
+    device, reason = model.device, None
+    if engine != "static":
+        reason = f"the call runs on the {engine} engine ({call.reason}); expected the static engine"
+    elif not cache_layers(model).stores_keys:
+        reason = f"{name} stores no keys and values; expected a target with attention"
+    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
+        found, least = (
+            ".".join(map(str, one)) for one in (torch.cuda.get_device_capability(device), _FLOAT8_CAPABILITY)
+        )
+        reason = f"{name} is on a GPU of compute capability {found}; expected {least} or later, which has float8"
+    if reason is not None:
+        raise ValueError(
+            f'kv_cache_dtype="{call.drafter.kv_cache_dtype}", but {reason}. Set '
+            'drafter.configure(kv_cache_dtype="auto") to generate all the same.'
+        )
+
+
+def _why_not_invariant(call: Call, engine: str) -> str | None:
     """The reason why the call cannot be batch-invariant; None if it can."""
-    model, name = request.model, type(request.model).__name__
+    model, name = call.model, type(call.model).__name__
     if not policy_of(model.device).batch_invariant:
         return f"{name} is on a device of type {model.device.type}; expected a GPU, which the kernels are for"
     if model.dtype not in DTYPES:
@@ -156,10 +179,10 @@ def _why_not_invariant(request: Request, engine: str) -> str | None:
     if (reason := cache_layers(model).why_not(Use.BATCH_INVARIANCE)) is not None:
         return f"{name} has {reason}"
     if engine != "static":
-        return f"the call runs on the {engine} engine ({request.reason}); expected the static engine"
-    if request.inputs is not None:
+        return f"the call runs on the {engine} engine ({call.reason}); expected the static engine"
+    if call.inputs is not None:
         return f"{name} itself runs the prompts of this call, in one padded batch; expected prompts of tokens only"
-    longest = request.config.max_length - 1
+    longest = call.config.max_length - 1
     if (reason := first_reason(part.why_not_alone(model, longest) for part in parts(model))) is not None:
         return f"{reason}; expected shorter texts"
     group = tensor_parallel_group(model)

@@ -18,13 +18,13 @@ import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..cache.layer_kinds import Use, first_reason
+from ..calls.call import Call
+from ..calls.first_pass import bounds_steps, for_static_engine, inputs_besides_tokens
+from ..calls.kv_transfer import run_as_given
+from ..calls.prompts import read_prompts
 from ..config import DrafterConfig
 from ..drafters.base import Drafter
 from ..drafters.none import NoDrafter
-from ..engine.first_pass import bounds_steps, for_static_engine, inputs_besides_tokens
-from ..engine.kv_transfer import run_as_given
-from ..engine.prompts import read_prompts
-from ..engine.request import Request
 from ..engine.static_engine import decode
 from ..errors import first_line
 from ..graphs.buckets import useful_drafts
@@ -65,7 +65,7 @@ from ..stock.compared_texts import (
     plain_texts,
     why_not_separate_rows,
 )
-from ..stock.separate_rows import request_of_row, why_not_separate
+from ..stock.separate_rows import call_of_row, why_not_separate
 from ..stock.stock_engine import assist
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def _run(
     mask = model_kwargs.get("attention_mask")
     mask = None if mask is None else mask.cpu()
     cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
-    request = Request(
+    call = Call(
         model=model,
         drafter=drafter,
         prompts=read_prompts(input_ids.long(), mask, mask_length(generation_config), cache),
@@ -157,8 +157,8 @@ def _run(
     )
     with on_device(model.device), running_engine(), looked_at_once():
         if engine == "stock":
-            return assist(assisted_decoding, inputs_tensor, model_kwargs, request)
-        prepared = for_static_engine(request, model_kwargs, by_target)
+            return assist(assisted_decoding, inputs_tensor, model_kwargs, call)
+        prepared = for_static_engine(call, model_kwargs, by_target)
         if isinstance(prepared, str):
             raise ValueError(prepared)
         return decode(prepared[0])
@@ -264,7 +264,7 @@ def _why_not_steps(model: PreTrainedModel) -> str | None:
 
 
 def why_not_equivalent_with(
-    request: Request, model_kwargs: Mapping[str, Any], following: Mapping[str, Any], engine: str = "static"
+    call: Call, model_kwargs: Mapping[str, Any], following: Mapping[str, Any], engine: str = "static"
 ) -> str | None:
     """As `why_not_equivalent` for a call with inputs besides tokens, such as images, or of a model with forward hooks;
     None for other calls.
@@ -274,12 +274,12 @@ def why_not_equivalent_with(
     inputs may be wrong, and nothing is kept of that.
 
     Args:
-        request: the call.
+        call: the call.
         model_kwargs: its inputs as prepared by `generate()`.
         following: what the model is given with the first new token, see `first_pass.inputs_after_prompts`.
         engine: to check.
     """
-    model, besides = request.model, inputs_besides_tokens(model_kwargs)
+    model, besides = call.model, inputs_besides_tokens(model_kwargs)
     hooks = hooks_of(signature_of(model).hooked)
     if not (besides or hooks):
         return None
@@ -291,7 +291,7 @@ def why_not_equivalent_with(
     if others:
         return f"{what}, of which {', '.join(others)} {_GIVEN_WITH_EVERY_TOKEN}"
     # Hooks may treat a longer block differently.
-    num_drafts = useful_drafts(request.num_draft_tokens, request.max_new_tokens, is_kept=False) if hooks else 0
+    num_drafts = useful_drafts(call.num_draft_tokens, call.max_new_tokens, is_kept=False) if hooks else 0
     most_drafts = max(num_drafts, NUM_DRAFT_TOKENS)
     # Names of tensors, and what is not a tensor by value.
     values = tuple(
@@ -300,23 +300,23 @@ def why_not_equivalent_with(
     )
     hooked = (Identity(model), most_drafts, *hooks) if hooks else ()
     # The stock engine runs a row with the padding that it is given.
-    is_padded = engine == "stock" and any(request.prompts.padding)
+    is_padded = engine == "stock" and any(call.prompts.padding)
 
     def find() -> str | None:
         try:
-            read = _read_with_every_token(request, model_kwargs, following, repeated)
+            read = _read_with_every_token(call, model_kwargs, following, repeated)
             # No more drafts are made than the text has tokens left.
             count = max(NUM_NEW_TOKENS[engine], most_drafts)
-            expected = generate_greedily(model, _given_again(request, model_kwargs), count)
+            expected = generate_greedily(model, _given_again(call, model_kwargs), count)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a model may raise anything
             raise PlainFails(f"{what}, on which plain generate() fails", error) from error
         if read:
             return f"{what}, of which {', '.join(read)} {_GIVEN_WITH_EVERY_TOKEN}"
-        drafter = ScriptedDrafter(model, expected.tokens, request.prompts.lengths)
+        drafter = ScriptedDrafter(model, expected.tokens, call.prompts.lengths)
         drafter.configure(num_assistant_tokens=most_drafts)
-        difference = _difference(model, _given_again(request, model_kwargs), expected, drafter, engine)
+        difference = _difference(model, _given_again(call, model_kwargs), expected, drafter, engine)
         if isinstance(difference, str):
             return f"{what}, on which it fails there ({difference})"
         if difference <= (EXACT_LIMIT if is_exact_arithmetic(model, expected.logits) else LARGEST_LIMIT):
@@ -326,18 +326,18 @@ def why_not_equivalent_with(
     return outcome_of(model, (engine, is_padded, hooked, values), find)
 
 
-def _given_again(request: Request, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _given_again(call: Call, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs of a call of `generate()` once more."""
-    inputs = {"input_ids": request.prompts.input_ids, **inputs_besides_tokens(model_kwargs)}
+    inputs = {"input_ids": call.prompts.input_ids, **inputs_besides_tokens(model_kwargs)}
     if model_kwargs.get("attention_mask") is not None:
         inputs["attention_mask"] = model_kwargs["attention_mask"]
-    if request.prompts.cached:
+    if call.prompts.cached:
         inputs[OUTPUT_NAME] = copy.deepcopy(given_cache(model_kwargs))
     return inputs
 
 
 def _read_with_every_token(
-    request: Request, model_kwargs: Mapping[str, Any], following: Mapping[str, Any], repeated: Mapping[str, Any]
+    call: Call, model_kwargs: Mapping[str, Any], following: Mapping[str, Any], repeated: Mapping[str, Any]
 ) -> list[str]:
     """The names of inputs that the target reads with new tokens, too, and not with the prompts only.
 
@@ -346,10 +346,10 @@ def _read_with_every_token(
     tensors = {name: value for name, value in repeated.items() if isinstance(value, torch.Tensor)}
     if not tensors:
         return []
-    model, cache = request.model, DynamicCache(config=request.model.config.get_text_config(decoder=True))
-    if request.prompts.cached:
+    model, cache = call.model, DynamicCache(config=call.model.config.get_text_config(decoder=True))
+    if call.prompts.cached:
         cache = copy.deepcopy(given_cache(model_kwargs))
-    run_as_given(model, request.prompts.input_ids, request.config, model_kwargs, cache)
+    run_as_given(model, call.prompts.input_ids, call.config, model_kwargs, cache)
 
     def logits(**changed: torch.Tensor) -> torch.Tensor:
         inputs = {**following, **changed, cache_name(model): copy.deepcopy(cache), "return_dict": True}
@@ -377,25 +377,25 @@ def _changed(values: torch.Tensor) -> torch.Tensor:
     return values + torch.linspace(1, 2, values.numel()).to(values).view_as(values)
 
 
-def check_stock(request: Request, model_kwargs: Mapping[str, Any]) -> None:
-    """Raise `ValueError` unless transformers' assisted generation of `request` gives what plain `generate()` does.
+def check_stock(call: Call, model_kwargs: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless transformers' assisted generation of `call` gives what plain `generate()` does.
 
     `model_kwargs` are the inputs of the model as prepared by `generate()`.
     """
-    model, name = request.model, type(request.model).__name__
-    obstacle = why_not_kept(model, request.config.max_length - 1) or why_not_equivalent(model, "stock")
-    if obstacle is None and (separate := why_not_separate(request, model_kwargs)) is not None:
+    model, name = call.model, type(call.model).__name__
+    obstacle = why_not_kept(model, call.config.max_length - 1) or why_not_equivalent(model, "stock")
+    if obstacle is None and (separate := why_not_separate(call, model_kwargs)) is not None:
         raise ValueError(
-            f"{name} cannot run on the static engine ({request.reason}), and the rows of a batch cannot run one after "
+            f"{name} cannot run on the static engine ({call.reason}), and the rows of a batch cannot run one after "
             f"the other in transformers' own assisted generation: {separate}. Generate row by row, or without "
             "assistant_model."
         )
     if obstacle is None:
-        rows = (request_of_row(request, model_kwargs, row) for row in range(request.batch))
+        rows = (call_of_row(call, model_kwargs, row) for row in range(call.batch))
         obstacle = first_reason(why_not_equivalent_with(*row, {}, "stock") for row in rows)
     if obstacle is not None:
         raise ValueError(
-            f"{name} cannot generate with a drafter: neither on the static engine ({request.reason}), nor in "
+            f"{name} cannot generate with a drafter: neither on the static engine ({call.reason}), nor in "
             f"transformers' own assisted generation ({obstacle}). Generate without assistant_model."
         )
 

@@ -19,24 +19,21 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from ..calls.call import Call
+from ..calls.first_pass import REPLACED_INPUTS
+from ..calls.prompts import Prompts
+from ..calls.request import ContinuousBatching, Request
+from ..calls.transcript import end_tokens_of
 from ..drafters.base import Drafter
-from ..engine.first_pass import REPLACED_INPUTS
-from ..engine.prompts import Prompts
-from ..engine.request import Request
-from ..engine.row_request import ContinuousBatching, RowRequest
-from ..engine.transcript import end_tokens_of
 from ..host.generation import GenerationOutput, prepared_config
 from ..host.generation import stopping_criteria as make_criteria
 from ..modules.patch import on_host
 from ..sampling.randomness import Randomness
-from .dispatch import generate_continuously, request_of
+from .dispatch import generate_continuously, new_call
 from .request_processors import are_of_all_rows, processors_of_prompt
 from .validation import TOKEN_DTYPES, check_call, check_tokens
 
 logger = logging.getLogger(__name__)
-
-# Settings of `ContinuousBatchingConfig` that ask for more than texts.
-_UNSUPPORTED = ("return_logprobs",)
 
 _LENGTHS = ("max_length", "max_new_tokens")
 
@@ -101,9 +98,10 @@ def generate_batch(
         # What a call is checked by depends on its longest text, and on more than one row where modules have hooks.
         longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
         tried = [prompts[longest], *[one for index, one in enumerate(prompts) if index != longest][:1]]
-        request, model_kwargs = call_of(model, drafter, config, tried, **given)
+        call, model_kwargs = call_of(model, drafter, config, tried, **given)
+        call = with_logprobs(call, settings)
 
-    def processors_of(one: RowRequest, call: Request) -> LogitsProcessorList | None:
+    def processors_of(one: Request, call: Call) -> LogitsProcessorList | None:
         allowed, prompt = given.get("prefix_allowed_tokens_fn"), one.prompt.to(model.device)
         own = None if allowed is None else lambda _, tokens: allowed(one.index, tokens)
         asked = given.get("logits_processor"), own
@@ -112,7 +110,7 @@ def generate_batch(
 
     with tqdm(total=len(prompts) * sequences, disable=not progress_bar, unit="request") as bar:
 
-        def on_finished(one: RowRequest) -> None:
+        def on_finished(one: Request) -> None:
             bar.update(1)
 
         run = ContinuousBatching(
@@ -123,7 +121,7 @@ def generate_batch(
             processors_of=processors_of,
         )
         repeated = [prompt for prompt in prompts for _ in range(sequences)]
-        requests = generate_continuously(request, model_kwargs, repeated, run)
+        requests = generate_continuously(call, model_kwargs, repeated, run)
     results = {}
     for one in requests:
         number, child = divmod(one.index, sequences)
@@ -148,7 +146,7 @@ def call_of(
     synced_gpus: bool = False,
     seeds: Any = None,
     generator: torch.Generator | None = None,
-) -> tuple[Request, dict[str, Any]]:
+) -> tuple[Call, dict[str, Any]]:
     """A call by continuous batching, checked and prepared as `generate()` does it, and inputs of the target.
 
     Args:
@@ -177,10 +175,13 @@ def call_of(
     found = processors_of_prompt(model, config, read.input_ids[0], limit, end_tokens_of(criteria), *asked)
     # Others are those of each request, see `ContinuousBatching.processors_of`.
     shared = LogitsProcessorList(one for one in found if are_of_all_rows([one]))
-    request = request_of(
-        model, drafter, config, read, shared, criteria, Randomness(seeds, generator), is_continuous=True
-    )
-    return replace(request, streamer=streamer), model_kwargs
+    fields = {"model": model, "prompts": read, "processors": shared, "criteria": criteria, "streamer": streamer}
+    return new_call(drafter, config, Randomness(seeds, generator), is_continuous=True, **fields), model_kwargs
+
+
+def with_logprobs(call: Call, settings: ContinuousBatchingConfig) -> Call:
+    """`call`, whose requests have log-probabilities of their tokens if `settings` ask for them."""
+    return replace(call, logprobs=("processed",)) if settings.return_logprobs else call
 
 
 def check_known(unknown: Mapping[str, Any], what: str) -> None:
@@ -192,11 +193,6 @@ def check_known(unknown: Mapping[str, Any], what: str) -> None:
 
 def check_config(settings: ContinuousBatchingConfig) -> None:
     """Raise `ValueError` if `settings` ask for what continuous batching with a drafter does not have."""
-    asked = [name for name in _UNSUPPORTED if getattr(settings, name, None)]
-    if asked:
-        raise ValueError(
-            f"{', '.join(asked)} is set, but continuous batching with a drafter returns texts only; drop it."
-        )
     most = settings.max_queue_size
     if not isinstance(most, Integral) or most < 0:
         raise ValueError(f"max_queue_size is {most!r}; expected an int of at least 0, which is any number.")

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from ..calls.call import Call
+from ..calls.first_pass import for_static_engine
+from ..calls.prompts import read_prompts
+from ..calls.request import ContinuousBatching, Request
 from ..config import AUTO
 from ..drafters.base import Drafter
 from ..engine.auto_drafts import CANDIDATES
 from ..engine.continuous import decode_continuously
-from ..engine.first_pass import for_static_engine
-from ..engine.prompts import Prompts, read_prompts
-from ..engine.request import Request
-from ..engine.row_request import ContinuousBatching, RowRequest
 from ..engine.static_engine import decode
 from ..graphs.cuda_graphs import on_device
 from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
-from ..hosting.eligibility import check_batch_invariant, empty_attentions, why_not_static
+from ..hosting.eligibility import check_batch_invariant, check_key_dtype, empty_attentions, why_not_static
 from ..hosting.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
 from ..modules.patch import engine as engine_context
 from ..modules.signature import looked_at_once
@@ -32,7 +32,7 @@ from ..parallel.tensor_parallel import check_same_call, check_same_tokens, from_
 from ..patching.support import configured_layers
 from ..sampling.processors import check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
-from ..stock.stock_engine import assist, check_request
+from ..stock.stock_engine import assist, check_stock_call
 from .locks import lock_of
 from .validation import check_cache, check_prompts, check_same_device, check_tokens
 
@@ -52,12 +52,12 @@ UNUSED_SETTINGS = {
 _NEUTRAL = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 
 
-def _call_of(request: Request, engine: str, prompts: Sequence[torch.Tensor] | None) -> dict[str, Any]:
+def _call_of(call: Call, engine: str, prompts: Sequence[torch.Tensor] | None) -> dict[str, Any]:
     """What processes that run one model together must agree on, by names that are the same on all of them.
 
     `prompts` are those of a call by continuous batching; None for others.
     """
-    model, config, randomness, own = request.model, request.config, request.randomness, request.prompts
+    model, config, randomness, own = call.model, call.config, call.randomness, call.prompts
     seeds, state = None, None
     if config.do_sample and randomness.seeds is not None:
         seeds = torch.as_tensor(randomness.seeds)
@@ -70,8 +70,9 @@ def _call_of(request: Request, engine: str, prompts: Sequence[torch.Tensor] | No
         "attention_mask": (own.padding, own.width),
         "requests": None if prompts is None else [one.tolist() for one in prompts],
         "cache": own.cached,
-        "num_assistant_tokens": (request.num_draft_tokens, request.is_auto),
+        "num_assistant_tokens": (call.num_draft_tokens, call.is_auto),
         "engine": engine,
+        "kv_cache_dtype": call.drafter.kv_cache_dtype,
         "generation settings": {name: value for name, value in config.to_dict().items() if not name.startswith("_")},
         "seeds": seeds,
         "use of a generator": randomness.generator is not None,
@@ -91,30 +92,28 @@ def _warn(message: str) -> None:
     logger.warning("hf_specdec: %s", message)
 
 
-def _on_static_engine(
-    request: Request, model_kwargs: dict[str, Any], is_continuous: bool
-) -> tuple[Request, str | None]:
-    """`request` as the static engine is to run it, and the reason why it cannot; None if it can."""
-    model, prompts = request.model, request.prompts
-    obstacle = why_not_static(model, request.config, prompts, model_kwargs, is_continuous)
+def _on_static_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Call, str | None]:
+    """`call` as the static engine is to run it, and the reason why it cannot; None if it can."""
+    model, prompts = call.model, call.prompts
+    obstacle = why_not_static(model, call.config, prompts, model_kwargs, is_continuous)
     if obstacle is not None:
-        return request, obstacle
+        return call, obstacle
     # Padding that continuous batching makes is not the user's: its rows are what each of them generates by itself.
     is_padded = not is_continuous and any(prompts.padding)
     why_not = functools.partial(why_not_equivalent, model, "static", is_padded=is_padded)
     obstacle = why_not()
     by_target = obstacle is not None and why_not(prompts_by_target=True) is None
     if obstacle is not None and not by_target:
-        return request, obstacle
-    prepared = for_static_engine(request, model_kwargs, by_target)
+        return call, obstacle
+    prepared = for_static_engine(call, model_kwargs, by_target)
     if isinstance(prepared, str):
-        return request, prepared
-    request, following = prepared
-    return request, why_not_equivalent_with(request, model_kwargs, following)
+        return call, prepared
+    call, following = prepared
+    return call, why_not_equivalent_with(call, model_kwargs, following)
 
 
-def _choose_engine(request: Request, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Request, str]:
-    """`request` for the engine that runs it, with the reason, and that engine, `"static"` or `"stock"`.
+def _choose_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Call, str]:
+    """`call` for the engine that runs it, with the reason, and that engine, `"static"` or `"stock"`.
 
     Args:
         model_kwargs: inputs of the target as prepared by `generate()`.
@@ -123,8 +122,8 @@ def _choose_engine(request: Request, model_kwargs: dict[str, Any], is_continuous
     Raises:
         ValueError: the static engine was forced and cannot run it.
     """
-    drafter = request.drafter
-    on_static, obstacle = _on_static_engine(request, model_kwargs, is_continuous)
+    drafter = call.drafter
+    on_static, obstacle = _on_static_engine(call, model_kwargs, is_continuous)
     if drafter.engine == "static" and obstacle is not None:
         raise ValueError(f'engine="static" was forced, but {obstacle}; use engine="auto" or "stock".')
     if drafter.engine != "auto":
@@ -134,7 +133,7 @@ def _choose_engine(request: Request, model_kwargs: dict[str, Any], is_continuous
     _log_engine(engine, reason)
     if engine == "stock" and drafter.verification != "token":
         _warn(f"verification={drafter.verification!r} has no effect on the stock engine, which judges token by token.")
-    return replace(on_static if engine == "static" else request, reason=reason), engine
+    return replace(on_static if engine == "static" else call, reason=reason), engine
 
 
 @looked_at_once()
@@ -152,6 +151,7 @@ def generate_with_drafter(
     tokenizer: Any = None,
     seeds: int | Sequence[int] | torch.Tensor | None = None,
     generator: torch.Generator | None = None,
+    return_logprobs: str | None = None,
     **model_kwargs: Any,
 ) -> GenerateOutput | torch.Tensor:
     """`GenerationMixin._assisted_decoding` for a `Drafter`: check the call, choose the engine and run it.
@@ -159,6 +159,7 @@ def generate_with_drafter(
     Args:
         assisted_decoding: transformers' own, for the stock engine.
         seeds, generator: keywords of `generate()` that a call with a `Drafter` has besides, see `Randomness`.
+        return_logprobs: another: `"processed"`, `"raw"` or `"both"`, see `SpeculativeOutput.logprobs`.
         input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, inputs_tensor,
             tokenizer, model_kwargs: as `generate()` passes them.
 
@@ -175,63 +176,80 @@ def generate_with_drafter(
     generation_config.max_length = math.ceil(generation_config.max_length)
     check_cache(cache, generation_config)
     prompts = read_prompts(input_ids, mask, mask_length(generation_config), cache)
-    request = request_of(
-        model, drafter, generation_config, prompts, logits_processor, stopping_criteria, Randomness(seeds, generator)
+    call = new_call(
+        drafter,
+        generation_config,
+        Randomness(seeds, generator),
+        model=model,
+        prompts=prompts,
+        processors=logits_processor,
+        criteria=stopping_criteria,
+        streamer=streamer,
+        cache=cache if is_of_caller(cache) else None,
+        logprobs=_logprobs(return_logprobs, generation_config),
     )
-    request = replace(request, streamer=streamer, cache=cache if is_of_caller(cache) else None)
     check_rows_are_apart(logits_processor, input_ids, _vocabulary_of(model))
-    attentions = _drop_empty_attentions(request, model_kwargs)
-    request, engine = _choose_engine(request, model_kwargs, False)
-    if engine == "stock" or request.inputs is not None:
+    attentions = _drop_empty_attentions(call, model_kwargs)
+    call, engine = _choose_engine(call, model_kwargs, False)
+    if engine == "stock" or call.inputs is not None:
         _make_cache(model, generation_config, model_kwargs)
-    request = _for_engine(request, engine)
-    _check_engine(request, engine, None)
+    call = _for_engine(call, engine)
+    _check_engine(call, engine, None)
     if engine == "static":
         check_tokens(model, input_ids.cpu(), mask)
-        output = decode(request)
+        output = decode(call)
     else:
-        check_request(request, model_kwargs)
-        check_stock(request, model_kwargs)
-        output = assist(assisted_decoding, inputs_tensor, model_kwargs, request)
+        if call.logprobs:
+            raise ValueError(
+                f"return_logprobs is {return_logprobs!r}, which the static engine has, but {type(model).__name__} runs "
+                f"on the stock engine: {call.reason}. Drop it, and ask for output_scores=True."
+            )
+        check_stock_call(call, model_kwargs)
+        check_stock(call, model_kwargs)
+        output = assist(assisted_decoding, inputs_tensor, model_kwargs, call)
     check_same_tokens(model, output if isinstance(output, torch.Tensor) else output.sequences)
     if attentions is not None:
         output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
     return output
 
 
-def request_of(
-    model: PreTrainedModel,
-    drafter: Drafter,
-    config: GenerationConfig,
-    prompts: Prompts,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    randomness: Randomness,
-    is_continuous: bool = False,
-) -> Request:
-    """The call of `generate()` with what it has prepared, or one by continuous batching."""
-    num_draft_tokens = _num_draft_tokens(drafter, config, randomness, is_continuous)
-    return Request(
-        model=model,
+def _logprobs(asked: str | None, config: GenerationConfig) -> tuple[str, ...]:
+    """Of which distributions a call returns log-probabilities."""
+    kinds = {None: (), "processed": ("processed",), "raw": ("raw",), "both": ("processed", "raw")}
+    if not (asked is None or isinstance(asked, str)) or asked not in kinds:
+        raise ValueError(f'return_logprobs is {asked!r}; expected "processed", "raw", "both" or None.')
+    if asked is not None and not config.return_dict_in_generate:
+        raise ValueError(
+            f"return_logprobs is {asked!r}, but return_dict_in_generate is not set, so that only token ids are "
+            "returned; expected return_dict_in_generate=True, too."
+        )
+    return kinds[asked]
+
+
+def new_call(
+    drafter: Drafter, config: GenerationConfig, randomness: Randomness, is_continuous: bool = False, **others: Any
+) -> Call:
+    """The call of `generate()`, or one by continuous batching, with its K; `others` are further fields of `Call`."""
+    asked = _num_draft_tokens(drafter, config, randomness, is_continuous)
+    most = _most_draft_tokens(drafter) if asked == AUTO else asked
+    return Call(
         drafter=drafter,
-        prompts=prompts,
-        processors=processors,
-        criteria=criteria,
         config=config,
-        num_draft_tokens=_most_draft_tokens(drafter) if num_draft_tokens == AUTO else num_draft_tokens,
-        is_auto=num_draft_tokens == AUTO,
         randomness=randomness,
+        num_draft_tokens=most,
+        is_auto=asked == AUTO,
+        **others,
     )
 
 
 @torch.no_grad()
 def generate_continuously(
-    request: Request, model_kwargs: dict[str, Any], prompts: Sequence[torch.Tensor], settings: ContinuousBatching
-) -> list[RowRequest]:
+    call: Call, model_kwargs: dict[str, Any], prompts: Sequence[torch.Tensor], settings: ContinuousBatching
+) -> list[Request]:
     """Check a call, and run it by continuous batching on the static engine.
 
     Args:
-        request: the call, whose own prompts are a few that it is checked with.
+        call: the call, whose own prompts are a few that it is checked with.
         model_kwargs: inputs of the target for these.
         prompts: `[length]` int64 each, on the host, of the requests; none if requests arrive.
 
@@ -241,42 +259,44 @@ def generate_continuously(
     Raises:
         ValueError: the static engine cannot run the call.
     """
-    model = request.model
+    model = call.model
     with lock_of(model), on_device(model.device), engine_context(), looked_at_once():
-        _drop_empty_attentions(request, model_kwargs)
-        request, engine = _choose_engine(request, model_kwargs, True)
-        _check_continuous(request, engine)
-        _check_engine(request, engine, prompts)
-        requests: list[RowRequest] = []
+        _drop_empty_attentions(call, model_kwargs)
+        call, engine = _choose_engine(call, model_kwargs, True)
+        _check_continuous(call, engine)
+        _check_engine(call, engine, prompts)
+        requests: list[Request] = []
         if prompts:  # those that arrive have seeds
-            seeds = from_first_rank(request.randomness.row_seeds(len(prompts), request.temperature), model)
-            requests = request.requests(prompts, seeds)
+            seeds = from_first_rank(call.randomness.row_seeds(len(prompts), call.temperature), model)
+            requests = call.requests(prompts, seeds)
         for one in requests:
             one.prompt_ids, one.records_timestamps = one.prompt.tolist(), settings.records_timestamps
-        decode_continuously(request, requests, settings)
+        decode_continuously(call, requests, settings)
         check_same_tokens(model, torch.tensor([token for one in requests for token in one.tokens], dtype=torch.int64))
     return requests
 
 
-def _drop_empty_attentions(request: Request, model_kwargs: dict[str, Any]) -> tuple | None:
+def _drop_empty_attentions(call: Call, model_kwargs: dict[str, Any]) -> tuple | None:
     """What plain `generate()` returns as attention weights of a step if the target computes none; else None."""
-    attentions = empty_attentions(request.model, request.config)
+    attentions = empty_attentions(call.model, call.config)
     if attentions is not None:
-        request.config.output_attentions = False
+        call.config.output_attentions = False
         model_kwargs.pop("output_attentions", None)
     return attentions
 
 
-def _check_engine(request: Request, engine: str, prompts: Sequence[torch.Tensor] | None) -> None:
+def _check_engine(call: Call, engine: str, prompts: Sequence[torch.Tensor] | None) -> None:
     """Check that `engine` can run the call now, on all processes that run the target; `prompts` as of `_call_of`."""
-    model, drafter = request.model, request.drafter
+    model, drafter = call.model, call.drafter
     if drafter.batch_invariant:
-        check_batch_invariant(request, engine)
+        check_batch_invariant(call, engine)
+    if drafter.key_dtype is not None:
+        check_key_dtype(call, engine)
     if engine == "static":
         check_same_device(model, drafter)
     drafter.sync_with(model)
     if tensor_parallel_group(model) is not None:
-        check_same_call(model, request.criteria, _call_of(request, engine, prompts))
+        check_same_call(model, call.criteria, _call_of(call, engine, prompts))
 
 
 def _vocabulary_of(model: PreTrainedModel) -> int:
@@ -294,23 +314,31 @@ def _make_cache(model: PreTrainedModel, config: GenerationConfig, model_kwargs: 
         make_cache(model, config, model_kwargs, *args, **kwargs)
 
 
-def _for_engine(request: Request, engine: str) -> Request:
-    """`request` without what `engine` does not have."""
-    if engine == "stock" and request.is_auto:
+def _for_engine(call: Call, engine: str) -> Call:
+    """`call` without what `engine` does not have."""
+    if engine == "stock" and call.is_auto:
         _warn('num_assistant_tokens="auto" has no effect on the stock engine, where all rounds have the same K.')
-        return replace(request, num_draft_tokens=request.drafter.num_own_draft_tokens, is_auto=False)
-    return request
+        return replace(call, num_draft_tokens=call.drafter.num_own_draft_tokens, is_auto=False)
+    return call
 
 
-def _check_continuous(request: Request, engine: str) -> None:
+def check_runs_on_static(call: Call, model_kwargs: dict[str, Any]) -> None:
+    """Raise `ValueError` unless texts of `call` can be run by the static engine, a pass for several of them."""
+    _drop_empty_attentions(call, model_kwargs)
+    call, engine = _choose_engine(call, model_kwargs, True)
+    _check_continuous(call, engine)
+    _check_engine(call, engine, None)
+
+
+def _check_continuous(call: Call, engine: str) -> None:
     if engine != "static":
         raise ValueError(
-            f"Continuous batching runs on the static engine, but {type(request.model).__name__} with this drafter runs "
-            f"on the {engine} engine: {request.reason}. Use generate(assistant_model=...)."
+            f"Continuous batching runs on the static engine, but {type(call.model).__name__} with this drafter runs "
+            f"on the {engine} engine: {call.reason}. Use generate(assistant_model=...)."
         )
-    if request.inputs is not None:
+    if call.inputs is not None:
         raise ValueError(
-            f"Continuous batching runs prompts together with other requests, but {type(request.model).__name__} itself "
+            f"Continuous batching runs prompts together with other requests, but {type(call.model).__name__} itself "
             "must run them in a pass of their own; expected a target whose text is causal. Use "
             "generate(assistant_model=...)."
         )

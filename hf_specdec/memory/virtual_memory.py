@@ -15,13 +15,15 @@ import sys
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from ..device_policy import policy_of
+from ..errors import first_line
 from .virtual_pages import driver_can, granularity_on, pages_on
 
 # Slots that a row gets at once: more cost fewer calls of the driver (50 us each on one H200, whatever the size), fewer
@@ -33,6 +35,8 @@ _MOST_PIECE = 16 << 20
 _MOST_TOKENS_A_PAGE = {"cuda": 4096, "cpu": 64}
 # The part of a GPU's memory that is left to other tensors, such as those of a prefill.
 _SHARE_LEFT = 1 / 32
+# Token ids of the longest texts may take one part in so many of a device's memory; what goes with them takes more.
+_SHARE_FOR_TOKENS = 16
 
 
 def slot_unit(device: torch.device) -> int:
@@ -326,3 +330,30 @@ class RowMemory:
 def aligned(size: int) -> int:
     """`size` bytes rounded up to a multiple of what kernels load at once."""
     return 16 * -(-size // 16)
+
+
+def slots_in_memory(longest: int, device: torch.device) -> int:
+    """Slots of a `RowMemory` on `device` for texts of up to `longest` tokens."""
+    unit = slot_unit(device)
+    return unit * -(-(longest + 1) // unit) + unit
+
+
+@contextmanager
+def allocating(rows: int, slots: int, device: torch.device) -> Iterator[None]:
+    """Context in which buffers for texts, of `rows` times `slots` tokens, are allocated on `device`.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory for them, also on a CPU, where torch raises another error, or the
+            system gives more than there is and ends the process when it is written.
+    """
+    wanted, available = 8 * rows * slots, total_bytes(device) // _SHARE_FOR_TOKENS
+    if wanted > available:
+        raise torch.OutOfMemoryError(
+            f"Token ids of {rows} texts of {slots} tokens take {wanted} bytes, of {available} at most."
+        )
+    try:
+        yield
+    except RuntimeError as error:
+        if device.type == "cpu" and "can't allocate memory" in str(error):
+            raise torch.OutOfMemoryError(first_line(error)) from None
+        raise

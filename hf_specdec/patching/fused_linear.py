@@ -14,9 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..device_policy import policy_of
 from ..modules.hidden_states import modules_of
+from ..modules.module_hooks import has_hooks
 from ..modules.patch import Patch, replaced, runs_engine
 from ..modules.weights import PLAIN_WEIGHTS
-from .linear import linear
+from .linear import linear, runs_linear
 
 # Names of children of one module that are called with the same input, in the order in which they are called.
 GROUPS = (
@@ -37,7 +38,7 @@ class FusedLinear:
 
     def __init__(self, layers: Sequence[nn.Linear], weight: torch.Tensor, bias: torch.Tensor | None):
         self._layers = layers
-        self._weight, self._bias = weight, bias
+        self.weight, self.bias = weight, bias
         # Under tensor parallelism those of this rank's shards.
         self._sizes = [layer._parameters["weight"].shape[0] for layer in layers]
         # One attribute, so that a thread never sees the input of one thread's call with the outputs of another's.
@@ -51,7 +52,7 @@ class FusedLinear:
             if not runs_engine():
                 return nn.Linear.forward(layer, inputs)
             if index == 0:
-                self._last = inputs, linear(inputs, self._weight, self._bias).split(self._sizes, -1)
+                self._last = inputs, linear(inputs, self.weight, self.bias).split(self._sizes, -1)
             last_input, outputs = self._last
             if last_input is not inputs:  # the module called its layers with different inputs, or in another order
                 return linear(inputs, layer.weight, layer.bias)
@@ -59,8 +60,22 @@ class FusedLinear:
                 self._last = None, ()
             return outputs[index]
 
-        forward.is_fused = True
+        forward.fused = self
         return forward
+
+    def computes(self, *layers: nn.Module) -> bool:
+        """Whether its layers are `layers`, in that order, and have equal sizes."""
+        return len(set(self._sizes)) == 1 and list(map(id, self._layers)) == list(map(id, layers))
+
+
+def fused_parameters(gate: nn.Module, up: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Weight `[2 N, in]` and bias of the matmul that computes `gate` and then `up`, which may be one layer; None if
+    none does.
+    """
+    if gate is up:
+        return (gate.weight, gate.bias) if runs_linear(gate) and not has_hooks([gate]) else None
+    fused = getattr(vars(gate).get("forward"), "fused", None)
+    return (fused.weight, fused.bias) if fused is not None and fused.computes(gate, up) else None
 
 
 class _FusedStorages:
@@ -161,7 +176,7 @@ def _can_be_fused(layers: Sequence[nn.Module]) -> bool:
     if not all(type(layer.weight) in PLAIN_WEIGHTS for layer in layers):
         return False
     forwards = (vars(layer).get("forward") for layer in layers)
-    if not all(forward is None or getattr(forward, "is_fused", False) for forward in forwards):
+    if not all(forward is None or hasattr(forward, "fused") for forward in forwards):
         return False
     if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
         return False

@@ -10,13 +10,16 @@ import torch
 from torch import nn
 
 from .. import layer_ops
+from ..device_policy import policy_of
 from ..modules.deferred import normed, residual_stream
 from ..modules.hidden_states import modules_of
-from ..modules.layer_choice import DTYPES, has_layer_kernels, uses_layer_kernels
+from ..modules.layer_choice import DTYPES, uses_layer_kernels
 from ..modules.module_hooks import has_hooks
 from ..modules.patch import Replacements
 from ..modules.weights import PLAIN_WEIGHTS
+from .fused_linear import fused_parameters
 from .layer_probes import Angles, GatedMlp, Norm, Probes
+from .linear import gated_linear
 
 
 def _norm_forward(module: nn.Module, norm: Norm, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -29,9 +32,15 @@ def _norm_forward(module: nn.Module, norm: Norm, *args: torch.Tensor, **kwargs: 
 
 def _mlp_forward(module: nn.Module, mlp: GatedMlp, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if len(args) == 1 and not kwargs and uses_layer_kernels(args[0]) and args[0].dtype in DTYPES:
-        gate, up = mlp.gate_and_up(module._modules, args[0])
-        return residual_stream(module._modules[mlp.down](layer_ops.gated_activation(gate, up, mlp.activation)))
+        return residual_stream(module._modules[mlp.down](_activated(module._modules, mlp, args[0])))
     return type(module).forward(module, *args, **kwargs)
+
+
+def _activated(children: dict[str, nn.Module], mlp: GatedMlp, inputs: torch.Tensor) -> torch.Tensor:
+    parameters = fused_parameters(children[mlp.gate], children[mlp.up]) if mlp.gate_first else None
+    if parameters is not None:
+        return gated_linear(inputs, *parameters, mlp.activation)
+    return layer_ops.gated_activation(*mlp.gate_and_up(children, inputs), mlp.activation)
 
 
 def _embedding_forward(module: nn.Embedding, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -107,7 +116,7 @@ def layer_kernels(*models: nn.Module) -> Replacements:
 def any_has_layer_kernels(modules: list[nn.Module]) -> bool:
     """Whether any of `modules` has a weight on a device where layers may run the ops of `layer_ops`."""
     devices = {one.device for module in modules for one in module._parameters.values() if one is not None}
-    return any(map(has_layer_kernels, devices))
+    return any(policy_of(one).layer_kernels for one in devices)
 
 
 def _maker(forward: Callable, *found: Norm | GatedMlp | dict[str | None, Angles]) -> Callable[[nn.Module], Callable]:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from ..calls.call import Call
+from ..calls.request import Arrivals, Arrived, ContinuousBatching, Request
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..engine.groups import GROUP_SIZES
-from ..engine.request import Request
-from ..engine.row_request import Arrivals, Arrived, ContinuousBatching, RowRequest
 from ..graphs.buckets import PACKED_TOKENS, row_sizes
 from ..host.generation import prepared_config
-from ..integration.continuous import call_of
+from ..integration.continuous import call_of, with_logprobs
 from ..integration.dispatch import generate_continuously
 from ..integration.request_processors import own_config, processors_of_prompt
 from ..kernels.types import SamplingSettings
@@ -78,10 +78,11 @@ class ManagedCall:
             processors_of=self._processors_of,
         )
         with on_host():
-            call = call_of(self.model, self._drafter, config, [torch.zeros(1, dtype=torch.int64)], processors)
-        generate_continuously(*call, (), settings)
+            found = call_of(self.model, self._drafter, config, [torch.zeros(1, dtype=torch.int64)], processors)
+        call, model_kwargs = found
+        generate_continuously(with_logprobs(call, self._settings), model_kwargs, (), settings)
 
-    def _processors_of(self, request: RowRequest, call: Request) -> LogitsProcessorList | None:
+    def _processors_of(self, request: Request, call: Call) -> LogitsProcessorList | None:
         """The processors of a request that has settings of its own."""
         if request.config is None:
             return None
@@ -104,7 +105,7 @@ class ManagedCall:
         """
         self.run(_Script([]))
 
-    def warm_up_groups(self) -> list[list[RowRequest]]:
+    def warm_up_groups(self) -> list[list[Request]]:
         """Requests that capture what rounds and prefills of all numbers of rows need, group by group, where there are
         CUDA graphs; else none.
         """
@@ -118,7 +119,7 @@ class ManagedCall:
         samplings = (GREEDY, _FILTERED) if self._samples_each and config is None else (SamplingSettings(),)
         return [
             [
-                RowRequest(
+                Request(
                     0,
                     torch.zeros(length, dtype=torch.int64),
                     _WARMUP_ANSWER,
@@ -133,7 +134,7 @@ class ManagedCall:
             for lengths in self._warmup_lengths(count)
         ]
 
-    def warm_up(self, groups: list[list[RowRequest]]) -> None:
+    def warm_up(self, groups: list[list[Request]]) -> None:
         """Run `groups` of `warm_up_groups`, one after the other."""
         if groups:
             self.run(_Script(groups))
@@ -151,11 +152,11 @@ class ManagedCall:
 class _Script:
     """Requests that arrive group by group, each when the one before it has ended."""
 
-    def __init__(self, groups: list[list[RowRequest]]):
+    def __init__(self, groups: list[list[Request]]):
         self._groups = deque(groups)
         self._is_first = True
 
-    def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
+    def __call__(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
         if not (is_idle or self._is_first):
             return Arrived()
         self._is_first = False

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ..engine.row_request import RowRequest
+from ..calls.request import Request
 
 # Upper bounds of the histograms, in seconds.
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -44,7 +44,7 @@ class ManagerMetrics:
         self.tokens: Counter[str] = Counter()
         self.first_token, self.whole = Histogram(), Histogram()
 
-    def count(self, request: RowRequest) -> None:
+    def count(self, request: Request) -> None:
         """Add a request that is over."""
         with self._lock:
             self.requests["finished" if request.error is None else "failed"] += 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import ContinuousBatchingConfig
 
-from ..engine.row_request import RowRequest
+from ..calls.request import Request
 from .manager_metrics import ManagerMetrics
 from .manager_results import Results
 
@@ -34,12 +34,12 @@ class RequestQueue:
         self.changed = threading.Condition()
         self.results = Results(self.changed)
         self.metrics = ManagerMetrics()
-        self.active: dict[str, RowRequest] = {}
-        self.on_failed: Callable[[RowRequest], None] | None = None
+        self.active: dict[str, Request] = {}
+        self.on_failed: Callable[[Request], None] | None = None
         # Those of `active` that had no row when it was last looked.
-        self._waiting: dict[str, RowRequest] = {}
-        self._arrived: deque[RowRequest] = deque()
-        self._withdrawn: list[tuple[RowRequest, str]] = []
+        self._waiting: dict[str, Request] = {}
+        self._arrived: deque[Request] = deque()
+        self._withdrawn: list[tuple[Request, str]] = []
         # Of `active`, whose results nobody expects.
         self._disowned: set[str] = set()
 
@@ -73,7 +73,7 @@ class RequestQueue:
                     f"{self._settings.max_queue_size} requests wait, as many as may (max_queue_size); try again later."
                 )
 
-    def add(self, requests: list[RowRequest]) -> None:
+    def add(self, requests: list[Request]) -> None:
         """Let `requests`, the sequences of one, wait for rows; those with an error end.
 
         Raises:
@@ -115,7 +115,7 @@ class RequestQueue:
                 for one in prompt:
                     self.results.drop(one)
 
-    def take(self) -> tuple[list[RowRequest], list[tuple[RowRequest, str]]]:
+    def take(self) -> tuple[list[Request], list[tuple[Request, str]]]:
         """Requests that have arrived, and those that were withdrawn with an error for each, since the last call."""
         with self.changed:
             self.changed.notify_all()  # requests that were admitted leave room for others
@@ -133,7 +133,7 @@ class RequestQueue:
             self._withdrawn.clear()
             self._arrived = deque(self.active.values())
 
-    def fail(self, request: RowRequest, error: str) -> None:
+    def fail(self, request: Request, error: str) -> None:
         """End a request that no run has got."""
         request.error, request.lifespan = error, (request.lifespan[0], time.perf_counter())
         if self.on_failed is not None:
@@ -148,7 +148,7 @@ class RequestQueue:
             for request in list(self.active.values()):
                 self.fail(request, error)
 
-    def on_finished(self, request: RowRequest) -> None:
+    def on_finished(self, request: Request) -> None:
         """Deliver the result of a request that is over; one that is not the manager's has none."""
         with self.changed:
             if request.request_id is None:
@@ -162,7 +162,7 @@ class RequestQueue:
             else:
                 self.results.deliver([request.result()])
 
-    def on_tokens(self, requests: list[RowRequest]) -> None:
+    def on_tokens(self, requests: list[Request]) -> None:
         """Deliver the tokens of requests so far, if they are streamed."""
         streamed = [one for one in requests if one.streaming and one.request_id not in self._disowned]
         if streamed:

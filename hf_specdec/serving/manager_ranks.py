@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..engine.row_request import Arrived, RowRequest
+from ..calls.request import Arrived, Request
 from ..host.generation import BackgroundThreadStatus
 from ..integration.locks import lock_of
 from ..parallel.rank_agreement import RankAgreement
@@ -46,9 +46,9 @@ class _News:
         failed: requests that have ended before a run got them.
     """
 
-    arrived: list[RowRequest] = field(default_factory=list)
-    withdrawn: list[tuple[RowRequest, str]] = field(default_factory=list)
-    failed: list[RowRequest] = field(default_factory=list)
+    arrived: list[Request] = field(default_factory=list)
+    withdrawn: list[tuple[Request, str]] = field(default_factory=list)
+    failed: list[Request] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.arrived) + len(self.withdrawn) + len(self.failed)
@@ -91,7 +91,7 @@ class SplitRoundThread(RoundThread):
     def expects(self, request_id: str) -> bool:
         return super().expects(request_id) or request_id in self._expected
 
-    def add(self, requests: list[RowRequest]) -> None:
+    def add(self, requests: list[Request]) -> None:
         if self.takes_requests:
             super().add(requests)
             return
@@ -191,7 +191,7 @@ class SplitRoundThread(RoundThread):
                 arrived, withdrawn = [], [(one, STOPPED) for one in self._requests.active.values()]
         return Arrived(arrived, withdrawn, bool(agreed[_Said.IS_OPEN]), bool(agreed[_Said.WAS_PAUSED]), has_waited)
 
-    def _told(self) -> tuple[list[RowRequest], list[tuple[RowRequest, str]]]:
+    def _told(self) -> tuple[list[Request], list[tuple[Request, str]]]:
         """Requests that have arrived at the first process, and those that were withdrawn there."""
         with self._changed:
             news, self._news = self._news, _News()

@@ -19,8 +19,8 @@ from transformers import (
     StopStringCriteria,
 )
 
-from ..engine.request import fitting_tokens, why_too_long
-from ..engine.row_request import RowRequest
+from ..calls.call import fitting_tokens, why_too_long
+from ..calls.request import Request
 from ..graphs.buckets import next_power_of_two
 from ..integration.continuous import tokens_of
 from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS, own_config
@@ -98,7 +98,7 @@ class RequestFactory:
         eos_token_id: int | list[int] | None,
         options: dict[str, Any],
         index: int = 0,
-    ) -> list[RowRequest]:
+    ) -> list[Request]:
         """A request, and one for each further sequence of its prompt, before it; `error` is set if it cannot run.
 
         Args:
@@ -122,7 +122,7 @@ class RequestFactory:
         if request_id is None:
             request_id = self._new_id()
         return [
-            RowRequest(
+            Request(
                 index=0,
                 prompt=prompt,
                 remaining=remaining,

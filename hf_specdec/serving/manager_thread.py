@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..engine.row_request import Arrived, RowRequest
+from ..calls.request import Arrived, Request
 from ..errors import first_line
 from ..host.generation import BackgroundThreadStatus
 from ..integration.locks import lock_of
@@ -29,7 +29,7 @@ STOPPED = "The manager was stopped before the request had ended."
 
 
 class RoundThread:
-    """Runs the requests of a queue; it is what a run asks for arrivals, see `Arrivals`.
+    """Runs the requests of a queue; a run asks its `next` for arrivals.
 
     It can be started again when it has ended.
 
@@ -42,7 +42,7 @@ class RoundThread:
     def __init__(self, call: ManagedCall, requests: RequestQueue):
         self.status = BackgroundThreadStatus()
         self.thread: threading.Thread | None = None
-        self.warm_ups: deque[list[RowRequest]] = deque()
+        self.warm_ups: deque[list[Request]] = deque()
         self._call, self._requests = call, requests
         # Guards what follows, too.
         self._changed = requests.changed
@@ -96,7 +96,7 @@ class RoundThread:
             self.thread.start()
             return True
 
-    def warm_up_later(self, groups: list[list[RowRequest]]) -> None:
+    def warm_up_later(self, groups: list[list[Request]]) -> None:
         """Let the thread run `groups` of `ManagedCall.warm_up_groups` while there are no requests."""
         with self._changed:
             self.warm_ups.extend(groups)
@@ -160,7 +160,7 @@ class RoundThread:
                 self._was_paused = True
                 self._changed.notify_all()
 
-    def add(self, requests: list[RowRequest]) -> None:
+    def add(self, requests: list[Request]) -> None:
         """Add the sequences of a request to the queue; waits for room, but not in an event loop.
 
         Raises:
@@ -191,7 +191,7 @@ class RoundThread:
                         self._call.warm_up([self.warm_ups[0]])
                         self.warm_ups.popleft()
                     else:
-                        self._call.run(self)
+                        self._call.run(self.next)
                 finally:
                     with self._changed:
                         self._runs_rounds = False
@@ -224,7 +224,7 @@ class RoundThread:
             return self._runs_rounds
 
     def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
-        """`Arrivals.next`; the lock of the target is let go while this waits, and when another call wants it.
+        """See `Arrivals`; the lock of the target is let go while this waits, and when another call wants it.
 
         A run knows the target as it was at its beginning, and keeps keys and values of it. So where the target was
         changed meanwhile, requests go on in another run: in a pause those that have begun, too.

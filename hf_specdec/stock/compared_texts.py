@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import ops
-from ..engine.first_pass import kept_rope_deltas
+from ..calls.first_pass import kept_rope_deltas
 from ..errors import first_line
 from ..host.generation import GenerationMixin, default_settings
 from ..modules.module_hooks import without_hooks

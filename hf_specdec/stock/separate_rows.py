@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from ..cache.layer_kinds import first_reason
-from ..engine.prompts import Prompts
-from ..engine.request import Request
-from ..engine.transcript import DECIDED_BY_TOKENS, Transcript
+from ..calls.call import Call
+from ..calls.prompts import Prompts
+from ..calls.transcript import DECIDED_BY_TOKENS
 from ..host.caches import OUTPUT_NAME, GenerateDecoderOnlyOutput, given_cache
 from ..host.generation import inputs_after, prefill
 from ..modules.hidden_states import modules_of
@@ -42,12 +42,12 @@ class _Ended(StoppingCriteria):
         return self._lengths.to(input_ids.device) <= input_ids.shape[1]
 
 
-def why_not_separate(request: Request, model_kwargs: dict[str, Any]) -> str | None:
-    """The reason why the rows of `request` cannot be run one after the other; None if they can.
+def why_not_separate(call: Call, model_kwargs: dict[str, Any]) -> str | None:
+    """The reason why the rows of `call` cannot be run one after the other; None if they can.
 
     `model_kwargs` are the inputs of the model as prepared by `generate()`.
     """
-    batch, prompts = request.batch, request.prompts
+    batch, prompts = call.batch, call.prompts
     if batch == 1:
         return None
     if prompts.cached:
@@ -55,12 +55,12 @@ def why_not_separate(request: Request, model_kwargs: dict[str, Any]) -> str | No
             f"{OUTPUT_NAME} holds {prompts.cached} tokens of each of {batch} rows, which cannot be taken apart; "
             "expected an empty cache, or one row"
         )
-    if has_hooks(modules_of(request.model), of_engines=False):
+    if has_hooks(modules_of(call.model), of_engines=False):
         return "modules of the target have forward hooks, which may treat each row differently; remove them"
     obstacle = first_reason(_why_not_split(name, value, batch) for name, value in model_kwargs.items())
     if obstacle is not None:
         return obstacle
-    model, longest = request.model, request.config.max_length - 1
+    model, longest = call.model, call.config.max_length - 1
     if any(prompts.padding):
         obstacle = first_reason(part.why_not_alone(model, longest) for part in parts(model))
         if obstacle is not None:
@@ -92,23 +92,23 @@ def _row_dim(name: str) -> int:
     return -2 if name == "position_ids" else 0
 
 
-def request_of_row(request: Request, model_kwargs: dict[str, Any], row: int) -> tuple[Request, dict[str, Any]]:
+def call_of_row(call: Call, model_kwargs: dict[str, Any], row: int) -> tuple[Call, dict[str, Any]]:
     """One row of a call as a call of its own, and its inputs of the model; a call of one row as it is.
 
     A row of a batch keeps its padding. It has no streamer. Its criteria are those of the batch: `criteria_of_row` are
     to be asked for when the row begins.
     """
-    if request.batch == 1:
-        return request, model_kwargs
-    prompts, config = request.prompts, copy.copy(request.config)
+    if call.batch == 1:
+        return call, model_kwargs
+    prompts, config = call.prompts, copy.copy(call.config)
     config.output_hidden_states = config.output_attentions = False
-    config.return_dict_in_generate = request.keeps("scores") or request.keeps("logits")
+    config.return_dict_in_generate = call.keeps("scores") or call.keeps("logits")
     own = replace(
-        request,
+        call,
         prompts=Prompts(prompts.input_ids[row : row + 1], prompts.padding[row : row + 1], prompts.width),
-        processors=processors_of_row(request.processors, row, request.batch),
+        processors=processors_of_row(call.processors, row, call.batch),
         config=config,
-        randomness=Randomness(seeds=request.seeds[row : row + 1]),
+        randomness=Randomness(seeds=call.seeds[row : row + 1]),
         streamer=None,
         cache=None,
     )
@@ -129,35 +129,35 @@ def _input_of_row(name: str, value: Any, row: int) -> Any:
     return value.narrow(_row_dim(name), row, 1)
 
 
-def _is_of_row(rule: StoppingCriteria, request: Request) -> bool:
+def _is_of_row(rule: StoppingCriteria, call: Call) -> bool:
     """Whether `rule` can be asked about one row alone, and ends that row.
 
     A row that ends waits for the others if the call has a token to pad it with, and goes on with them otherwise.
     """
-    waits = request.pad_token_id is not None
+    waits = call.pad_token_id is not None
     return type(rule) in ((*DECIDED_BY_TOKENS, StopStringCriteria) if waits else (MaxLengthCriteria,))
 
 
-def criteria_of_row(request: Request, row: int) -> StoppingCriteriaList:
+def criteria_of_row(call: Call, row: int) -> StoppingCriteriaList:
     """The criteria that end one row of a call: those of tokens, stop strings, and of the time; of one row alone all.
 
     A time limit is one of the call. What is left of it is shared equally by the rows that are left.
     """
-    if request.batch == 1:
-        return request.criteria
+    if call.batch == 1:
+        return call.criteria
     rules = StoppingCriteriaList()
     now = time.time()
-    for rule in request.criteria:
+    for rule in call.criteria:
         if type(rule) is MaxTimeCriteria:
             left = max(rule.initial_timestamp + rule.max_time - now, 0.0)
-            rules.append(MaxTimeCriteria(left / (request.batch - row), now))
-        elif _is_of_row(rule, request):
+            rules.append(MaxTimeCriteria(left / (call.batch - row), now))
+        elif _is_of_row(rule, call):
             rules.append(rule)
     return rules
 
 
 def join_rows(
-    request: Request, model_kwargs: dict[str, Any], outputs: list[torch.Tensor | GenerateDecoderOnlyOutput]
+    call: Call, model_kwargs: dict[str, Any], outputs: list[torch.Tensor | GenerateDecoderOnlyOutput]
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """What plain `generate()` returns for a batch: sequences `[B, P + new]` or a `GenerateDecoderOnlyOutput`.
 
@@ -167,51 +167,47 @@ def join_rows(
     Hidden states, attention weights and the cache are those of two passes of the target over the finished batch, of its
     prompts and of what follows: they are then what plain `generate()` returns for padding and finished rows as well.
     """
-    prompts, kept = request.prompts, [name for name in ("scores", "logits") if request.keeps(name)]
+    prompts, kept = call.prompts, [name for name in ("scores", "logits") if call.keeps(name)]
     texts = [output if isinstance(output, torch.Tensor) else output.sequences for output in outputs]
     new = [text[0, prompts.width :].tolist() for text in texts]
-    rules = [rule for rule in request.criteria if not _is_of_row(rule, request) and type(rule) is not MaxTimeCriteria]
-    transcript = Transcript(
-        prompts.input_ids,
-        StoppingCriteriaList([*rules, _Ended(prompts.width + torch.tensor(list(map(len, new))))]),
-        request.pad_token_id,
-        request.max_new_tokens,
-        request.streamer,
-        keep_scores="scores" in kept,
-        keep_logits="logits" in kept,
-    )
+    rules = [rule for rule in call.criteria if not _is_of_row(rule, call) and type(rule) is not MaxTimeCriteria]
+    ended = _Ended(prompts.width + torch.tensor(list(map(len, new))))
+    transcript = call.transcript(StoppingCriteriaList([*rules, ended]))
     for row, (tokens, output) in enumerate(zip(new, outputs, strict=True)):
-        added = [tokens if other == row else [] for other in range(request.batch)]
-        records = {name: torch.cat(output[name])[None].expand(request.batch, -1, -1) for name in kept}
+        added = [tokens if other == row else [] for other in range(call.batch)]
+        records = {name: torch.cat(output[name])[None].expand(call.batch, -1, -1) for name in kept}
         transcript.add(added, list(map(len, added)), **records)
     sequences = transcript.sequences
-    if request.config.return_dict_in_generate:
+    if call.config.return_dict_in_generate:
         result = GenerateDecoderOnlyOutput(
-            sequences, scores=transcript.scores, logits=transcript.logits, **_passes(request, model_kwargs, sequences)
+            sequences,
+            scores=transcript.record("scores"),
+            logits=transcript.record("logits"),
+            **_passes(call, model_kwargs, sequences),
         )
     else:
         result = sequences
-        if request.cache is not None:
-            _passes(request, model_kwargs, sequences)
+        if call.cache is not None:
+            _passes(call, model_kwargs, sequences)
     transcript.finish()
     return result
 
 
-def _passes(request: Request, model_kwargs: dict[str, Any], sequences: torch.Tensor) -> dict[str, Any]:
+def _passes(call: Call, model_kwargs: dict[str, Any], sequences: torch.Tensor) -> dict[str, Any]:
     """Fill the cache: it, and the hidden states and attention weights of each step if asked for, by their names.
 
     The last column of `sequences` `[B, P + new]` is not run, as in plain `generate()`.
     """
-    model, width = request.model, request.prompts.width
+    model, width = call.model, call.prompts.width
     after = sequences.shape[1] - width - 1
     with user_code():
-        passes = [prefill(model, request.prompts.input_ids, request.config, model_kwargs)]
+        passes = [prefill(model, call.prompts.input_ids, call.config, model_kwargs)]
         if after > 0:
             inputs = inputs_after(model, passes[0], model_kwargs, num_new_tokens=after)
             inputs = model.prepare_inputs_for_generation(sequences[:, :-1], next_sequence_length=after, **inputs)
             passes.append(model(**inputs, return_dict=True))
     found = {OUTPUT_NAME: given_cache(model_kwargs)}
-    for name in filter(request.keeps, ("hidden_states", "attentions")):
+    for name in filter(call.keeps, ("hidden_states", "attentions")):
         found[name] = [passes[0][name]]
         for step in range(after):
             # A step sees the columns up to its own; layers without attention weights have None.

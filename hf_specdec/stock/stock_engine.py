@@ -18,8 +18,8 @@ import torch
 from transformers import Cache, DynamicCache, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..cache.layer_kinds import LayerKinds, patches_of, plug_ins
-from ..engine.output import SpeculativeOutput
-from ..engine.request import Request
+from ..calls.call import Call
+from ..calls.output import SpeculativeOutput
 from ..engine.rounds import propose
 from ..host.caches import (
     OUTPUT_NAME,
@@ -38,7 +38,7 @@ from ..patching.support import configured_layers, parts
 from ..state import DecodeState, Shape
 from ..stats import Counters
 from .compared_texts import why_not_separate_rows
-from .separate_rows import criteria_of_row, join_rows, request_of_row
+from .separate_rows import call_of_row, criteria_of_row, join_rows
 
 logger = logging.getLogger(__name__)
 
@@ -79,27 +79,27 @@ class DrafterCandidateGenerator(CandidateGenerator):
 
     The loop asks for candidates before the target has run, so the first answer is none. From then on every call follows
     one verified block, and is one `propose`. A candidate that would end the output by `criteria` is left to the target,
-    so that nothing is accepted beyond the end. `request` is row `row` of the call, `counters` are those of all rows.
+    so that nothing is accepted beyond the end. `call` is row `row` of the whole one, `counters` are those of all rows.
     """
 
     requires_model_outputs = True
 
     def __init__(
         self,
-        request: Request,
+        call: Call,
         row: int,
         recorder: AuxHiddenStateRecorder,
         criteria: CommittedTextCriteria,
         counters: Counters,
     ):
-        self._request = request
+        self._call = call
         self._row = row
-        self._padding = request.prompts.padding[0]
-        self._drafter = request.drafter
+        self._padding = call.prompts.padding[0]
+        self._drafter = call.drafter
         self._recorder = recorder
         self.model_kwargs_overrides: dict[str, Any] = {"logits_to_keep": 0} if recorder.misses_positions else {}
         self._criteria = criteria
-        self._num_draft_tokens = request.num_draft_tokens
+        self._num_draft_tokens = call.num_draft_tokens
         self._state: DecodeState | None = None
         self._num_candidates = 0
         self._counters = counters
@@ -124,7 +124,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
             (n for n in range(tokens.shape[1]) if bool(self._criteria(candidates[:, : length + n + 1], None).any())),
             tokens.shape[1],
         )
-        model, own_length = self._request.model, length - self._padding
+        model, own_length = self._call.model, length - self._padding
         for longest in (part.longest_with_drafts(model, own_length) for part in parts(model)):
             if longest is not None:
                 self._num_candidates = min(self._num_candidates, longest - own_length)
@@ -161,23 +161,23 @@ class DrafterCandidateGenerator(CandidateGenerator):
             aux_hidden_states = aux_hidden_states[:, -num_seen:]
         tokens = input_ids[0, -num_seen - 1 :].to(self._drafter.device)
         self._counters.rows[self._row].unread_tokens = length - len(tokens)
-        remaining = self._request.config.max_length - input_ids.shape[1]
-        self._num_draft_tokens = min(self._request.num_draft_tokens, remaining)
+        remaining = self._call.config.max_length - input_ids.shape[1]
+        self._num_draft_tokens = min(self._call.num_draft_tokens, remaining)
         max_new_tokens = remaining + self._num_draft_tokens + 1
         shape = Shape(
             batch=1,
             slots=len(tokens) + max_new_tokens + 1,
             num_draft_tokens=self._num_draft_tokens,
-            is_sampling=self._request.temperature is not None,
-            draft_probs=self._request.draft_probs,
+            is_sampling=self._call.temperature is not None,
+            draft_probs=self._call.draft_probs,
             num_ends=0,
         )
         self._state = state = self._drafter.new_state(shape, layers=LayerKinds(), device=tokens.device)
-        request = self._request
-        state.set_temperature(request.temperature)
-        state.admit(range(1), [tokens], [max_new_tokens], request.seeds.tolist())
-        if request.row_temperatures is not None:
-            state.row_temperatures.copy_(request.row_temperatures)
+        call = self._call
+        state.set_temperature(call.temperature)
+        state.admit(range(1), [tokens], [max_new_tokens], call.seeds.tolist())
+        if call.row_temperatures is not None:
+            state.row_temperatures.copy_(call.row_temperatures)
         state.live = state.slots
         self._start = time.perf_counter()
         self._drafter.start_prefill(state)
@@ -214,9 +214,9 @@ class ReachableProcessors(LogitsProcessorList):
     may fail for text after a token that it forbids. Scores after such a token are left unprocessed: it is not accepted.
     """
 
-    def __init__(self, request: Request):
-        super().__init__(request.processors)
-        self._is_greedy = request.temperature is None
+    def __init__(self, call: Call):
+        super().__init__(call.processors)
+        self._is_greedy = call.temperature is None
 
     _scores: torch.Tensor | None = None
     _length: int | None = None
@@ -327,7 +327,7 @@ def _shorten(inputs: dict[str, Any], by: int) -> dict[str, Any]:
 
 
 def assist(
-    assisted_decoding: Callable, inputs_tensor: torch.Tensor | None, model_kwargs: dict[str, Any], request: Request
+    assisted_decoding: Callable, inputs_tensor: torch.Tensor | None, model_kwargs: dict[str, Any], call: Call
 ) -> SpeculativeOutput | torch.Tensor:
     """Generate through transformers' `assisted_decoding` with our candidates, row after row.
 
@@ -337,23 +337,23 @@ def assist(
     Args:
         assisted_decoding: `GenerationMixin._assisted_decoding` as transformers has it.
         inputs_tensor, model_kwargs: what `generate()` passed to it besides.
-        request: of the call.
+        call: of the call.
 
     Raises:
         ValueError: not all tokens of the text are known, the rows of the batch cannot be separated, or transformers'
             assisted generation differs from plain generation of this target.
     """
-    if request.temperature is not None and request.randomness.seeds is not None and any(request.prompts.padding):
-        difference = why_not_separate_rows(request.model)
+    if call.temperature is not None and call.randomness.seeds is not None and any(call.prompts.padding):
+        difference = why_not_separate_rows(call.model)
         if difference is not None:
             logger.warning("hf_specdec: texts of rows with seeds depend on their padding: %s.", difference)
-    seeds, is_seeded = request.seeds, request.randomness.is_given
-    devices = sorted({parameter.device for parameter in request.model.parameters() if parameter.is_cuda}, key=str)
-    counters, seconds = Counters(request.batch, request.num_draft_tokens), 0.0
+    seeds, is_seeded = call.seeds, call.randomness.is_given
+    devices = sorted({parameter.device for parameter in call.model.parameters() if parameter.is_cuda}, key=str)
+    counters, seconds = Counters(call.batch, call.num_draft_tokens), 0.0
     outputs, draft_probs = [], False
-    for row in range(request.batch):
-        own, inputs = request_of_row(request, model_kwargs, row)
-        own = replace(own, criteria=criteria_of_row(request, row))
+    for row in range(call.batch):
+        own, inputs = call_of_row(call, model_kwargs, row)
+        own = replace(own, criteria=criteria_of_row(call, row))
         with torch.random.fork_rng(devices, enabled=is_seeded):
             if is_seeded:
                 torch.manual_seed(int(seeds[row]))
@@ -361,11 +361,11 @@ def assist(
         outputs.append(output)
         seconds += seconds_of_row
         draft_probs |= own.draft_probs
-    output = outputs[0] if request.batch == 1 else join_rows(request, model_kwargs, outputs)
-    request.drafter._last_stats = stats = counters.summary(
-        num_assistant_tokens=request.num_draft_tokens,
+    output = outputs[0] if call.batch == 1 else join_rows(call, model_kwargs, outputs)
+    call.drafter._last_stats = stats = counters.summary(
+        num_assistant_tokens=call.num_draft_tokens,
         engine="stock",
-        reason=request.reason,
+        reason=call.reason,
         draft_probs=draft_probs,
         num_rounds=sum(row.rounds for row in counters.rows),
         seconds=seconds,
@@ -377,13 +377,13 @@ def _assist_row(
     assisted_decoding: Callable,
     inputs_tensor: torch.Tensor | None,
     model_kwargs: dict[str, Any],
-    request: Request,
+    call: Call,
     row: int,
     counters: Counters,
 ) -> tuple[GenerateDecoderOnlyOutput | torch.Tensor, float]:
     """Generate one row: what transformers' loop returns for it, and the seconds of its rounds."""
-    model, drafter = request.model, request.drafter
-    criteria = CommittedTextCriteria(request.criteria)
+    model, drafter = call.model, call.drafter
+    criteria = CommittedTextCriteria(call.criteria)
     with ExitStack() as stack:
         recorder = stack.enter_context(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
@@ -397,20 +397,20 @@ def _assist_row(
         fixed = set(getattr(model.config.get_text_config(), "cross_attention_layers", None) or ())
         if fixed and cache is not None:
             stack.enter_context(replaced("crop", [(cache, _crop_without(cache, fixed))]))
-        if cached := request.prompts.cached:
+        if cached := call.prompts.cached:
             prepare_rest = _prepares_rest(model, cached)
             stack.enter_context(replaced("prepare_inputs_for_generation", [(model, prepare_rest)]))
         if configured_layers(model).keeps_states:
             model_kwargs = model_kwargs | {OUTPUT_NAME: stack.enter_context(ReplayCache(model, cache))}
-        generator = DrafterCandidateGenerator(request, row, recorder, criteria, counters)
+        generator = DrafterCandidateGenerator(call, row, recorder, criteria, counters)
         output = assisted_decoding(
             model,
-            request.prompts.input_ids,
+            call.prompts.input_ids,
             stopping_criteria=criteria,
-            generation_config=request.config,
+            generation_config=call.config,
             assistant_model=generator,
-            logits_processor=ReachableProcessors(request),
-            streamer=None if request.streamer is None else CallersStreamer(request.streamer),
+            logits_processor=ReachableProcessors(call),
+            streamer=None if call.streamer is None else CallersStreamer(call.streamer),
             inputs_tensor=inputs_tensor,
             **model_kwargs,
         )
@@ -421,16 +421,16 @@ def _assist_row(
     return output, seconds
 
 
-def check_request(request: Request, model_kwargs: dict[str, Any]) -> None:
-    """Raise `ValueError` if transformers' assisted generation cannot run `request`, or not rightly."""
-    name, reason, prompts = type(request.model).__name__, request.reason, request.prompts
-    if request.drafter.reads_target_cache:
+def check_stock_call(call: Call, model_kwargs: dict[str, Any]) -> None:
+    """Raise `ValueError` if transformers' assisted generation cannot run `call`, or not rightly."""
+    name, reason, prompts = type(call.model).__name__, call.reason, call.prompts
+    if call.drafter.reads_target_cache:
         raise ValueError(
-            f"{type(request.drafter).__name__} reads the keys and values of {name} on the static engine only, which "
+            f"{type(call.drafter).__name__} reads the keys and values of {name} on the static engine only, which "
             f"cannot run this call ({reason}). Pass the model itself, loaded with AutoModelForCausalLM, as "
             "assistant_model: transformers runs it in its own loop, one row at a time."
         )
-    if not configured_layers(request.model).knows_length and is_of_caller(given_cache(model_kwargs)):
+    if not configured_layers(call.model).knows_length and is_of_caller(given_cache(model_kwargs)):
         raise ValueError(
             f"{name} cannot continue such a cache with a drafter: {reason}. Pass the whole text without the cache, or "
             "generate without assistant_model."

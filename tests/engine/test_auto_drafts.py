@@ -59,7 +59,7 @@ class Simulation:
     """Rounds of `rows` rows whose results are read `delay` rounds late; a change of K costs a sixth of a round."""
 
     def __init__(self, rows, first=3, delay=1, seed=0, tokens=2048, **options):
-        self.acceptance, self.times, self.left = Acceptance(7), RoundTimes(rows), tokens
+        self.acceptance, self.times, self.left = Acceptance(), RoundTimes(rows), tokens
         self.drafts = AutoDrafts(7, first, self.acceptance, self.times, **options)
         self.rows, self._delay, self._random = rows, delay, random.Random(seed)
         self._late, self._last = [], None
@@ -126,7 +126,7 @@ def test_rounds_that_change():
 
 
 def test_positions_that_are_not_reached_are_not_counted():
-    acceptance = Acceptance(3)
+    acceptance = Acceptance()
     for accepted, drafted in [(1, 3), (3, 3), (0, 3), (2, 2), (1, 1), (0, 0)] * 100:
         acceptance.observe(accepted, drafted)
     # Of 6 rows position 0 was verified in 5, accepted in 4; position 1 in 3 and 2; position 2 in 1, and accepted.
@@ -137,7 +137,7 @@ def test_positions_that_are_not_reached_are_not_counted():
 
 
 def test_the_past_is_forgotten():
-    acceptance = Acceptance(1)
+    acceptance = Acceptance()
     for accepted in [1] * 5000 + [0] * 8000:
         acceptance.observe(accepted, 1)
     assert acceptance.expected_tokens(1) < 1.05
@@ -273,15 +273,15 @@ def test_graphs_are_captured_as_they_are_tried(monkeypatch):
     for _ in range(3):
         assert torch.equal(greedy(target, inputs, drafter, "auto", max_new_tokens=120), plain)
         assert drafter.stats.execution.startswith("captured in one graph")
-    assert tried[0] == 5 and 7 in tried, "all drafts are right"
+    assert tried[0] == 1 and 7 in tried, "few drafts at first on a CPU; all are right"
     ((_, session),) = drafter.sessions._idle
-    assert {count for _, count, _ in session.rounds._captured} == set(tried) - {7}
+    assert {count for _, count, _ in session.rounds} == set(tried) - {7}
 
 
 @pytest.mark.core
 def test_no_memory_for_any_number_of_drafts():
     """The last candidate that is refused is an error of memory."""
-    drafts = AutoDrafts(1, 1, Acceptance(1), RoundTimes(1))
+    drafts = AutoDrafts(1, 1, Acceptance(), RoundTimes(1))
     drafts.refuse(1)
     assert drafts.next(lambda: 9.0) == 0
     with pytest.raises(torch.OutOfMemoryError, match="There is no memory for rounds of 0 drafts"):

@@ -29,9 +29,9 @@ from transformers.generation.logits_process import TopKLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import NoDrafter
+from hf_specdec.calls.request import ContinuousBatching, Request
 from hf_specdec.engine import groups, run
 from hf_specdec.engine.continuous import ContinuousRunner
-from hf_specdec.engine.row_request import ContinuousBatching, RowRequest
 from hf_specdec.engine.runner import Runner
 from hf_specdec.graphs import buckets
 from hf_specdec.integration import continuous as bulk
@@ -274,7 +274,6 @@ class Never(StoppingCriteria):
         ({"num_beams": 2}, "works with greedy search and sampling"),
         ({"nonsense": 3}, "nonsense"),
         ({"max_new_tokens": None, "max_length": 9}, "max_length is 9, which counts .* expected max_new_tokens"),
-        ({"continuous_batching_config": ContinuousBatchingConfig(return_logprobs=True)}, "return_logprobs is set"),
         (
             {"continuous_batching_config": ContinuousBatchingConfig(max_requests_per_batch=0)},
             "max_requests_per_batch is 0; expected at least 1",
@@ -421,7 +420,7 @@ def test_admission():
             return None if not entered else (SimpleNamespace(read=lambda: ([[0]] * 4, [0] * 4, [0] * 4)), {})
 
     lengths = (9, 8, 7, 3, 2, 2, 2, 1)
-    requests = [RowRequest(index, torch.zeros(length), 4, ends=set(END)) for index, length in enumerate(lengths)]
+    requests = [Request(index, torch.zeros(length), 4, ends=set(END)) for index, length in enumerate(lengths)]
     rows = run.Run(Rows(), requests, Counters(8, 1), ContinuousBatching())
 
     def finish(*which):

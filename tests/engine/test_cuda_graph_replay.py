@@ -1,15 +1,16 @@
 """Captured and replayed rounds and prefills generate the same; on a CPU with a stand-in for the CUDA graph."""
 
 import copy
+import gc
 import weakref
 
 import pytest
 import torch
 from case_counts import cases
-from graph_stand_ins import Replay, replay_on_cpu
+from graph_stand_ins import Replay, replay_on_cpu, tape_on_cpu
 from lossless import MAX_NEW_TOKENS, PROMPTS, continuations
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_mtp
-from targets import PAD, padded_prompts, set_policy, tiny_target
+from targets import FAMILIES, PAD, STOCK_FAMILY, padded_prompts, set_policy, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from varying_drafts import vary_drafts
 
@@ -529,6 +530,38 @@ def test_modules_are_listed_once():
     drafter.frames.append(drafter.frames[0])
     found = modules_of(target, drafter, target)
     assert len(found) == len(set(found)) and set(found) == {*target.modules(), *drafter.modules()}
+
+
+TENSORS_OF_PROCESSORS = {"do_sample": True, "suppress_tokens": [4, 7], "eta_cutoff": 0.1}
+
+
+@pytest.mark.core_for(kind=["eagle3"], family=["llama"])
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    cases(
+        [
+            *((kind, "llama") for kind in (*RANDOM_DRAFTERS, "none")),
+            *(("none", family) for family in FAMILIES if family not in ("llama", STOCK_FAMILY)),
+        ],
+        [("eagle3", "llama"), ("mtp", "llama"), ("none", "gpt-oss"), ("none", "qwen3-next"), ("none", "deepseek-v3")],
+    ),
+)
+def test_what_graphs_read_lives_as_long_as_they_do(monkeypatch, kind, family):
+    """A graph keeps no tensor: those of processors are of the call that captured it, others of modules or patches."""
+    tape = tape_on_cpu(monkeypatch)
+    target = copy.deepcopy(tiny_target(family))
+    drafter = RANDOM_DRAFTERS.get(kind, NoDrafter)(target)
+    for options in ({"do_sample": False}, TENSORS_OF_PROCESSORS):
+        target.generate(**padded_prompts([5, 3]), max_new_tokens=6, assistant_model=drafter, **options)
+        assert drafter.stats.execution.startswith("captured in one graph")
+    assert len(tape.made) > 2 and all(graph._reads for graph in tape.made)
+    for graph in tape.made:
+        graph.forget()
+    gc.collect()
+    assert not [name for graph in tape.made for name in graph.dangling()]
+    sessions.sessions_of(drafter).clear()
+    gc.collect()
+    assert all(graph.dangling() for graph in tape.made), "their own buffers are freed with the session"
 
 
 @pytest.mark.core

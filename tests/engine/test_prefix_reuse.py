@@ -17,10 +17,10 @@ from targets import HYBRIDS, STATIC_FAMILIES, build_target, new_target, tiny_tar
 from transformers import ContinuousBatchingConfig
 
 from hf_specdec import NoDrafter
+from hf_specdec.calls.request import Request
 from hf_specdec.engine import prefix_cache, target
 from hf_specdec.engine.continuous import ContinuousRunner
 from hf_specdec.engine.prefix_cache import Prefix, PrefixIndex, RowPrefixes, common_length, find_followers
-from hf_specdec.engine.row_request import RowRequest
 from hf_specdec.graphs import buckets
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.hosting.equivalence import why_not_equivalent
@@ -530,7 +530,7 @@ def test_common_length():
 
 
 def request(prompt):
-    return RowRequest(0, torch.tensor(prompt), NEW, prompt_ids=prompt)
+    return Request(0, torch.tensor(prompt), NEW, prompt_ids=prompt)
 
 
 def rows_with(texts, margin=1):

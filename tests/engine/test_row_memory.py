@@ -25,10 +25,11 @@ from torch._inductor.utils import run_and_get_code
 from transformers import ContinuousBatchingConfig
 
 from hf_specdec import NoDrafter, ops
-from hf_specdec.engine import key_layout, lease, row_memory
-from hf_specdec.engine.row_request import Arrived, ContinuousBatching, RowRequest
+from hf_specdec.calls.request import Arrived, ContinuousBatching, Request
+from hf_specdec.engine import lease
 from hf_specdec.engine.run import Run, _Launched
 from hf_specdec.engine.runner import Runner
+from hf_specdec.graphs import buckets
 from hf_specdec.graphs.cuda_graphs import Fence
 from hf_specdec.host.generation import prepared_config
 from hf_specdec.integration.continuous import call_of
@@ -175,11 +176,11 @@ def test_a_row_that_is_refused_half_way_has_what_it_had(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_every_family_are_in_memory(monkeypatch, kind):
     """The keys of target and drafter, of all of their caches."""
-    found, place = [], row_memory.place_in_memory
+    found, place = [], lease.place_in_memory
 
     def noted(state, *args):
         place(state, *args)
-        found.append([layer.keys for cache in key_layout.caches_of(state) for layer in cache.layers])
+        found.append([layer.keys for cache in state.caches for layer in cache.layers])
 
     monkeypatch.setattr("hf_specdec.engine.lease.place_in_memory", noted)
     prompts = prompts_of((5, 9, 1))
@@ -204,7 +205,7 @@ def test_any_memory(data):
     prompts = [BEGINNING[:begin] + one[: 70 - begin] for begin, one in zip(begins, prompts_of(lengths), strict=True)]
     kind = data.draw(st.sampled_from(["noisy-copy", "none", "eagle3", "mtp"]))
     cancelled = data.draw(st.sets(st.integers(0, count - 1), max_size=2))
-    requests = [RowRequest(0, torch.tensor(one), NEW, ends=frozenset(END), prompt_ids=one) for one in prompts]
+    requests = [Request(0, torch.tensor(one), NEW, ends=frozenset(END), prompt_ids=one) for one in prompts]
     script = deque()
     left = list(range(count))
     while left:
@@ -217,7 +218,7 @@ def test_any_memory(data):
         def __init__(self):
             self.step = -1
 
-        def next(self, is_idle, leave_target):
+        def __call__(self, is_idle, leave_target):
             self.step += 1
             withdrawn = [(requests[number], "withdrawn") for number, step in waits.items() if step == self.step]
             is_open = bool(script) or self.step <= 12
@@ -258,9 +259,9 @@ def test_keys_that_are_read_by_more_than_attention_are_in_no_row_memory(monkeypa
 
 def test_where_keys_are_is_looked_up_once(monkeypatch):
     """As long as target and drafter are the same: weights of another dtype make other keys."""
-    target, layouts, find_layout = copy.deepcopy(tiny_target("llama")), [], row_memory.find_layout
+    target, layouts, find_layout = copy.deepcopy(tiny_target("llama")), [], lease.find_layout
     drafter = NoDrafter(target)
-    monkeypatch.setattr(row_memory, "find_layout", lambda *args: layouts.append(find_layout(*args)) or layouts[-1])
+    monkeypatch.setattr(lease, "find_layout", lambda *args: layouts.append(find_layout(*args)) or layouts[-1])
     for dtype, calls in ((torch.float32, 2), (torch.bfloat16, 2)):
         target.to(dtype)
         for _ in range(calls):
@@ -344,13 +345,13 @@ def test_sampled_requests_with_seeds_do_not_depend_on_memory(monkeypatch, rooms,
 def test_captured_rounds_of_longer_texts(monkeypatch):
     """A round is captured again for longer texts, and for shorter ones the longer one runs if there is no other."""
     replay_on_cpu(monkeypatch)
-    monkeypatch.setattr(row_memory, "FEWEST_SPAN", 16)
-    monkeypatch.setattr(row_memory, "SPAN_STEP", 4)
+    monkeypatch.setattr(buckets, "FEWEST_SPAN", 16)
+    monkeypatch.setattr(buckets, "SPAN_STEP", 4)
     drafter = RANDOM_DRAFTERS["eagle3"](tiny_target("llama")).configure(3, compile_rounds=False)
     for lengths, spans in (((5, 2), {64}), ((5, 100, 2), {64, 256}), ((5, 2), {64, 256})):
         prompts = prompts_of(lengths)
         assert in_rows(drafter, prompts, 2)[0] == [alone("llama", tuple(one)) for one in prompts]
-        assert {key[-1] for _, session in drafter.sessions._idle for key in session.rounds._captured} >= spans
+        assert {key[-1] for _, session in drafter.sessions._idle for key in session.rounds} >= spans
     drafter.release()
 
 
@@ -421,7 +422,7 @@ def test_equal_prompts_take_rows_that_share_memory():
         def prefill(self, prefixes, requests, running):
             entered.extend(requests)
 
-    requests = [RowRequest(index, torch.tensor([5, 6, 7]), 4, prompt_ids=[5, 6, 7]) for index in range(2)]
+    requests = [Request(index, torch.tensor([5, 6, 7]), 4, prompt_ids=[5, 6, 7]) for index in range(2)]
     rows = Run(Place(2, 1024), requests, Counters(2, 1), ContinuousBatching())
     rows.admit()
     assert [one.index for one in entered] == [0, 1] and not any(one.is_over for one in requests)
@@ -441,12 +442,12 @@ def test_ten_thousand_requests_lose_nothing(monkeypatch):
     for _ in range(10_000):
         begin = chance.choice(beginnings)[: chance.randrange(201)] if chance.random() < 0.5 else []
         prompt = begin + [chance.randrange(50) for _ in range(1 + int(chance.expovariate(0.03)))]
-        one = RowRequest(0, torch.tensor(prompt[:500]), chance.randrange(1, 120), prompt_ids=prompt[:500])
+        one = Request(0, torch.tensor(prompt[:500]), chance.randrange(1, 120), prompt_ids=prompt[:500])
         requests.append(one)
         arriving.append(one)
 
     class Script:
-        def next(self, is_idle, leave_target):
+        def __call__(self, is_idle, leave_target):
             count = chance.choice([0, 0, 1, 3, 20]) if not is_idle else 1
             new = [arriving.popleft() for _ in range(min(count, len(arriving)))]
             there = [one for _, one in rows._occupied] if chance.random() < 0.01 else []

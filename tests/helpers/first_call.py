@@ -3,9 +3,9 @@
     python tests/helpers/first_call.py --target <config folder> [--drafter <config folder>]
 
 Each measurement is a process of its own; its clock starts when the weights are on the device. `generate` is a call of
-`generate()` with one prompt, `batch` one of `generate_batch()` with `--prompts` prompts, `server` what `hf-specdec serve`
-does after it has loaded the target, until its first request is answered; `again` is the second call. Prints JSON lines,
-in seconds.
+`generate()` with one prompt, `batch` one of `generate_batch()` with `--prompts` prompts, `server` what `hf-specdec
+serve` does after it has loaded the target, until its first request is answered; `again` is the second call. Prints JSON
+lines, in seconds.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from targets import set_policy
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -89,16 +90,40 @@ class Tape:
 
     Attributes:
         count: how many were made.
+        made: all that were made since `tape_on_cpu`.
     """
 
     count = 0
+    made = []
 
     def __init__(self, function, memory=None):
         type(self).count += 1
+        self.made.append(self)
         function()  # as a CUDA graph is captured after warm-ups
         with Recorder() as recorder:
             self.result = function()
         self._operations = recorder.operations
+        self._reads = self._find_reads()
+
+    def _find_reads(self):
+        """References to the storages that it reads and does not make, by the operation that does."""
+        own, reads = set(), []
+        for function, args, kwargs, out in self._operations:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and function != torch.ops.aten.lift_fresh.default:
+                    storage = leaf.untyped_storage()
+                    if storage.data_ptr() not in own:
+                        reads.append((f"{function} of {leaf.dtype} {list(leaf.shape)}", StorageWeakRef(storage)))
+            own |= storages(out)
+        return reads
+
+    def forget(self):
+        """Keep nothing of what it reads, as a CUDA graph keeps nothing; it cannot be called any more."""
+        self._operations = self.result = None
+
+    def dangling(self):
+        """What reads memory that has been freed."""
+        return [name for name, one in self._reads if one.expired()]
 
     def __call__(self):
         for function, args, kwargs, out in self._operations:
@@ -155,4 +180,5 @@ def tape_on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Tape]:
     set_policy(monkeypatch, "cpu", cuda_graphs=True)
     monkeypatch.setattr(cuda_graphs, "CudaGraph", Tape)
     monkeypatch.setattr(Tape, "count", 0)
+    monkeypatch.setattr(Tape, "made", [])
     return Tape

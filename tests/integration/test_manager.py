@@ -26,17 +26,16 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from word_tokenizer import word_tokenizer
 
 from hf_specdec import NoDrafter
+from hf_specdec.calls.request import Request
 from hf_specdec.engine import continuous, session_prefill
 from hf_specdec.engine.continuous import ContinuousRunner
 from hf_specdec.engine.lease import SessionLease
-from hf_specdec.engine.row_memory import allocating
-from hf_specdec.engine.row_request import RowRequest
 from hf_specdec.engine.run import Run
 from hf_specdec.graphs import buckets
+from hf_specdec.memory.virtual_memory import allocating
 from hf_specdec.serving import manager_requests, manager_thread
 from hf_specdec.serving.manager import SpeculativeBatchingManager
 from hf_specdec.serving.manager_results import Results
-from hf_specdec.state import Shape
 
 END, NEW = list(range(3, 96, 8)), 12
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END}
@@ -303,9 +302,9 @@ def test_many_results_are_found_at_once(running):
 
 
 def test_a_queue_is_counted_when_it_may_be_full(running, monkeypatch):
-    started, asked = RowRequest.has_started.fget, []
+    started, asked = Request.has_started.fget, []
     noting = property(lambda self: asked.append(self) or started(self))
-    monkeypatch.setattr(RowRequest, "has_started", noting)
+    monkeypatch.setattr(Request, "has_started", noting)
     monkeypatch.setattr(manager_thread, "SECONDS_TO_WAIT", 0.0)
     target = tiny_target("llama")
     manager = running(target, NoDrafter(target), config={"max_queue_size": 40})
@@ -576,7 +575,7 @@ def test_rows_and_slots_grow_with_the_requests(running, monkeypatch, grows):
     monkeypatch.setattr(
         ContinuousRunner,
         "_open",
-        lambda self, rows, longest: made.append((rows, longest)) or opened(self, rows, longest),
+        lambda self, rows, longest, kept: made.append((rows, longest)) or opened(self, rows, longest, kept),
     )
     target = tiny_target("llama")
     manager = running(target, copy_of(target, noise=0.01), rows=16)
@@ -611,10 +610,10 @@ def test_a_limit_beyond_all_memory_fails_alone(running, monkeypatch, grows):
 
 
 def test_torch_out_of_memory_on_a_cpu():
-    shape, cpu = Shape(1, 100, 3, False, False, 1), torch.device("cpu")
-    with pytest.raises(torch.OutOfMemoryError, match="can't allocate memory"), allocating(shape, cpu):
+    cpu = torch.device("cpu")
+    with pytest.raises(torch.OutOfMemoryError, match="can't allocate memory"), allocating(1, 100, cpu):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate too much")
-    with pytest.raises(RuntimeError, match="another"), allocating(shape, cpu):
+    with pytest.raises(RuntimeError, match="another"), allocating(1, 100, cpu):
         raise RuntimeError("another")
 
 
@@ -722,8 +721,8 @@ def test_stop_strings_are_looked_for_where_they_may_end(monkeypatch):
 
 
 def test_stop_strings_of_a_request(running, monkeypatch):
-    text, texts = RowRequest.text.fget, []
-    monkeypatch.setattr(RowRequest, "text", property(lambda self: texts.append(self) or text(self)))
+    text, texts = Request.text.fget, []
+    monkeypatch.setattr(Request, "text", property(lambda self: texts.append(self) or text(self)))
     target, tokenizer = tiny_target("llama"), word_tokenizer()
     manager = running(target, copy_of(target, noise=0.01))
     whole = alone(0, new=40, end=())
@@ -797,7 +796,6 @@ def test_what_is_not_supported_is_refused_at_once():
         ({"nonsense": 3}, r"nonsense is no setting of a manager"),
         ({"num_beams": 2}, "works with greedy search and sampling"),
         ({"max_new_tokens": None, "max_length": 9}, "max_length is 9, which counts"),
-        ({"config": {"return_logprobs": True}}, "return_logprobs is set"),
         ({"config": {"max_requests_per_batch": 0}}, "max_requests_per_batch is 0"),
         ({"guidance_scale": 1.3}, "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state"),
     ]

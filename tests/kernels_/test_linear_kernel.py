@@ -3,6 +3,8 @@
 On a machine without a GPU the kernel runs in Triton's interpreter.
 """
 
+import itertools
+
 import pytest
 import torch
 from lossless import PROMPTS
@@ -10,9 +12,19 @@ from oracle import random_eagle3
 from targets import padded_prompts, set_policy, tiny_target
 
 from hf_specdec import ops
-from hf_specdec.kernels import linear_many_rows, linear_reference
+from hf_specdec.kernels import linear_descriptors, linear_reference
+from hf_specdec.kernels.gated_activation import gated_activation
+from hf_specdec.kernels.gated_activation_reference import ACTIVATIONS
 from hf_specdec.kernels.linear import linear
-from hf_specdec.kernels.linear_tiles import FEWEST_ROWS, MAX_ROWS, choose_invariant_tiles, choose_tiles
+from hf_specdec.kernels.linear_tiles import (
+    FEWEST_ROWS,
+    MAX_GATED_ROWS,
+    MAX_ROWS,
+    choose_descriptor_tiles,
+    choose_gated_tiles,
+    choose_invariant_tiles,
+    choose_tiles,
+)
 from hf_specdec.kernels.types import LinearTiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,14 +35,30 @@ GPU_TILES = [
     (16, 16, 512, 2, 4),
     (16, 32, 256, 4, 6),
     (16, 64, 128, 4, 6),
+    (16, 128, 64, 4, 6),
     (32, 64, 128, 4, 5),
-    (32, 128, 128, 8, 4),
+    (32, 64, 128, 4, 6),
     (32, 128, 64, 4, 6),
+    (64, 64, 128, 4, 5),
+    (64, 128, 128, 4, 4),
+    (128, 64, 128, 4, 4),
+    (128, 128, 64, 8, 3),
+    (128, 256, 64, 8, 4),
     (16, 64, 128, 4, 4),
     (32, 64, 128, 4, 4),
     (64, 128, 64, 4, 4),
     (128, 128, 64, 8, 4),
     (256, 128, 64, 8, 3),
+]
+# All that `choose_descriptor_tiles` can return.
+DESCRIPTOR_TILES = [
+    (64, 32, 256, 4, 4),
+    (64, 64, 128, 4, 6),
+    (64, 128, 128, 4, 4),
+    (128, 32, 128, 4, 5),
+    (128, 64, 64, 4, 8),
+    (128, 128, 64, 8, 4),
+    (128, 256, 64, 8, 3),
 ]
 TILES = [LinearTiles(*sizes) for sizes in (GPU_TILES if DEVICE == "cuda" else [(16, 16, 64, 1, 1), (32, 64, 32, 1, 1)])]
 SHAPES = [(64, 64), (40, 136), (200, 72)] if DEVICE == "cpu" else [(256, 1024), (392, 5000), (4096, 576), (1000, 8192)]
@@ -65,6 +93,29 @@ def test_equals_the_sum_in_float64(tiles, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tiles", "activation"),
+    [*((tiles, "silu") for tiles in TILES), *((TILES[0], name) for name in ACTIVATIONS if name != "silu")],
+)
+def test_gate_and_up_with_their_activation(tiles, activation, dtype):
+    """The bits of the layer and of its activation one after the other; parts of tiles, and rows among NaN."""
+    most = MAX_GATED_ROWS if DEVICE == "cuda" else 20
+    for (size_out, size_in), (rows, has_bias) in itertools.product(SHAPES[:2], ((1, True), (7, False), (most, True))):
+        inputs, weight, bias = example(rows, size_out + 2 * (rows == 7), size_in, dtype, has_bias)
+        weight = weight / size_in**0.5
+        found = linear(inputs, weight, bias, tiles, activation)
+        expected = linear_reference.gated_linear(
+            *(part if part is None else part.double() for part in (inputs, weight, bias)), activation
+        )
+        torch.testing.assert_close(found.double(), expected, rtol=4 * EPSILON[dtype], atol=4 * EPSILON[dtype])
+        halves = linear(inputs, weight, bias, tiles).chunk(2, dim=-1)
+        assert torch.equal(found, gated_activation(*halves, activation))
+        within_nan = torch.full((rows + 2, size_in + 16), float("nan"), device=DEVICE, dtype=dtype)
+        within_nan[1:-1, 8:-8] = inputs
+        assert torch.equal(linear(within_nan[1:-1, 8:-8], weight, bias, tiles, activation), found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_depend_on_neither_rows_nor_tiles(dtype):
     inputs, weight, bias = example(300, *SHAPES[-1], dtype)
     expected = linear(inputs[:1], weight, bias, TILES[0])
@@ -91,17 +142,17 @@ def test_many_rows_by_descriptors(has_bias, dtype):
     """Parts of tiles of rows, features and depth; on a GPU the bits of the other kernel."""
     rows, size_out, size_in = (1000, 712, 1096) if DEVICE == "cuda" else (70, 88, 40)
     inputs, weight, bias = example(rows, size_out, size_in, dtype, has_bias)
-    if not linear_many_rows.takes(inputs, weight):
+    if not linear_descriptors.takes(inputs, weight):
         pytest.skip("needs a GPU of Hopper or later")
-    sizes = [(128, 256, 64, 8, 3), (128, 128, 64, 8, 4)] if DEVICE == "cuda" else [(32, 32, 32, 4, 2)]
+    sizes = DESCRIPTOR_TILES if DEVICE == "cuda" else [(32, 32, 32, 4, 2)]
     expected = linear(inputs, weight, bias, TILES[0])
     for tiles in sizes:
-        found = linear_many_rows.linear(inputs, weight, bias, LinearTiles(*tiles))
+        found = linear_descriptors.linear(inputs, weight, bias, LinearTiles(*tiles))
         if DEVICE == "cuda":
             assert torch.equal(found, expected)
         torch.testing.assert_close(found, expected, rtol=EPSILON[dtype], atol=EPSILON[dtype] * size_in**0.5)
-    assert not linear_many_rows.takes(inputs[:, 1:], weight[:, 1:])
-    assert not linear_many_rows.takes(inputs, weight[:-1])
+    assert not linear_descriptors.takes(inputs[:, 1:], weight[:, 1:])
+    assert not linear_descriptors.takes(inputs, weight[:-1])
 
 
 @pytest.mark.parametrize("tiles", TILES)
@@ -125,6 +176,7 @@ def test_tiles():
         (0, 512, 512),
         (MAX_ROWS + 1, 512, 512),
         (1, 512, 1028 - 1),
+        (33, 512, 512),
         (1, 64, 512),
         (1, 512, 64),
     ):
@@ -140,6 +192,20 @@ def test_invariant_tiles():
         assert tiles.rows >= FEWEST_ROWS
 
 
+def test_tiles_are_those_that_are_tested():
+    """Of every number of rows and of layers of all kinds."""
+    sizes = [256, 576, 960, 1536, 2944, 4096, 6144, 8192, 14336, 28672, 32000, 128256]
+    found, by_descriptors = set(), set()
+    for rows, size_out, size_in in itertools.product((1, 5, 16, 17, 32, 33, 64, 65, 128, 200, 9000), sizes, sizes):
+        tiles = choose_invariant_tiles(rows, size_out, size_in, 2)
+        found.add(tuple(tiles))
+        by_descriptors.add(tuple(choose_descriptor_tiles(rows, size_out, tiles) or DESCRIPTOR_TILES[0]))
+        few, gated = choose_tiles(rows, size_out, size_in), choose_gated_tiles(rows, size_out, size_in)
+        assert few in (None, tiles), "batch-invariant calls use the tiles of others, where those have some"
+        assert gated in ((few,) if rows <= MAX_ROWS or rows > MAX_GATED_ROWS else (None, (128, 128, 64, 8, 3)))
+    assert found == set(GPU_TILES) and by_descriptors == set(DESCRIPTOR_TILES)
+
+
 @torch.no_grad()
 def test_layers_of_target_and_drafter_run_it(monkeypatch):
     """With the choice replaced by one that takes float32 and small layers."""
@@ -148,9 +214,12 @@ def test_layers_of_target_and_drafter_run_it(monkeypatch):
     drafter = random_eagle3(target)
     inputs = padded_prompts(PROMPTS[3])
     shapes = []
-    monkeypatch.setattr(ops, "has_fast_linear", lambda inputs, weight: len(inputs) <= MAX_ROWS)
-    original = ops.linear
-    monkeypatch.setattr(ops, "linear", lambda *args: shapes.append(tuple(args[1].shape)) or original(*args))
+    for name in ("linear", "gated_linear"):
+        monkeypatch.setattr(ops, f"has_{'fast_' * (name == 'linear')}{name}", lambda inputs, _: len(inputs) <= MAX_ROWS)
+        original = getattr(ops, name)
+        monkeypatch.setattr(
+            ops, name, lambda *args, original=original: shapes.append(tuple(args[1].shape)) or original(*args)
+        )
     expected = target.generate(**inputs, do_sample=False, max_new_tokens=8)
     assert not shapes
     assert torch.equal(target.generate(**inputs, do_sample=False, max_new_tokens=8, assistant_model=drafter), expected)

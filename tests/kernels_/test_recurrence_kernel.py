@@ -173,6 +173,8 @@ def errors_against_text(
 ) -> tuple[float, float]:
     """Largest differences of outputs in true columns, and of states, from those of the plain loop over the text.
 
+    They are relative to the largest output and state of the text, where these are above 1.
+
     Before round `disturb_at` one element of the state changes by 1e-3.
     """
     rounds = list(rounds)
@@ -193,7 +195,8 @@ def errors_against_text(
             expected = outputs[rows[:, None], positions.clamp(max=length - 1)]
             of_outputs.append(float((out - expected)[is_true].abs().nan_to_num(NAN, 1e30).max()))
         of_states.append(float((memory.state - states[rows, blocks.next_base.to(DEVICE)]).abs().max()))
-    return max(of_outputs, key=poisoned), max(of_states, key=poisoned)
+    scales = [max(float(values.abs().max()), 1.0) for values in (outputs, states)]
+    return tuple(max(found, key=poisoned) / scale for found, scale in zip((of_outputs, of_states), scales, strict=True))
 
 
 def poisoned(error: float) -> float:
@@ -241,7 +244,7 @@ def test_reference_equals_the_plain_loop(form, num_drafts, dtype, lag):
     """Bit for bit on a CPU, whatever was rejected before."""
     rounds = verification_rounds(num_drafts, 25, [1, 4, 9, 20], lag, seed=num_drafts)
     errors = errors_against_text(recurrence_reference.recurrence, form, rounds, ring_size_for(num_drafts, lag), dtype)
-    assert errors == (0.0, 0.0) if DEVICE == "cpu" else max(errors) < (1e-5 if dtype == torch.float32 else 1e-12)
+    assert errors == (0.0, 0.0) if DEVICE == "cpu" else max(errors) < (2e-6 if dtype == torch.float32 else 1e-12)
 
 
 @every_form
@@ -249,7 +252,7 @@ def test_reference_equals_the_plain_loop(form, num_drafts, dtype, lag):
 @pytest.mark.parametrize("lag", cases([0, 5], [0]))
 def test_kernel_follows_the_plain_loop(form, num_drafts, lag):
     rounds = verification_rounds(num_drafts, num_cases(25, 4), cases([1, 4, 9], [1, 4]), lag, seed=num_drafts)
-    assert max(errors_against_text(recurrence, form, rounds, ring_size_for(num_drafts, lag))) < 1e-5
+    assert max(errors_against_text(recurrence, form, rounds, ring_size_for(num_drafts, lag))) < 2e-6
 
 
 @pytest.mark.parametrize("run", [recurrence_reference.recurrence, recurrence], ids=["torch", "triton"])
@@ -257,7 +260,7 @@ def test_kernel_follows_the_plain_loop(form, num_drafts, lag):
 def test_passes_of_a_draft_model(run, num_drafts):
     """Each further draft is a pass of its own that stores nothing; kept drafts are passed again."""
     rounds = drafting_rounds(num_drafts, num_cases(12, 3), cases([1, 4, 9], [1, 4]))
-    assert max(errors_against_text(run, FORMS["gated DeltaNet"], rounds, ring_size_for(num_drafts))) < 1e-5
+    assert max(errors_against_text(run, FORMS["gated DeltaNet"], rounds, ring_size_for(num_drafts))) < 2e-6
 
 
 @pytest.mark.parametrize("run", [recurrence_reference.recurrence, recurrence], ids=["torch", "triton"])
@@ -266,7 +269,7 @@ def test_prompts(run, chunk):
     """More columns than the ring has slots, and than the kernel looks at in one step; whole and in passes."""
     form = FORMS["gated DeltaNet"]._replace(heads=1, key_heads=1)
     rounds = verification_rounds(3, 2, [70, 90], chunk=chunk)
-    assert max(errors_against_text(run, form, rounds, ring_size_for(3))) < 1e-5
+    assert max(errors_against_text(run, form, rounds, ring_size_for(3))) < 2e-6
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="takes long in Triton's interpreter")
@@ -360,9 +363,9 @@ def test_disturbances_are_seen(run):
     """Negative controls: a ring whose slots are used again too early, and one element of a state."""
     for form in cases([FORMS["gated DeltaNet"], FORMS["Mamba2"], FORMS["Mamba1"]], [FORMS["gated DeltaNet"]]):
         rounds = list(verification_rounds(3, 4, [4, 2], seed=2))
-        assert max(errors_against_text(run, form, rounds, 8)) < 1e-5
+        assert max(errors_against_text(run, form, rounds, 8)) < 2e-6
         assert max(errors_against_text(run, form, rounds, 2), key=poisoned) > 1e-2
-        assert max(errors_against_text(run, form, rounds, 8, disturb_at=2)) > 1e-4
+        assert max(errors_against_text(run, form, rounds, 8, disturb_at=2)) > 2e-5
 
 
 @pytest.mark.parametrize("run", [recurrence_reference.recurrence, recurrence], ids=["torch", "triton"])

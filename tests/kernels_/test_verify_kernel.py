@@ -31,7 +31,7 @@ from hf_specdec.kernels import (
     verify_sampling,
     verify_sampling_reference,
 )
-from hf_specdec.kernels.random import exponential, uniform
+from hf_specdec.kernels.random import race_times, uniform
 from hf_specdec.kernels.types import NO_TOKEN, RandomStream, VerificationResult
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -126,7 +126,6 @@ def numbers_kernel(
     tokens_ptr,
     steps_ptr,
     uniform_ptr,
-    times_ptr,
     size,
     STREAM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -137,15 +136,14 @@ def numbers_kernel(
     token = tl.load(tokens_ptr + at, mask=at < size, other=0)
     step = tl.load(steps_ptr + at, mask=at < size, other=0)
     tl.store(uniform_ptr + at, uniform(seed, position, token, step, STREAM), mask=at < size)
-    tl.store(times_ptr + at, exponential(seed, position, token, step, STREAM), mask=at < size)
 
 
 def numbers_in_triton(seeds, positions, tokens, stream, steps=None):
-    """`uniform` and `exponential` of the kernels."""
+    """`uniform` of the kernels."""
     steps = torch.zeros_like(seeds) if steps is None else steps
     arguments = [values.contiguous().to(DEVICE) for values in torch.broadcast_tensors(seeds, positions, tokens, steps)]
-    out = torch.empty(2, seeds.shape[0], dtype=torch.float32, device=DEVICE)
-    numbers_kernel[(triton.cdiv(len(seeds), 1024),)](*arguments, *out, len(seeds), STREAM=stream, BLOCK=1024)
+    out = torch.empty(seeds.shape[0], dtype=torch.float32, device=DEVICE)
+    numbers_kernel[(triton.cdiv(len(seeds), 1024),)](*arguments, out, len(seeds), STREAM=stream, BLOCK=1024)
     return out.cpu()
 
 
@@ -161,31 +159,80 @@ def test_random_numbers_are_those_of_the_reference(stream):
     tokens[:2] = torch.tensor([0, 2**18 - 1])
     steps = torch.randint(0, 17, (size,), generator=generator)
     expected = random_reference.uniform(seeds, positions, tokens, stream, steps)
-    uniforms, times = numbers_in_triton(seeds, positions, tokens, int(stream), steps)
-    assert torch.equal(uniforms, expected)
+    assert torch.equal(numbers_in_triton(seeds, positions, tokens, int(stream), steps), expected)
     assert expected.min() > 0 and expected.max() < 1
 
-    expected = random_reference.exponential(seeds, positions, tokens, stream, steps)
-    exact = -torch.log1p(-uniforms.double())
-    torch.testing.assert_close(expected.double(), exact, rtol=5e-7, atol=0)
-    torch.testing.assert_close(times.double(), exact, rtol=5e-7, atol=0)
-    is_early = uniforms < 0.25
-    if not ON_GPU:  # where products and sums may be contracted
-        assert torch.equal(times[is_early], expected[is_early])
+
+@triton.jit
+def times_kernel(seeds_ptr, positions_ptr, steps_ptr, times_ptr, size, STREAM: tl.constexpr, BLOCK: tl.constexpr):
+    seed, position = tl.load(seeds_ptr + tl.program_id(0)), tl.load(positions_ptr + tl.program_id(0))
+    step, first = tl.load(steps_ptr + tl.program_id(0)), tl.program_id(1) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    times = race_times(seed, position, first, step, STREAM, BLOCK)
+    tl.store(times_ptr + tl.program_id(0) * size + at, times, mask=at < size)
 
 
-def test_small_exponential_samples_are_distinct():
+def plain_times(seed, position, vocabulary, stream, step=0):
+    """`race_times` by its definition, token by token, in float64."""
+    _philox, where = random_reference._philox, (torch.tensor([seed]), torch.tensor([position]))
+
+    def exponential(word):
+        return -math.log1p(-float(random_reference._unit(torch.tensor(word))))  # a float32 number
+
+    times = []
+    for token in range(vocabulary):
+        group = [int(word) for word in _philox(*where, torch.tensor([-1 - token // 64]), stream, step)]
+        own = [int(word) for word in _philox(*where, torch.tensor([token // 4]), stream, step)]
+        is_least = token % 64 == group[1] * 64 // 2**32
+        times.append(exponential(group[0]) / 64 + (0.0 if is_least else exponential(own[token % 4])))
+    return torch.tensor(times, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("block", [16, 64, 1024])
+def test_race_times_are_those_of_the_reference(block):
+    vocabulary, stream = 1100, RandomStream.DRAFT
+    generator = torch.Generator().manual_seed(block)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (num_cases(60, 12),), generator=generator)
+    positions, steps = (torch.randint(0, most, seeds.shape, generator=generator) for most in (2**31, 17))
+    expected = random_reference.race_times(seeds, positions, vocabulary, stream, steps)
+    found = torch.empty(len(seeds), vocabulary, dtype=torch.float32, device=DEVICE)
+    where = [one.to(DEVICE) for one in (seeds, positions, steps)]
+    times_kernel[(len(seeds), triton.cdiv(vocabulary, block))](*where, found, vocabulary, STREAM=stream, BLOCK=block)
+    torch.testing.assert_close(found.cpu(), expected, rtol=5e-7, atol=0)
+    exact = plain_times(int(seeds[0]), int(positions[0]), vocabulary, int(stream), int(steps[0]))
+    torch.testing.assert_close(expected[0].double(), exact, rtol=7e-7, atol=0)
+
+
+def test_race_times_are_independent_exponential_numbers():
+    """Of one token, of two of a group and of two of neighbouring groups, and the least of some of a group."""
+    count = num_cases(200_000, 40_000)
+    times = random_reference.race_times(torch.arange(count) * 977, torch.full((count,), 3), 70, RandomStream.TARGET)
+    even, pairs = torch.full((20,), 1 / 20), torch.full((100,), 1 / 100)
+    quantiles = 1 - (-times.double()).exp()
+    for token in (0, 3, 63, 64, 69):
+        assert p_value((quantiles[:, token] * 20).long().bincount(minlength=20), even) > 1e-4
+    for one, other in [(0, 1), (4, 63), (63, 64), (2, 66)]:
+        cells = (quantiles[:, one] * 10).long() * 10 + (quantiles[:, other] * 10).long()
+        assert p_value(cells.bincount(minlength=100), pairs) > 1e-4
+    for tokens in (range(64), range(7, 20), range(60, 70)):
+        least = 1 - (-times[:, tokens].amin(dim=1).double() * len(tokens)).exp()
+        assert p_value((least * 20).long().bincount(minlength=20), even) > 1e-4
+        whose = times[:, tokens].argmin(dim=1).bincount(minlength=len(tokens))
+        assert p_value(whose, torch.full((len(tokens),), 1 / len(tokens))) > 1e-4
+
+
+def test_small_race_times_are_distinct():
     """Of 2**17 equal weights the smallest samples hardly ever tie; with -log(u) of float32 u some do."""
     # Few of the seeds have ties of coarse numbers; 62 has.
     seeds, tokens = torch.arange(num_cases(0, 50), num_cases(400, 70))[:, None], torch.arange(2**17)
-    ties = {"exponential": 0, "of coarse numbers": 0}
+    ties = {"race": 0, "coarse": 0}
     for chunk in seeds.split(20):
-        times = random_reference.exponential(chunk, chunk * 0 + 5, tokens, RandomStream.TARGET)
+        times = random_reference.race_times(chunk[:, 0], chunk[:, 0] * 0 + 5, 2**17, RandomStream.TARGET)
         coarse = -torch.log(random_reference.uniform(chunk, chunk * 0 + 5, tokens, RandomStream.TARGET))
-        for name, values in {"exponential": times, "of coarse numbers": coarse}.items():
+        for name, values in {"race": times, "coarse": coarse}.items():
             first, second = values.topk(2, dim=1, largest=False).values.unbind(1)
             ties[name] += int((first == second).sum())
-    assert ties["exponential"] == 0 and ties["of coarse numbers"] > 0
+    assert ties["race"] == 0 and ties["coarse"] > 0
 
 
 # Where the numbers of a stream come as close to 0 and 1 as they do: (stream, seed, position), all for token 0.
@@ -204,25 +251,44 @@ def test_extreme_random_numbers(stream, seed, position):
     arguments = [torch.tensor([value]) for value in (seed, position, 0)]
     expected = torch.tensor([EXTREMES[stream, seed, position]])
     assert torch.equal(random_reference.uniform(*arguments, stream), expected)
-    assert torch.equal(numbers_in_triton(*arguments, int(stream))[0], expected)
+    assert torch.equal(numbers_in_triton(*arguments, int(stream)), expected)
 
 
-@pytest.mark.parametrize("at_a_time", [7, 100, 2**16])
-def test_numbers_in_pieces_draw_the_same_tokens(at_a_time, monkeypatch):
-    """On a CPU the race draws what a race of all numbers at once draws."""
-    monkeypatch.setattr(random_reference, "_AT_A_TIME", at_a_time)
-    batch, width, vocabulary = 3, 2, 257
-    generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(batch, width, vocabulary, generator=generator).mul(3).softmax(-1)
-    weights[0, 0] = 0  # then token 0 is drawn
-    weights[1, :, 1:250] = 0
-    seeds, positions = torch.tensor([[5], [2**62 + 1], [9]]), torch.tensor([[40], [1], [7]])
-    for steps in (0, torch.tensor([[3], [4]])):
-        numbers = random_reference.exponential(
-            seeds[..., None], positions[..., None], torch.arange(vocabulary), RandomStream.DRAFT, steps
-        )
+@given(random=st.randoms(use_true_random=False))
+@settings(max_examples=num_cases(200, 40))
+def test_numbers_of_few_groups_draw_the_same_tokens(random):
+    """On a CPU the race draws what a race of the numbers of all tokens draws."""
+    batch, width, vocabulary = (
+        random.randint(1, 4),
+        random.randint(1, 3),
+        random.choice([1, 64, random.randint(1, 900)]),
+    )
+    generator = torch.Generator().manual_seed(random.randint(0, 2**31))
+    weights = (torch.randn(batch, width, vocabulary, generator=generator) * random.choice([0, 1, 3, 8])).softmax(-1)
+    weights[torch.rand(batch, width, vocabulary, generator=generator) < random.choice([0, 0.5, 0.98])] = 0
+    weights[0, 0] *= random.choice([0, 1])  # where all are 0 token 0 is drawn
+    seeds = torch.randint(-(2**63), 2**63 - 1, (batch, 1), generator=generator)
+    positions = torch.randint(0, 5000, (batch, 1), generator=generator)
+    for steps in (0, torch.arange(width) + 3):
+        numbers = random_reference.race_times(seeds, positions, vocabulary, RandomStream.DRAFT, steps)
         found = random_reference.exponential_sample(weights, seeds, positions, RandomStream.DRAFT, steps)
         assert torch.equal(found, (weights / numbers).argmax(-1)) and found.shape == (batch, width)
+
+
+def test_few_numbers_are_made_on_a_cpu(monkeypatch):
+    """Of a text's usual distributions about one token in 20 has its number made, or its group's."""
+    philox, made = random_reference._philox, []
+
+    def counted(*args):
+        words = philox(*args)
+        made.append(words[0].numel())
+        return words
+
+    monkeypatch.setattr(random_reference, "_philox", counted)
+    logits = torch.randn(8, 2**15, generator=torch.Generator().manual_seed(0)) * 2
+    logits[:, :50] += 12
+    random_reference.exponential_sample(logits.softmax(-1), torch.arange(8), torch.arange(8), RandomStream.TARGET)
+    assert sum(made) < logits.numel() / 20
 
 
 # ---- greedy
@@ -371,8 +437,7 @@ def draw_case(random, batch, num_drafts, vocabulary, share_of_point_masses=0.4):
 
 
 def exponential_times(seed, position, vocabulary):
-    numbers = random_reference.uniform(seed, position, torch.arange(vocabulary), RandomStream.TARGET)
-    return -torch.log1p(-numbers.double())
+    return random_reference.race_times(seed, position, vocabulary, RandomStream.TARGET).double()
 
 
 def plain_sampling(case):
@@ -785,11 +850,10 @@ def test_draws_equal_reference(random):
     assert got_probs.dtype == torch.float32 and got_probs.is_contiguous() and got_probs.shape == probs.shape
     torch.testing.assert_close(got_probs.cpu(), probs, rtol=5e-5, atol=1e-30)  # exp on a GPU
     assert (got_probs.cpu()[probs == 0] == 0).all()
-    steps = torch.arange(first, first + num_drafts)[:, None]
-    places = seeds[:, None, None], lengths[:, None, None], torch.arange(vocabulary)
-    numbers = random_reference.uniform(*places, RandomStream.DRAFT, steps)
+    steps = torch.arange(first, first + num_drafts)
+    times = random_reference.race_times(seeds[:, None], lengths[:, None], vocabulary, RandomStream.DRAFT, steps)
     best, second = (
-        (probs.double() / -torch.log1p(-numbers.double())).topk(2, dim=-1).values.unbind(-1)
+        (probs / times.double()).topk(2, dim=-1).values.unbind(-1)
         if vocabulary > 1
         else (1.0, torch.zeros(index.shape))
     )

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
-from hf_specdec import NoDrafter, layer_ops, op_choice
+from hf_specdec import NoDrafter, layer_ops, op_choice, ops
 from hf_specdec.hosting.equivalence import why_not_equivalent
 from hf_specdec.layer_ops import NormKind, RotaryKind
 from hf_specdec.modules.patch import engine
@@ -109,6 +109,29 @@ def test_texts_are_the_same_and_ops_run(used, name):
     assert len(kinds_of(used, "rotary", "rotate_and_store")) == 1
     used.clear()
     assert torch.equal(greedy(target, inputs), plain) and not used
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("name", "per_layer"), [("llama", 1), ("phi3", 1), ("gemma3", 1), ("gpt-oss", 0)])
+def test_gate_and_up_are_one_product_with_their_activation(used, monkeypatch, name, per_layer):
+    """Also of one layer that computes both (Phi-3); not where a child has a hook, or is another function."""
+    set_policy(monkeypatch, "cpu", layer_kernels=True, transposed_linear=False, few_row_linear=True, fused_linear=True)
+    calls, gated = [], ops.gated_linear
+    monkeypatch.setattr(ops, "has_gated_linear", lambda inputs, weight: True)
+    monkeypatch.setattr(ops, "gated_linear", lambda *args: calls.append(args) or gated(*args))
+    target, inputs = copy.deepcopy(target_of(name)), padded_prompts([9, 4])
+    plain, drafter = greedy(target, inputs), NoDrafter(target)
+    assert torch.equal(greedy(target, inputs, drafter), plain) and drafter.stats.engine == "static"
+    layers = target.config.get_text_config().num_hidden_layers
+    assert len(calls) % layers == 0 and bool(calls) == bool(per_layer)
+    assert not per_layer or not kinds_of(used, "gated_activation")
+    calls.clear()
+    if per_layer:
+        mlp = target.get_decoder().layers[0].mlp
+        next(iter(mlp.children())).register_forward_hook(lambda module, args, out: 2 * out)
+        changed = greedy(target, inputs)
+        assert torch.equal(greedy(target, inputs, drafter), changed)
+        assert len(calls) % (layers - 1) == 0 and calls
 
 
 @pytest.mark.core

@@ -404,7 +404,7 @@ def test_draft_is_drawn_from_the_reported_distribution(monkeypatch):
     index, probs = draw_draft(logits, temperatures, torch.arange(3), lengths, 1)
     torch.testing.assert_close(probs, (logits / temperatures[:, None, None]).softmax(dim=-1))
     assert torch.equal(shown["weights"], probs) and shown["stream"] == RandomStream.DRAFT
-    assert torch.equal(shown["positions"], lengths[:, None]) and shown["steps"].tolist() == [[1], [2]]
+    assert torch.equal(shown["positions"], lengths[:, None]) and shown["steps"].tolist() == [1, 2]
     assert torch.equal(index, probs.argmax(dim=2))
 
 
@@ -606,14 +606,14 @@ def test_samples_of_the_engine(how, call):
 
 def test_samples_detect_random_numbers_shared_by_two_rounds(monkeypatch):
     """Block verification looks at all drafts of a round; drawing the next round's by the same numbers bends the law."""
-    target, uniform = tiny_target(), random_reference.uniform
+    target, philox = tiny_target(), random_reference._philox
     options, processors = CALLS["top_k"]
     law = exact_law(target, PROMPT, LogitsProcessorList(processors))
     drafter = tiny_drafter("eagle3", target, 3, draft_probs=True).configure(verification="block")
     monkeypatch.setattr(
         random_reference,
-        "uniform",
-        lambda seeds, positions, tokens, stream, steps=0: uniform(seeds, positions + steps, tokens, stream),
+        "_philox",
+        lambda seeds, positions, numbers, stream, steps: philox(seeds, positions + steps, numbers, stream, 0),
     )
     cells = draw(target, DRAWS // 4, 0, assistant_model=drafter, **options)
     assert p_value(cells.bincount(minlength=len(law)), law) < 1e-6

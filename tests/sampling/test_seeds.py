@@ -10,7 +10,7 @@ from targets import padded_prompts, set_policy, tiny_target
 from transformers import LogitsProcessorList, set_seed
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
-from hf_specdec.engine.request import DRAFT_PROBS_TEMPERATURE
+from hf_specdec.calls.call import DRAFT_PROBS_TEMPERATURE
 from hf_specdec.sampling.logits import RowTemperature
 
 modes = pytest.mark.parametrize("mode", MODES)

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..cache.ragged_cache import RaggedCache
 from ..memory.virtual_memory import RowMemory, aligned
-from ..state import DecodeState
+from .ragged_cache import RaggedCache
 
 
 class _Part(NamedTuple):
@@ -58,8 +57,3 @@ class KeyLayout(NamedTuple):
             for layer, parts in zip(cache.layers, layers, strict=True):
                 if parts:
                     layer.place(*(memory.view(one.offset, one.dtype, one.heads, one.dim) for one in parts))
-
-
-def caches_of(state: DecodeState) -> list[RaggedCache]:
-    """The caches of target and drafter."""
-    return [state.cache, *(() if state.memory is None else state.memory.caches)]

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from transformers import Cache
 
 from ..host.caches import OUTPUT_NAME
-from .packed_prompts import PromptSpan
+
+
+class PromptSpan(NamedTuple):
+    """Positions of a row that a prefill computes.
+
+    Attributes:
+        begin, end: the first position, and the one after the last.
+    """
+
+    row: int
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Triton linear layer for many rows on Hopper and later GPUs; the reference is `linear_reference.linear`.
+"""Triton linear layer for more than a few rows on Hopper and later GPUs; the reference is `linear_reference.linear`.
 
 Shapes: inputs `[n, in]`, weight `[out, in]`, bias `[out]`, result `[n, out]`:
 
@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_splits import num_multiprocessors
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .linear import LINES, request_lines
 from .types import LinearTiles
 
 # Blocks of rows that programs which start together share with as few blocks of features, for the L2 cache.
@@ -33,16 +34,19 @@ _HOPPER = (9, 0)
 def _linear_kernel(
     inputs_desc,
     weight_desc,
+    weight_ptr,
     bias_ptr,
     out_desc,
     num_rows,
     size_out,
     size_in,
+    weight_stride,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
+    LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Tiles of FEATURES output features of ROWS rows.
@@ -51,6 +55,12 @@ def _linear_kernel(
     writes their `out`.
     """
     row_blocks, feature_blocks = tl.cdiv(num_rows, ROWS), tl.cdiv(size_out, FEATURES)
+    if PDL:
+        _, feature_block = tl.swizzle2d(
+            tl.program_id(0) // feature_blocks, tl.program_id(0) % feature_blocks, row_blocks, feature_blocks, GROUP
+        )
+        first = (feature_block * FEATURES).to(tl.int64)
+        request_lines(weight_ptr + first * weight_stride, weight_stride * 2, size_out - first, FEATURES, LINES)
     wait_for_inputs(PDL)
     for tile in tl.range(tl.program_id(0), row_blocks * feature_blocks, tl.num_programs(0)):
         row_block, feature_block = tl.swizzle2d(
@@ -92,16 +102,19 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     _linear_kernel[(min(num_tiles, num_multiprocessors(inputs.device)),)](
         TensorDescriptor.from_tensor(inputs, [tiles.rows, tiles.depth]),
         TensorDescriptor.from_tensor(weight, [tiles.features, tiles.depth]),
+        weight,
         bias,
         TensorDescriptor.from_tensor(out, [tiles.rows, tiles.features]),
         num_rows,
         size_out,
         size_in,
+        weight.stride(0),
         HAS_BIAS=bias is not None,
         ROWS=tiles.rows,
         FEATURES=tiles.features,
         DEPTH=tiles.depth,
         GROUP=_GROUP,
+        LINES=LINES,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **dependent_launch(inputs.device),

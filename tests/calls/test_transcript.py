@@ -12,8 +12,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCrite
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 from word_tokenizer import word_tokenizer
 
-from hf_specdec.engine.row_request import RowRequest
-from hf_specdec.engine.transcript import Transcript
+from hf_specdec.calls.request import Request
+from hf_specdec.calls.transcript import Transcript
 
 
 class Copies(TorchFunctionMode):
@@ -157,7 +157,7 @@ def test_criteria_of_a_request_get_its_text_at_the_same_cost_for_every_token():
         places.add(input_ids.data_ptr())
         return torch.tensor([input_ids.shape[1] == 6])
 
-    request = RowRequest(0, torch.tensor([7, 8]), remaining=9, criteria=StoppingCriteriaList([rule]))
+    request = Request(0, torch.tensor([7, 8]), remaining=9, criteria=StoppingCriteriaList([rule]))
     assert not request.add([1, 2], now=0.0) and request.add([3, 4, 5], now=0.0)
     assert texts == [[[7, 8, 1]], [[7, 8, 1, 2]], [[7, 8, 1, 2, 3]], [[7, 8, 1, 2, 3, 4]]]
     assert len(places) == 1 and request.tokens == [1, 2, 3, 4]

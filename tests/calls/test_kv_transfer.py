@@ -14,7 +14,7 @@ from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
 from targets import PAD, VOCAB, padded_prompts, tiny_target
 from transformers import DynamicCache, StaticCache
 
-from hf_specdec.engine.kv_transfer import DeferredCache
+from hf_specdec.calls.kv_transfer import DeferredCache
 from hf_specdec.engine.static_engine import REREAD_PER_NEW_TOKEN
 from hf_specdec.host.caches import OUTPUT_NAME
 

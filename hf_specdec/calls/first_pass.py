@@ -32,10 +32,10 @@ from ..modules.signature import fact
 from ..patching.mask_rules import ordinary_prompts
 from ..patching.support import cache_layers, cache_name, configured_layers
 from ..state import DecodeState
+from .call import Call
 from .kv_transfer import read_cache, run_as_given, stores_keys
+from .output import HiddenStates
 from .prompts import Prompts
-from .request import Request
-from .target import HiddenStates
 
 # Model inputs that engines replace by their own.
 REPLACED_INPUTS = frozenset(
@@ -106,33 +106,33 @@ def ordinary_offsets(prompts: Prompts, model_kwargs: Mapping[str, Any]) -> list[
 
 
 def for_static_engine(
-    request: Request, model_kwargs: Mapping[str, Any], by_target: bool = False
-) -> tuple[Request, Mapping[str, Any]] | str:
-    """`request` as the static engine is to run it, and where the target itself is to run the prompts what it is given
+    call: Call, model_kwargs: Mapping[str, Any], by_target: bool = False
+) -> tuple[Call, Mapping[str, Any]] | str:
+    """`call` as the static engine is to run it, and where the target itself is to run the prompts what it is given
     with the first new token; or the reason why it cannot.
 
     Args:
         model_kwargs: inputs of the model as prepared by `generate()`.
         by_target: whether the target is to run the prompts in any case.
     """
-    model, prompts = request.model, request.prompts
+    model, prompts = call.model, call.prompts
     besides, offsets = inputs_besides_tokens(model_kwargs), ordinary_offsets(prompts, model_kwargs)
     by_target = by_target or bool(besides) or offsets is None
     kinds = configured_layers(model)
     if (by_target or any(offsets)) and (obstacle := kinds.why_not(Use.OTHER_INPUTS)) is not None:
         return f"it has {obstacle}"
     if not by_target:
-        return replace(request, position_offsets=offsets), {}
+        return replace(call, position_offsets=offsets), {}
     what = ", ".join(sorted(besides)) or "position_ids of its own"
     if prompts.cached and (obstacle := kinds.why_not(Use.OTHER_INPUTS_CONTINUED)) is not None:
         return f"the call has {what}, and continues a cache with {obstacle}"
-    if request.config.prefill_chunk_size is not None:
+    if call.config.prefill_chunk_size is not None:
         return f"the call has {what}, and prompts are to run in chunks (prefill_chunk_size)"
     following = inputs_after_prompts(model, prompts, model_kwargs)
     offsets = following if isinstance(following, str) else position_offsets(prompts, following)
     if isinstance(offsets, str):
         return offsets
-    return replace(request, position_offsets=offsets, inputs=model_kwargs), following
+    return replace(call, position_offsets=offsets, inputs=model_kwargs), following
 
 
 def inputs_after_prompts(
@@ -271,12 +271,12 @@ class FirstPass:
     It takes the place of a `Target` where the engine prefills the drafter.
 
     Args:
-        request: of the call, with `inputs`.
+        call: with `inputs`.
         keeps_hidden_states: whether the user gets the hidden states of the prompt.
     """
 
-    def __init__(self, request: Request, keeps_hidden_states: bool):
-        self._request = request
+    def __init__(self, call: Call, keeps_hidden_states: bool):
+        self._call = call
         self._keeps_hidden_states = keeps_hidden_states
         self._cache: Cache | None = None
 
@@ -290,8 +290,8 @@ class FirstPass:
         """
         if self._cache is not None:
             return
-        request, model = self._request, self._request.model
-        drafter, prompts = request.drafter, request.prompts
+        call, model = self._call, self._call.model
+        drafter, prompts = call.drafter, call.prompts
         columns = torch.arange(prompts.cached, prompts.width) - torch.tensor(prompts.padding)[:, None]
         self._positions = torch.where(columns < 0, slots - 1, columns).to(model.device)
         cache = self._new_cache(slots, num_draft_tokens)
@@ -305,11 +305,11 @@ class FirstPass:
             inputs = stack.enter_context(_InputRecorder(model.get_decoder()))
             if isinstance(cache, RaggedCache):
                 stack.enter_context(_on_column_cache(model))
-            given = request.inputs
+            given = call.inputs
             if recorder.misses_positions:  # a list of places leaves no token out
                 given = {**given, "logits_to_keep": torch.tensor([-1], device=model.device)}
             try:
-                out = run_as_given(model, prompts.input_ids, request.config, given, cache)
+                out = run_as_given(model, prompts.input_ids, call.config, given, cache)
             except BaseException:
                 if prompts.cached:  # the user's cache, which has got longer in some layers
                     with suppress(Exception):
@@ -329,9 +329,9 @@ class FirstPass:
         self._cache = cache
 
     def _new_cache(self, slots: int, num_draft_tokens: int) -> Cache:
-        model, prompts = self._request.model, self._request.prompts
+        model, prompts = self._call.model, self._call.prompts
         if prompts.cached:
-            return self._request.cache
+            return self._call.cache
         if not configured_layers(model).keeps_states:
             return DynamicCache(config=model.config.get_text_config(decoder=True))
         lengths = torch.tensor(prompts.lengths, device=model.device)
@@ -342,9 +342,9 @@ class FirstPass:
 
         The copies that are not the user's cache are freed.
         """
-        prompts, batch = self._request.prompts, len(state.lengths)
+        prompts, batch = self._call.prompts, len(state.lengths)
         whole = replace(prompts, cached=prompts.width)
-        read_cache(self._cache, state.cache, whole, batch, self._request.model.device)
+        read_cache(self._cache, state.cache, whole, batch, self._call.model.device)
         if kept is not None:
             kept.store(self._hidden_states, self._positions, state.slots)
         if not prompts.cached:
@@ -376,7 +376,7 @@ class FirstPass:
         if self._position_ids is None:
             return self._state.text_positions(slots)
         rows, columns = self._rows(slots), self._columns(slots)
-        given = self._position_ids.expand(-1, self._request.batch, -1)
+        given = self._position_ids.expand(-1, self._call.batch, -1)
         found = given[:, rows, columns] if sections and len(given) > 1 else given[0, rows, columns]
         return torch.where(slots < self._state.dummy_slot, found, 0)
 
@@ -389,10 +389,10 @@ class FirstPass:
 
     def _rows(self, slots: torch.Tensor) -> torch.Tensor:
         """Rows of the call `[B, 1]`; for further rows of the state, which are finished, the last."""
-        return torch.arange(len(slots), device=slots.device).clamp(max=self._request.batch - 1)[:, None]
+        return torch.arange(len(slots), device=slots.device).clamp(max=self._call.batch - 1)[:, None]
 
     def _columns(self, slots: torch.Tensor) -> torch.Tensor:
         """Columns of the pass at `slots` `[B, n]`; any for slots that are not of the prompts."""
-        prompts = self._request.prompts
+        prompts = self._call.prompts
         padding = torch.tensor(prompts.padding, device=slots.device)[self._rows(slots)]
         return (slots + padding - prompts.cached).clamp(0, prompts.width - prompts.cached - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -17,7 +17,7 @@ from ..row_buffers import upload
 
 
 @dataclass(eq=False)
-class RowRequest:
+class Request:
     """A request: a row of a call, or one that has arrived at a manager.
 
     Attributes:
@@ -39,6 +39,7 @@ class RowRequest:
         prompt_id: the name of the last sequence of its prompt, by which a manager cancels all of them.
         streaming: whether a result is delivered after every round.
         tokens: generated so far.
+        logprobs: of these, under the scores that they were drawn from; empty unless they were asked for.
         num_settled: how many of these there were before the last round, which the drafter has read.
         timestamps: `time.perf_counter()` when each of them reached the host.
         num_drafted, num_accepted: draft tokens that were verified for it, and accepted.
@@ -65,6 +66,7 @@ class RowRequest:
     streaming: bool = False
     prompt_ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     num_settled: int = 0
     timestamps: list[float] = field(default_factory=list)
     num_drafted: int = 0
@@ -145,6 +147,7 @@ class RowRequest:
             request_id=self.request_id,
             prompt_ids=self.prompt_ids,
             generated_tokens=list(self.tokens),
+            logprobs=list(self.logprobs),
             error=self.error,
             status=status,
             created_time=self.created_time,
@@ -173,23 +176,17 @@ class Arrived(NamedTuple):
         must_restart: whether the run ends at once, since its requests go on in another one.
     """
 
-    requests: Sequence[RowRequest] = ()
-    withdrawn: Sequence[tuple[RowRequest, str]] = ()
+    requests: Sequence[Request] = ()
+    withdrawn: Sequence[tuple[Request, str]] = ()
     is_open: bool = True
     is_changed: bool = False
     has_waited: bool = False
     must_restart: bool = False
 
 
-class Arrivals(Protocol):
-    """Requests that arrive while rounds run."""
-
-    def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
-        """What has arrived; called before every round.
-
-        It may wait, for long only if `is_idle`: no round is due. Before that it calls `leave_target`, so that others
-        find the target as it was.
-        """
+# Says what has arrived; called before every round with `is_idle` and `leave_target`. It may wait, for long only if
+# `is_idle`: no round is due. Before that it calls `leave_target`, so that others find the target as it was.
+Arrivals = Callable[[bool, Callable[[], None]], Arrived]
 
 
 @dataclass(frozen=True)
@@ -209,16 +206,16 @@ class ContinuousBatching:
     """
 
     max_rows: int | None = None
-    on_finished: Callable[[RowRequest], None] | None = None
-    on_tokens: Callable[[list[RowRequest]], None] | None = None
+    on_finished: Callable[[Request], None] | None = None
+    on_tokens: Callable[[list[Request]], None] | None = None
     arrivals: Arrivals | None = None
     longest: int = 1
     records_timestamps: bool = False
     reuses_prefixes: bool = True
-    processors_of: Callable[[RowRequest, Any], LogitsProcessorList | None] | None = None
+    processors_of: Callable[[Request, Any], LogitsProcessorList | None] | None = None
 
 
-def end(request: RowRequest, now: float, settings: ContinuousBatching) -> None:
+def end(request: Request, now: float, settings: ContinuousBatching) -> None:
     """End `request` at time `now`."""
     request.lifespan = (request.lifespan[0], now)
     if settings.on_finished is not None:
@@ -226,7 +223,7 @@ def end(request: RowRequest, now: float, settings: ContinuousBatching) -> None:
             settings.on_finished(request)
 
 
-def ends_of(requests: Sequence[RowRequest], like: torch.Tensor) -> torch.Tensor | None:
+def ends_of(requests: Sequence[Request], like: torch.Tensor) -> torch.Tensor | None:
     """`[len(requests), E]` int64: the tokens that end each request, filled up with `NO_TOKEN`; None without any."""
     width = max(len(one.ends) for one in requests)
     if width == 0:

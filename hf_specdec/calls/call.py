@@ -23,8 +23,8 @@ from ..patching.support import num_positions
 from ..sampling.processors import row_temperatures
 from ..sampling.randomness import Randomness
 from .prompts import Prompts
-from .row_request import RowRequest
-from .transcript import end_tokens_of
+from .request import Request
+from .transcript import Transcript, end_tokens_of
 
 # With `draft_probs="auto"` draft tokens are sampled from the drafter's distribution from this temperature up. It is the
 # lowest at which that was measured to pay: SmolLM2 with its drafters, K = 5, one H200, 2 % more tokens a second at 0.3,
@@ -33,7 +33,7 @@ DRAFT_PROBS_TEMPERATURE = 0.3
 
 
 @dataclass(frozen=True)
-class Request:
+class Call:
     """One call of `generate()` with a drafter.
 
     Attributes:
@@ -42,11 +42,13 @@ class Request:
         num_draft_tokens: K, draft tokens a round; the largest K where it is chosen round by round.
         is_auto: whether it is.
         randomness: where random numbers come from.
+        logprobs: of which distributions the user gets the log-probabilities of new tokens: `"processed"`, that which
+            they are drawn from, `"raw"`, the softmax of the target's logits.
         cache: `past_key_values` of the user, which the call fills; None if the user passed none.
         reason: why this engine runs, for the statistics.
         position_offsets: for each row position ids minus positions after the prompt, on the static engine; None for 0.
         inputs: of the target as prepared by `generate()`, where the target itself runs the prompts, see
-            `engine.first_pass`; None where the static engine does.
+            `calls.first_pass`; None where the static engine does.
     """
 
     model: PreTrainedModel
@@ -57,6 +59,7 @@ class Request:
     config: GenerationConfig
     num_draft_tokens: int
     randomness: Randomness
+    logprobs: tuple[str, ...] = ()
     streamer: BaseStreamer | None = None
     cache: Cache | None = None
     is_auto: bool = False
@@ -122,7 +125,7 @@ class Request:
             return None
         return int(pad_token(self.config))
 
-    def requests(self, prompts: Sequence[torch.Tensor], seeds: torch.Tensor) -> list[RowRequest]:
+    def requests(self, prompts: Sequence[torch.Tensor], seeds: torch.Tensor) -> list[Request]:
         """A request for each of `prompts`, `[length]` int64; those that are too long have an error.
 
         Args:
@@ -130,13 +133,26 @@ class Request:
         """
         count, found = num_positions(self.model), []
         for index, (prompt, seed) in enumerate(zip(prompts, seeds.tolist(), strict=True)):
-            one = RowRequest(index, prompt, self.max_new_tokens, ends=self.ends, seed=seed)
+            one = Request(index, prompt, self.max_new_tokens, ends=self.ends, seed=seed)
             if count is not None:
                 one.remaining = fitting_tokens(len(prompt), self.max_new_tokens, count)
                 one.is_cut = one.remaining < self.max_new_tokens
                 one.error = why_too_long(self.model, len(prompt), count)
             found.append(one)
         return found
+
+    def transcript(self, criteria: StoppingCriteriaList | None = None) -> Transcript:
+        """A transcript of the call, whose rows end by `criteria`, or by those of the call."""
+        return Transcript(
+            self.prompts.input_ids,
+            self.criteria if criteria is None else criteria,
+            self.pad_token_id,
+            self.max_new_tokens,
+            self.streamer,
+            keep_scores=self.keeps("scores"),
+            keep_logits=self.keeps("logits"),
+            keep_logprobs=self.logprobs,
+        )
 
     @cached_property
     def kept(self) -> list[str]:
@@ -167,7 +183,7 @@ def fitting_tokens(length: int, max_new_tokens: int, count: int | None) -> int:
     return max_new_tokens if count is None else min(max_new_tokens, count + 1 - length)
 
 
-def no_positions(what: str, request: RowRequest) -> str:
+def no_positions(what: str, request: Request) -> str:
     """The error of a `request`, named as `what`, that has used up the positions of the target."""
     return (
         f"{what} has {len(request.prompt)} tokens and has not ended after {request.remaining} new ones, but the target "

@@ -17,9 +17,8 @@ from ..cache.ragged_cache import RaggedCache
 from ..host.caches import CacheLayerMixin
 from ..host.generation import ModelOutput, keeps_logits, prefill
 from ..patching.support import cache_name, parts
-from .last_states import replay_states
+from .call import Call
 from .prompts import Prompts
-from .request import Request
 
 
 def why_not_readable(cache: Cache, kinds: LayerKinds) -> str | None:
@@ -110,7 +109,7 @@ class FinishedCall:
         prompts: of the call.
         sequences: `[B, P + new]` int64, what the call returns.
         columns: leading columns that the target has run in all rows; never the last column of the text.
-        position_offsets: see `Request`.
+        position_offsets: see `Call`.
         run_prompts: runs the target over the prompts as plain `generate()` does, into the cache that it is given; None
             where their tokens are all that it needs.
         bounds_steps: whether the target bounds time steps of several tokens at once only, see `RecurrentState`.
@@ -128,12 +127,12 @@ class FinishedCall:
     is_written: bool = field(default=False, init=False)
 
     @classmethod
-    def of(cls, request: Request, ragged: RaggedCache, sequences: torch.Tensor, columns: int) -> FinishedCall:
-        """The call of `request`; what its inputs hold is kept where keys and values are not copied."""
-        model, prompts, run_prompts = request.model, request.prompts, None
-        if request.inputs is not None and ragged.recurrence is not None:
-            run_prompts = functools.partial(run_as_given, model, prompts.input_ids, request.config, request.inputs)
-        offsets, bounds_steps = request.position_offsets, ragged.bounds_steps
+    def of(cls, call: Call, ragged: RaggedCache, sequences: torch.Tensor, columns: int) -> FinishedCall:
+        """That of `call`; what its inputs hold is kept where keys and values are not copied."""
+        model, prompts, run_prompts = call.model, call.prompts, None
+        if call.inputs is not None and ragged.recurrence is not None:
+            run_prompts = functools.partial(run_as_given, model, prompts.input_ids, call.config, call.inputs)
+        offsets, bounds_steps = call.position_offsets, ragged.bounds_steps
         return cls(model, ragged, prompts, sequences, columns, offsets, run_prompts, bounds_steps)
 
     def write_to(self, cache: Cache) -> None:
@@ -146,7 +145,7 @@ class FinishedCall:
         ragged, ends = self.ragged, self.prompts.ends(self.columns)
         if not ragged.can_be_copied:
             return
-        if ragged.recurrence is not None and not (self.columns == self._most and replay_states(ragged, ends)):
+        if ragged.recurrence is not None and not (self.columns == self._most and ragged.replay(ends)):
             return
         with _unchanged_on_error(cache):
             if ragged.kinds.stores_keys:

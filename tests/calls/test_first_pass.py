@@ -14,7 +14,8 @@ from oracle import RANDOM_DRAFTERS, random_draft_model, random_eagle3, random_mt
 from targets import padded_prompts
 from transformers import DynamicCache
 
-from hf_specdec.engine import first_pass, static_engine
+from hf_specdec.calls import first_pass
+from hf_specdec.engine import static_engine
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.modules import signature
 from hf_specdec.modules.module_hooks import has_hooks

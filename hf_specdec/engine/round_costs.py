@@ -1,0 +1,181 @@
+"""What rounds cost, kept on disk: how long those of each K take, of a target with its drafter on a device.
+
+`num_assistant_tokens="auto"` begins with what earlier calls have measured, also those of other processes. There is a
+file for each target, drafter, device and versions, in the folder `hf_specdec` of Triton's cache, or in the folder that
+the environment variable `HF_SPECDEC_CACHE` names; with `off` there is none. A file that cannot be read counts as none.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import tempfile
+import threading
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..drafters.base import Drafter
+from ..modules.signature import settings_of
+from ..parallel.tensor_parallel import tensor_parallel_group
+from ..state import Shape
+from .auto_drafts import RoundTimes
+
+logger = logging.getLogger(__name__)
+
+FOLDER_VARIABLE = "HF_SPECDEC_CACHE"
+
+# Times that differ by a smaller share from those on disk are not written.
+_NEWS = 0.05
+
+
+def table_folder() -> Path | None:
+    """The folder of the files; None where there is to be none."""
+    asked = os.environ.get(FOLDER_VARIABLE)
+    if asked is not None:
+        return None if asked in ("", "0", "off") else Path(asked)
+    try:
+        root = os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton/cache")
+    except RuntimeError:  # there is no home
+        return None
+    return Path(root, "hf_specdec")
+
+
+class CostTable:
+    """Times of rounds of one target with one drafter, by what they depend on besides.
+
+    Args:
+        identity: of target, drafter, device and versions.
+        folder: of the file; None to keep nothing on disk.
+    """
+
+    def __init__(self, identity: str, folder: Path | None):
+        self._identity = identity
+        name = hashlib.sha256(identity.encode()).hexdigest()[:32]
+        self._file = None if folder is None else folder / f"{name}.json"
+        self._times: dict[str, RoundTimes] = {}
+        self._lock = threading.Lock()
+
+    def times(self, shape: Shape) -> RoundTimes:
+        """Of rounds on buffers of `shape`; the same ones in all calls of this process."""
+        kind = f"drafts drawn, by {shape.verification}" if shape.draft_probs else "most likely drafts"
+        name = f"{shape.batch} rows, {'sampled' if shape.is_sampling else 'greedy'}, {kind}"
+        with self._lock:
+            if name not in self._times:
+                known, total = self._read().get(name, ({}, 0.0))
+                self._times[name] = RoundTimes(shape.batch, known, total)
+            return self._times[name]
+
+    def save(self) -> None:
+        """Add what was measured to the file. Processes that do so at once leave the times of one of them."""
+        with self._lock:
+            if self._file is None:
+                return
+            entries = self._read()
+            is_new = False
+            for name, times in self._times.items():
+                known, total = entries.get(name, ({}, 0.0))
+                measured, spent = times.measured()
+                is_new |= any(abs(one - known.get(count, 0.0)) > _NEWS * one for count, one in measured.items())
+                is_new |= spent > max(total, 1e3)
+                entries[name] = {**known, **measured}, total + spent
+            if is_new:
+                self._write(entries)
+                for times in self._times.values():
+                    times.unsaved = 0.0
+
+    def _read(self) -> dict[str, tuple[dict[int, float], float]]:
+        """Milliseconds by K, and those of all rounds, by name."""
+        if self._file is None:
+            return {}
+        try:
+            found = json.loads(self._file.read_text(encoding="utf-8"))
+            if found["identity"] != self._identity:
+                return {}
+            entries = {
+                name: ({int(count): float(one) for count, one in entry["milliseconds"].items()}, float(entry["total"]))
+                for name, entry in found["rounds"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+        numbers = [one for known, total in entries.values() for one in (*known.values(), total + 1.0)]
+        return entries if all(math.isfinite(one) and one > 0 for one in numbers) else {}
+
+    def _write(self, entries: dict[str, tuple[dict[int, float], float]]) -> None:
+        rounds = {
+            name: {"milliseconds": {str(count): one for count, one in sorted(known.items())}, "total": total}
+            for name, (known, total) in entries.items()
+        }
+        written = None
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False, encoding="utf-8") as out:
+                written = out.name
+                json.dump({"identity": self._identity, "rounds": rounds}, out, indent=1)
+            os.replace(written, self._file)
+        except OSError as error:
+            _warn(
+                f"Times of rounds cannot be kept in {self._file.parent} ({error}); set {FOLDER_VARIABLE} to a folder."
+            )
+            self._file = None
+            if written is not None:
+                with suppress(OSError):
+                    os.remove(written)
+
+
+@functools.cache  # one for each identity in a process, whose calls share times
+def table_of(identity: str, folder: Path | None) -> CostTable:
+    return CostTable(identity, folder)
+
+
+def find_table(model: PreTrainedModel, drafter: Drafter, is_captured: bool) -> CostTable:
+    """The table of `model` with `drafter`, as they are now. That of split targets, whose processes must agree, is not
+    on disk.
+    """
+    group, device = tensor_parallel_group(model), model.device
+    identity = {
+        "target": _description(model),
+        "drafter": _description(drafter),
+        "rounds": [
+            "captured" if is_captured else "eager",
+            f"compiled: {drafter.compiles_rounds}",
+            f"batch-invariant: {drafter.batch_invariant}",
+            f"window: {drafter.draft_window_size}",
+        ],
+        "device": _device(device),
+        "versions": {name: _version(name) for name in ("torch", "triton", "transformers", __name__.partition(".")[0])},
+    }
+    return table_of(json.dumps(identity, sort_keys=True), table_folder() if group is None else None)
+
+
+def _description(module: PreTrainedModel) -> list[str]:
+    """What the time of a pass of `module` depends on: its configuration, shapes and types of its weights."""
+    weights = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in module.named_parameters()]
+    digest = hashlib.sha256(repr((settings_of(module.config), weights)).encode()).hexdigest()
+    return [type(module).__name__, f"{sum(one.numel() for one in module.parameters())} parameters", digest]
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"
+
+
+def _version(name: str) -> str:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(name)
+    return "none"
+
+
+@functools.cache
+def _warn(message: str) -> Any:
+    logger.warning(message)

@@ -1,0 +1,261 @@
+"""What rounds cost, on disk: what is written, what is read, and what calls make of it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from lossless import greedy
+from oracle import RANDOM_DRAFTERS, copy_of
+from targets import padded_prompts, tiny_target
+
+from hf_specdec.engine import round_costs
+from hf_specdec.engine.auto_drafts import ALONE, Acceptance, AutoDrafts, RoundTimes, is_better_alone
+from hf_specdec.engine.round_costs import CostTable, table_folder
+from hf_specdec.state import Shape
+
+SHAPE = Shape(
+    batch=256, slots=64, num_draft_tokens=7, is_sampling=False, draft_probs=False, num_ends=8, verification="token"
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(round_costs.FOLDER_VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+def run_rounds(table, milliseconds, shape=SHAPE):
+    times = table.times(shape)
+    for count, one in milliseconds.items():
+        for _ in range(3):
+            times.add(count, one, True)
+
+
+def test_times_are_kept(tmp_path):
+    table = CostTable("a target", tmp_path / "new")
+    run_rounds(table, {0: 18.5, 3: 40.0})
+    run_rounds(table, {0: 5.0}, SHAPE._replace(batch=8))
+    table.save()
+    again = CostTable("a target", tmp_path / "new")
+    times = again.times(SHAPE)
+    assert times.milliseconds(0) == 18.5 and times.milliseconds(3) == 40.0 and 7 not in times
+    assert times.total == 3 * 58.5 and again.times(SHAPE) is times
+    assert again.times(SHAPE._replace(batch=8)).milliseconds(0) == 5.0
+    for other in (SHAPE._replace(batch=4), SHAPE._replace(is_sampling=True)):
+        assert 0 not in again.times(other)
+    assert 0 not in CostTable("another target", tmp_path / "new").times(SHAPE)
+
+
+def test_what_a_process_has_not_run_is_left(tmp_path):
+    one, other = (CostTable("a target", tmp_path) for _ in range(2))
+    one.times(SHAPE), other.times(SHAPE)
+    run_rounds(one, {0: 10.0})
+    one.save()
+    run_rounds(other, {1: 15.0})
+    other.save()
+    times = CostTable("a target", tmp_path).times(SHAPE)
+    assert (times.milliseconds(0), times.milliseconds(1), times.total) == (10.0, 15.0, 75.0)
+
+
+def test_small_news_are_not_written(tmp_path):
+    table = CostTable("a target", tmp_path)
+    run_rounds(table, dict.fromkeys(range(8), 1000.0))
+    table.save()
+    (file,) = tmp_path.iterdir()
+    before = file.read_text()
+    run_rounds(table, {0: 1001.0})
+    table.save()
+    assert file.read_text() == before
+    run_rounds(table, dict.fromkeys(range(4), 2000.0))
+    run_rounds(table, dict.fromkeys(range(4), 2000.0))
+    table.save()
+    assert CostTable("a target", tmp_path).times(SHAPE).milliseconds(0) == 2000.0
+    assert CostTable("a target", tmp_path).times(SHAPE).total == table.times(SHAPE).total
+
+
+def damaged(text):
+    found = json.loads(text)
+    ((name, entry),) = found["rounds"].items()
+    cases = {
+        "empty": "",
+        "cut off": text[: len(text) // 2],
+        "a list": "[]",
+        "no rounds": json.dumps({"identity": found["identity"]}),
+        "another target": json.dumps({**found, "identity": "another"}),
+        "bytes": "\x00\x01",
+    }
+    for wrong in (-1.0, 0.0, "fast", None, float("nan"), float("inf")):
+        entry = {**entry, "milliseconds": {"0": wrong}}
+        cases[f"a time of {wrong}"] = json.dumps({**found, "rounds": {name: entry}})
+    cases["a K that is no number"] = json.dumps({**found, "rounds": {name: {"total": 1.0, "milliseconds": {"x": 1.0}}}})
+    return cases
+
+
+def test_damaged_files_count_as_none(tmp_path, caplog):
+    table = CostTable("a target", tmp_path)
+    run_rounds(table, {0: 10.0})
+    table.save()
+    (file,) = tmp_path.iterdir()
+    for what, text in damaged(file.read_text()).items():
+        file.write_text(text)
+        again = CostTable("a target", tmp_path)
+        assert 0 not in again.times(SHAPE), what
+        run_rounds(again, {0: 12.0})
+        again.save()
+        assert CostTable("a target", tmp_path).times(SHAPE).milliseconds(0) == 12.0, what
+    assert not caplog.records
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, caplog):
+    """Said once; calls go on with what they measure."""
+    (tmp_path / "file").write_text("")
+    round_costs._warn.cache_clear()
+    table = CostTable("a target", tmp_path / "file")
+    run_rounds(table, {0: 10.0})
+    table.save()
+    table.save()
+    assert table.times(SHAPE).milliseconds(0) == 10.0
+    assert len(caplog.records) == 1 and round_costs.FOLDER_VARIABLE in caplog.text
+
+
+WRITER = """
+import sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+from test_round_costs import SHAPE, run_rounds
+from hf_specdec.engine.round_costs import CostTable
+rows = int(sys.argv[1])
+for number in range(60):
+    table = CostTable("a target", Path(sys.argv[2]))
+    run_rounds(table, {{0: float(rows)}}, SHAPE._replace(batch=rows))
+    run_rounds(table, {{number % 8: float(number + 1)}})
+    table.save()
+    known = CostTable("a target", Path(sys.argv[2])).times(SHAPE._replace(batch=rows))
+    assert 0 not in known or known.milliseconds(0) == rows
+"""
+
+
+def test_two_processes_at_once(tmp_path):
+    code = WRITER.format(path=[os.path.dirname(__file__), *filter(None, sys.path)])
+    processes = [subprocess.Popen([sys.executable, "-c", code, str(rows), str(tmp_path)]) for rows in (1, 2)]
+    assert [one.wait() for one in processes] == [0, 0]
+    (file,) = tmp_path.iterdir()
+    rounds = json.loads(file.read_text())["rounds"]
+    assert any(name.startswith(("1 rows", "2 rows")) for name in rounds)
+    times = CostTable("a target", tmp_path).times(SHAPE)
+    assert all(1 <= times.milliseconds(count) <= 60 for count in range(8) if count in times) and 0 in times
+
+
+def test_where_it_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv(round_costs.FOLDER_VARIABLE, "off")
+    assert table_folder() is None
+    monkeypatch.setenv(round_costs.FOLDER_VARIABLE, str(tmp_path))
+    assert table_folder() == tmp_path
+    monkeypatch.delenv(round_costs.FOLDER_VARIABLE)
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert table_folder() == tmp_path / ".triton" / "cache" / "hf_specdec"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    assert table_folder() == tmp_path / "kernels" / "hf_specdec"
+
+
+def test_calls_begin_with_the_best_that_is_known():
+    """256 rows of an 8B target: K = 0 is faster than all others, and no other is tried."""
+    times = RoundTimes(256, {0: 18.4, 1: 34.0, 2: 46.0, 3: 57.0, 5: 84.0, 7: 110.0})
+    drafts = AutoDrafts(7, 1, Acceptance(), times, lambda count: 400.0)
+    assert drafts.current == 0 and {drafts.next(lambda: 128) for _ in range(100)} == {0}
+    captured = AutoDrafts(7, 1, Acceptance(), times, lambda count: 400.0 * (count != 1))
+    assert captured.current == 1, "what is captured, until another is worth its capture"
+    assert captured.next(lambda: 2.0) == 1 and captured.next(lambda: 1000.0) == 0
+
+
+def test_a_call_without_the_drafter():
+    accepted = Acceptance()
+    times = RoundTimes(8, {0: 141.0, 1: 195.0, 3: 282.0})
+    for _ in range(500):
+        accepted.observe(0, 3)
+    assert is_better_alone(7, accepted, times, 100), "expected to be 10 % faster than K = 0"
+    times.add(ALONE, 128.0, True)
+    assert is_better_alone(7, accepted, times, 100)
+    assert times.milliseconds(2) > 0.85 * 195, "estimated from rounds with the drafter"
+    times.alone = 100 * 128.0 * 0.1 / 0.01
+    assert not is_better_alone(7, accepted, times, 100), "now and then one with it"
+    assert is_better_alone(7, accepted, times, 100)
+    for _ in range(5000):
+        accepted.observe(3, 3)
+    assert not is_better_alone(7, accepted, times, 100)
+    assert not is_better_alone(7, Acceptance(), RoundTimes(8), 100)
+
+
+def measured(folder):
+    (file,) = folder.iterdir()
+    return json.loads(file.read_text())
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("is_bulk", [False, True])
+def test_calls_write_and_read_times(folder, is_bulk):
+    target = tiny_target("llama")
+    drafter, inputs = copy_of(target), padded_prompts([5, 9])
+    options = {"max_new_tokens": 60, "do_sample": False}
+
+    def call():
+        if is_bulk:
+            return target.generate_batch([[5, 6], [7, 8, 9]], None, None, assistant_model=drafter, **options)
+        return greedy(target, inputs, drafter, "auto", max_new_tokens=60)
+
+    call()
+    identity = json.loads(measured(folder)["identity"])
+    assert identity["versions"]["torch"] == torch.__version__ and identity["device"].startswith(target.device.type)
+    (name,) = measured(folder)["rounds"]
+    known = measured(folder)["rounds"][name]["milliseconds"]
+    assert "rows, greedy" in name and len(known) > 0
+    # As if another process had found out that drafts do not pay.
+    found = measured(folder)
+    found["rounds"][name]["milliseconds"] = {str(count): 1e3 * (count + 1) ** 2 for count in (0, 1, 2, 3, 5, 7)}
+    (file,) = folder.iterdir()
+    file.write_text(json.dumps(found))
+    round_costs.table_of.cache_clear()
+    drafter.release()
+    call()
+    assert next(iter(drafter.stats.rounds_by_k)) == 0
+
+
+def test_texts_without_the_drafter(folder, monkeypatch):
+    """The call's output is that of `NoDrafter`, and the drafter's statistics say that it had no part in it."""
+    target = tiny_target("llama")
+    drafter, inputs = RANDOM_DRAFTERS["eagle3"](target), padded_prompts([5, 9, 1])
+    plain = greedy(target, inputs, max_new_tokens=40)
+    asked = []
+
+    def times(table, shape):
+        asked.append(shape)
+        return RoundTimes(shape.batch, {0: 10.0, 1: 50.0, 3: 90.0})
+
+    monkeypatch.setattr(CostTable, "times", times)
+    out = target.generate(
+        **inputs,
+        assistant_model=drafter,
+        num_assistant_tokens="auto",
+        max_new_tokens=40,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(out.sequences, plain) and asked
+    assert out.speculation is drafter.stats
+    assert drafter.stats.num_assistant_tokens == 0 and drafter.stats.drafted == 0
+    assert {*drafter.stats.rounds_by_k} == {0}
+    assert torch.equal(greedy(target, inputs, drafter, 3, max_new_tokens=40), plain)
+    assert drafter.stats.num_assistant_tokens == 3
+    drafter.release()
+    assert drafter.sessions.substitute is None
+
+
+def test_fixed_numbers_of_drafts_measure_nothing(folder):
+    target = tiny_target("llama")
+    greedy(target, padded_prompts([5]), copy_of(target), 3, max_new_tokens=20)
+    assert not os.listdir(folder)
