@@ -240,7 +240,7 @@ class SessionLease:
         return results
 
     def _catch_up(self) -> None:
-        """Let the drafter read the last block; captured where rounds are, not compiled."""
+        """Let the drafter read the last block; captured where rounds are."""
         session, drafter, width = self.session, self._target.drafter, self.session.state.block_width
         span = span_for(session.state.live, session.state.slots) if self._grows else session.state.slots
         if self._target.is_captured and (width, span) not in session.catch_ups:
