@@ -163,14 +163,11 @@ class Lockstep(Runner):
             self.state.live = call.prompts.longest
             num_drafts = self.drafts.current
             needs_rounds = call.max_new_tokens > 1
-            lacks_round = needs_rounds and lease.lacks_round(num_drafts)
-            if lacks_round:
-                lease.start_compiler()
             # A pass allocates what is captured or copied to, and tells how the target's layers hold states.
             has_states = call.prompts.cached and self.state.cache.recurrence is not None
             if self._target.is_captured or has_states or self._groups is not None:
                 lease.allocate()
-            if lacks_round:
+            if needs_rounds and lease.lacks_round(num_drafts):
                 lease.capture_round(num_drafts)
             # Where rounds cannot be captured, nor can a prefill.
             self._captures_prefill = not needs_rounds or lease.captured_round(num_drafts) is not None
