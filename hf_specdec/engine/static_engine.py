@@ -84,7 +84,8 @@ def _alone(call: Call) -> Call:
     drafter, pool = call.drafter, sessions_of(call.drafter)
     if pool.substitute is None or pool.substitute._target_config is not call.model.config:
         pool.substitute = NoDrafter(call.model)
-    pool.substitute.configure(compile_rounds=drafter.compile_rounds, batch_invariant=drafter.batch_invariant)
+    same = {name: getattr(drafter, name) for name in ("compile_rounds", "batch_invariant", "kv_cache_dtype")}
+    pool.substitute.configure(**same)
     return replace(call, drafter=pool.substitute, num_draft_tokens=0, is_auto=False)
 
 
