@@ -14,6 +14,7 @@ its reference.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -93,20 +94,30 @@ def require_close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         raise SystemExit(f"{what}: differs from the reference by {error:.1e}; no time is worth reporting")
 
 
-def time_attention(batch: int, num_queries: int, live: int, slots: int, num_splits: int | None) -> tuple[float, int]:
-    """Seconds and bytes of a call."""
+def time_attention(
+    batch: int, num_queries: int, live: int, slots: int, num_splits: int | None, is_float8: bool
+) -> tuple[float, int]:
+    """Seconds and bytes of a call, over keys and values in `DTYPE` or as float8."""
     live = min(live, slots - 1)  # the last slot is the dummy slot
-    size = 2 * batch * live * KV_HEADS * DIM * DTYPE.itemsize
+    size = 2 * batch * live * KV_HEADS * (DIM + DTYPE.itemsize if is_float8 else DIM * DTYPE.itemsize)
     num_inputs, num_calls = rotate(size)
     caches = torch.randn(num_inputs, 2, batch, slots, KV_HEADS, DIM, dtype=DTYPE, device="cuda").transpose(3, 4)
+    scales = [None] * num_inputs
+    if is_float8:
+        stored = [tuple(map(ops.quantise, pair)) for pair in caches.transpose(3, 4)]
+        caches = [[one.transpose(1, 2) for one, _ in pair] for pair in stored]
+        scales = [torch.stack([one for _, one in pair], dim=-1).transpose(1, 2) for pair in stored]
     query = torch.randn(batch, num_queries, HEADS, DIM, dtype=DTYPE, device="cuda").transpose(1, 2)
     positions = (live - num_queries + torch.arange(num_queries, device="cuda")).expand(batch, -1).contiguous()
 
     def call(index: int) -> torch.Tensor:
         keys, values = caches[index % num_inputs]
-        return ops.attention(query, keys, values, positions, DIM**-0.5, num_splits=num_splits)
+        options = {"num_splits": num_splits, "scales": scales[index % num_inputs]}
+        return ops.attention(query, keys, values, positions, DIM**-0.5, **options)
 
-    keys, values = caches[0, :, :, :, :live]
+    keys, values = (one[:, :, :live] for one in caches[0])
+    if is_float8:
+        keys, values = (ops.dequantise(one, scales[0][:, :, :live, i]) for i, one in enumerate((keys, values)))
     expected = [
         attention_reference.attention(*(part[row : row + 1] for part in (query, keys, values, positions)), DIM**-0.5)
         for row in range(batch)
@@ -319,10 +330,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for num_queries in arguments.num_queries:
             shape = {"batch": batch, "queries": num_queries}
             for live, slots in contexts:
-                for splits in arguments.num_splits or [None]:
-                    seconds, size = time_attention(batch, num_queries, live, slots, splits)
+                for splits, is_float8 in itertools.product(arguments.num_splits or [None], (False, True)):
+                    seconds, size = time_attention(batch, num_queries, live, slots, splits, is_float8)
                     case = shape | {"live": live, "slots": slots, "splits": splits}
-                    yield {"kernel": "attention"} | case | {"seconds": seconds, "bytes": size}
+                    yield {"kernel": "attention" + ", float8" * is_float8} | case | {"seconds": seconds, "bytes": size}
             live, slots = contexts[0]
             for name, time_kernel in (("write_kv", time_write_kv), ("prepare_inputs", time_prepare_inputs)):
                 seconds, size = time_kernel(batch, num_queries, live, slots)

@@ -117,6 +117,7 @@ class AutoDrafter:
         compile: bool | str = True,
         batch_invariant: bool = False,
         draft_window_size: int | str | None = None,
+        kv_cache_dtype: str = "auto",
         dtype: str | torch.dtype | None = None,
         device_map: Any = None,
         **keywords: Unpack[CheckpointKeywords],
@@ -128,8 +129,8 @@ class AutoDrafter:
                 only their tensors are read, and only the shards that hold them are fetched.
             target: the model whose generation is to be accelerated.
             num_assistant_tokens: draft tokens a round (K), or `"auto"`; the checkpoint's own if None.
-            draft_probs, engine, verification, compile, batch_invariant, draft_window_size: see `Drafter.configure`,
-                where `compile` is `compile_rounds`.
+            draft_probs, engine, verification, compile, batch_invariant, draft_window_size, kv_cache_dtype: see
+                `Drafter.configure`, where `compile` is `compile_rounds`.
             dtype: the target's if None.
             device_map: the device of the target's last layer if None.
             revision, subfolder, token, cache_dir, local_files_only, force_download: the checkpoint's location on the
@@ -175,7 +176,14 @@ class AutoDrafter:
         share_with_target(drafter, target, overrides.get("share_embedding"), overrides.get("share_head"))
         drafter.bind(target)
         drafter.configure(
-            num_assistant_tokens, draft_probs, engine, verification, compile, batch_invariant, draft_window_size
+            num_assistant_tokens,
+            draft_probs,
+            engine,
+            verification,
+            compile,
+            batch_invariant,
+            draft_window_size,
+            kv_cache_dtype,
         )
         _log(checkpoint.name, found)
         return drafter.eval()

@@ -25,6 +25,7 @@ from .host.generation import (
     default_settings,
     makes_dynamic_cache,
 )
+from .integration import scoring  # noqa: F401 (`Drafter.score` runs it)
 from .integration.continuous import generate_batch
 from .integration.dispatch import UNUSED_SETTINGS, generate_with_drafter
 from .integration.locks import lock_of
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 _ASKED = ("num_assistant_tokens", "use_cache", *UNUSED_SETTINGS)
 
 # Keywords of `generate()` that only a call with a `Drafter` has.
-_RANDOMNESS = tuple(field.name for field in fields(Randomness))
+_OF_CALL = (*(field.name for field in fields(Randomness)), "return_logprobs")
 
 # By owner and name: what takes the place of transformers' methods, which get those as their first argument.
 _METHODS: dict[tuple[type, str], Callable] = {}
@@ -148,7 +149,7 @@ def _extract_generation_mode_kwargs(original, self, custom_generate, kwargs, syn
             f"custom_generate is {custom_generate!r}, which transformers calls without the assistant_model; expected "
             "one of the two. Drop custom_generate or assistant_model."
         )
-    given = {name: kwargs.pop(name) for name in _RANDOMNESS if name in kwargs}
+    given = {name: kwargs.pop(name) for name in _OF_CALL if name in kwargs}
     return extracted | {name: value for name, value in given.items() if value is not None}
 
 

@@ -83,9 +83,9 @@ def _(cos, sin, states, kind):
 
 @register_op(
     "hf_specdec::rotate_and_store",
-    mutates_args=("keys", "values"),
+    mutates_args=("keys", "values", "scales"),
     schema="(Tensor cos, Tensor sin, Tensor[] states, bool[] kind, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor value_states, Tensor positions) -> Tensor[]",
+    "Tensor value_states, Tensor positions, Tensor(c!)? scales=None) -> Tensor[]",
 )
 def _rotate_and_store(cos, sin, states, kind, *stored):
     from .kernels.rotary import rotate_and_store
@@ -161,7 +161,7 @@ def rotary_angles(
 
 
 def rotate_and_store(
-    cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind, *stored: torch.Tensor
+    cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind, *stored: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """See `kernels.rotary_reference.rotate_and_store`; a Triton kernel on GPUs."""
     if is_for_triton(states[0]):

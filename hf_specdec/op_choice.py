@@ -13,12 +13,12 @@ import torch
 from torch.library import CustomOpDef
 from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
-from .device_policy import DEFAULT_POLICY, DEVICE_POLICIES, policy_of
+from .device_policy import DEFAULT_POLICY, DEVICE_POLICIES
 
 
 def has_kernels(device: torch.device) -> bool:
     """Whether ops on `device` run the Triton kernels."""
-    return policy_of(device).triton
+    return DEVICE_POLICIES.get(device.type, DEFAULT_POLICY).triton
 
 
 class _Choice(threading.local):
@@ -105,15 +105,6 @@ def is_for_triton(tensor: torch.Tensor) -> bool:
 def without_dispatch_modes() -> AbstractContextManager[None]:
     """Context, within `batch_invariant`, of which dispatch modes see no operation, as inside of an op."""
     return _disable_current_modes() if is_batch_invariant() else nullcontext()
-
-
-def choose(kernel: Callable, reference: Callable, tensor: torch.Tensor) -> Callable:
-    """What runs on `tensor`: the op of a kernel, or the kernel's reference."""
-    if is_for_triton(tensor):
-        return kernel
-    if torch.compiler.is_compiling() or not _choice.batch_invariant:
-        return reference
-    return _disable_current_modes()(reference)  # as a decorator the context is entered in each call
 
 
 # Types of tensors that hold their values themselves: kernels take them as they are.
@@ -204,7 +195,13 @@ def kernel_op(
 
     @functools.wraps(plain)
     def run(tensor: torch.Tensor, *args: Any) -> Any:
-        out = choose(op, plain, tensor)(tensor, *args)
+        if is_for_triton(tensor):
+            out = op(tensor, *args)
+        elif torch.compiler.is_compiling() or not _choice.batch_invariant:
+            out = plain(tensor, *args)
+        else:
+            with _disable_current_modes():
+                out = plain(tensor, *args)
         return out if result is tuple else result(*out)
 
     return run

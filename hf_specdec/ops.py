@@ -18,6 +18,7 @@ from .kernels import (
     recurrence_reference,
 )
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
+from .kernels.float8_reference import FLOAT8, as_bytes, dequantise, quantise
 from .kernels.linear_tiles import (
     MAX_GATED_ROWS,
     MAX_ROWS,
@@ -30,8 +31,8 @@ from .kernels.linear_tiles import (
 from .kernels.random_reference import exponential_sample, row_seeds, uniform
 from .kernels.types import DraftInputs, LinearTiles, RecurrenceRing, VerificationResult
 from .op_choice import (
+    Op,
     batch_invariant,
-    choose,
     has_kernels,
     is_batch_invariant,
     is_capturing,
@@ -40,12 +41,16 @@ from .op_choice import (
     note_attended,
     references,
     register_op,
+    without_dispatch_modes,
 )
 
 __all__ = [
+    "FLOAT8",
+    "as_bytes",
     "attention",
     "batch_invariant",
     "best_draft",
+    "dequantise",
     "draw_draft",
     "expert_linear",
     "exponential_sample",
@@ -59,10 +64,12 @@ __all__ = [
     "over_vocabulary",
     "plan_experts",
     "prepare_inputs",
+    "quantise",
     "recurrence",
     "references",
     "row_seeds",
     "short_conv",
+    "token_logprobs",
     "uniform",
     "verify_block",
     "verify_greedy",
@@ -74,21 +81,21 @@ __all__ = [
 @register_op(
     "hf_specdec::attention",
     schema="(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window, Tensor? sinks, "
-    "float? softcap, Tensor? starts, Tensor? ends, int? num_splits, int? chunk) -> Tensor",
+    "float? softcap, Tensor? starts, Tensor? ends, int? num_splits, int? chunk, Tensor? scales) -> Tensor",
 )
-def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk):
+def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk, scales):
     if not is_for_triton(query):
         return attention_reference.attention(
-            query, key, value, positions, scaling, window, sinks, softcap, starts, ends, chunk
+            query, key, value, positions, scaling, window, sinks, softcap, starts, ends, chunk, scales
         )
     from .kernels.attention import attention
 
-    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk)
+    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk, scales)
     return attention(*args, fixed_splits=is_batch_invariant())
 
 
 @_attention.register_fake
-def _(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk):
+def _(query, key, value, *rest):
     batch, heads, num_queries, _ = query.shape
     return query.new_empty(batch, num_queries, heads, value.shape[3])
 
@@ -185,9 +192,10 @@ def _(inputs, weight, bias, activation):
 
 write_kv = kernel_op(
     "kv_cache.write_kv",
-    "(Tensor(a!) keys, Tensor(b!) values, Tensor key_states, Tensor value_states, Tensor positions) -> ()",
+    "(Tensor(a!) keys, Tensor(b!) values, Tensor key_states, Tensor value_states, Tensor positions, "
+    "Tensor(c!)? scales=None) -> ()",
     None,
-    mutates_args=("keys", "values"),
+    mutates_args=("keys", "values", "scales"),
 )
 
 
@@ -215,6 +223,11 @@ verify_block = kernel_op(
     "Tensor remaining) -> (Tensor, Tensor, Tensor)",
     _empty_result,
     result=VerificationResult,
+)
+token_logprobs = kernel_op(
+    "token_logprobs.token_logprobs",
+    "(Tensor scores, Tensor tokens) -> Tensor",
+    lambda scores, tokens: scores.new_empty(tokens.shape, dtype=torch.float32),
 )
 best_draft = kernel_op(
     "draft_sampling.best_draft",
@@ -255,14 +268,15 @@ def attention(
     ends: torch.Tensor | None = None,
     num_splits: int | None = None,
     chunk: int | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `kernels.attention_reference.attention`; a Triton kernel on GPUs."""
-    note_attended(key, value)
+    note_attended(key, value, *(() if scales is None else (scales,)))
     args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
     # The reference for packed prompts reads the starts on the host; so it is called inside the op.
     if is_for_triton(query) or is_batch_invariant() or (starts is not None and starts.dim() == 2):
-        return _attention(*args, num_splits, chunk)
-    return attention_reference.attention(*args, chunk)
+        return _attention(*args, num_splits, chunk, scales)
+    return attention_reference.attention(*args, chunk, scales)
 
 
 def prepare_inputs(
@@ -346,11 +360,18 @@ def _has_tiles(
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """See `kernels.linear_reference.linear`; a Triton kernel on GPUs, where `has_fast_linear` says so."""
-    return choose(_linear, linear_reference.linear, inputs)(inputs, weight, bias)
+    return _run(_linear, linear_reference.linear, inputs, weight, bias)
 
 
 def gated_linear(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor:
     """See `kernels.linear_reference.gated_linear`; a Triton kernel, where `has_gated_linear` says so."""
-    return choose(_gated_linear, linear_reference.gated_linear, inputs)(inputs, weight, bias, activation)
+    return _run(_gated_linear, linear_reference.gated_linear, inputs, weight, bias, activation)
+
+
+def _run(op: Op, reference: Callable[..., torch.Tensor], inputs: torch.Tensor, *args: object) -> torch.Tensor:
+    if is_for_triton(inputs):
+        return op(inputs, *args)
+    with without_dispatch_modes():
+        return reference(inputs, *args)

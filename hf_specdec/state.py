@@ -27,6 +27,7 @@ class Shape(NamedTuple):
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
         num_ends: entries for end-of-sequence tokens.
         verification: see `Drafter.configure`.
+        logprobs: whether log-probabilities of tokens are computed: `"processed"`, `"raw"` or both, see `Call`.
     """
 
     batch: int
@@ -36,6 +37,7 @@ class Shape(NamedTuple):
     draft_probs: bool
     num_ends: int
     verification: str = "token"
+    logprobs: tuple[str, ...] = ()
 
 
 @dataclass
@@ -58,7 +60,7 @@ class DecodeState:
         num_draft_tokens: K of the next round.
         is_sampling: whether tokens are drawn; decoding is greedy otherwise.
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
-        verification: see `Drafter.configure`.
+        verification, logprobs: see `Shape`.
         cached: `[B]` int64, positions of each row that are in the target's cache before prefill.
         draft_starts: `[B]` int64, the first position of each row that the drafter reads.
         position_offsets: `[B]` int64, position ids of each row minus its positions, from the end of the prompt on.
@@ -97,6 +99,7 @@ class DecodeState:
     is_sampling: bool
     draft_probs: bool
     verification: str
+    logprobs: tuple[str, ...]
     cached: torch.Tensor
     draft_starts: torch.Tensor
     position_offsets: torch.Tensor
@@ -144,6 +147,7 @@ class DecodeState:
             is_sampling=shape.is_sampling,
             draft_probs=shape.draft_probs,
             verification=shape.verification,
+            logprobs=shape.logprobs,
             cache=cache,
             live=shape.slots,
             row_slots=shape.slots,

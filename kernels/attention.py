@@ -11,6 +11,9 @@ Slot s is visible iff starts[b, n] <= s <= ends[b, n], where ends is positions i
 s > positions[b, n] - window, or, with chunks, s >= floor(positions[b, n] / chunk) chunk. Starts are `[B]` or `[B, n]`;
 chunks are for starts `[B]`. A sink adds exp(sinks[h]) to the denominator of the softmax.
 
+Keys and values may be float8 with scales `[B, kv_heads, slots, 2]`, see `float8_reference`. They are widened in
+registers, which is exact, and scores and weights are multiplied by the scales.
+
 It is written for the few queries per row of a decoding round. Prefill runs it too: it reads only visible slots and
 needs no mask tensor. With starts for each query, those of packed prompts, a block of queries goes through the slots of
 one prompt after the other.
@@ -45,6 +48,7 @@ from .attention_splits import (
     visible_range,
 )
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .float8 import first_of_pair, pairs_of, second_of_pair
 
 # Bytes of the keys, or of the values, of one block of slots; several blocks are in flight per program.
 _TILE_BYTES = 16384
@@ -58,8 +62,10 @@ def _attend_to_slots(
     query,
     key_ptr,
     value_ptr,
+    scale_ptr,
     key_stride_s,
     value_stride_s,
+    scale_stride_s,
     position,
     last,
     begin,
@@ -84,6 +90,8 @@ def _attend_to_slots(
     key_ptr += begin.to(tl.int64) * key_stride_s
     value_ptr += begin.to(tl.int64) * value_stride_s
     block = tl.arange(0, SLOT_BLOCK)
+    if scale_ptr is not None:
+        scale_ptr += begin.to(tl.int64) * scale_stride_s + block * scale_stride_s
     key_offset = block[:, None] * key_stride_s + dim[None, :]
     value_offset = block[:, None] * value_stride_s + value_dim[None, :]
     for first in range(begin, stop, SLOT_BLOCK):
@@ -91,7 +99,10 @@ def _attend_to_slots(
         is_slot = slot < stop
         at = (first - begin).to(tl.int64)
         key = tl.load(key_ptr + at * key_stride_s + key_offset, mask=is_slot[:, None] & (dim < DIM)[None, :], other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+        if scale_ptr is not None:
+            scales = tl.load(scale_ptr + at * scale_stride_s, mask=is_slot, other=0)
+            scores *= first_of_pair(scales, query.dtype)[None, :]
         # Scaled by log2(e), since exp2 is cheaper than exp; softcap * tanh(x / softcap) through the sigmoid.
         if softcap is not None:
             scores = (softcap * LOG2E) * (2.0 * tl.sigmoid(scores * (2.0 * scaling / softcap)) - 1.0)
@@ -112,6 +123,12 @@ def _attend_to_slots(
             other=0.0,
         )
         running_sum = running_sum * rescale + tl.sum(weights, axis=1)
+        if scale_ptr is not None:
+            if query.dtype == tl.float16:  # in which weights times scales may be subnormal
+                value = value.to(tl.float32) * second_of_pair(scales, query.dtype)[:, None]
+            else:
+                weights *= second_of_pair(scales, query.dtype)[None, :]
+            value = value.to(query.dtype)
         acc = acc * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         running_max = new_max
     return running_max, running_sum, acc
@@ -162,6 +179,7 @@ def _attention_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
+    scale_ptr,
     positions_ptr,
     starts_ptr,
     ends_ptr,
@@ -178,6 +196,8 @@ def _attention_kernel(
     value_stride_b,
     value_stride_h,
     value_stride_s,
+    scale_stride_b,
+    scale_stride_s,
     positions_stride_b,
     starts_stride_b,
     starts_stride_n,
@@ -267,6 +287,8 @@ def _attention_kernel(
 
     key_ptr += batch * key_stride_b + kv_head * key_stride_h
     value_ptr += batch * value_stride_b + kv_head * value_stride_h
+    if scale_ptr is not None:
+        scale_ptr += batch * scale_stride_b + kv_head
     if HAS_SEGMENTS:
         # The queries of one prompt after those of the other; the rest of the block sees nothing meanwhile, and gets
         # nothing: 0 times a value is NaN if that is.
@@ -284,8 +306,10 @@ def _attention_kernel(
                     query,
                     key_ptr,
                     value_ptr,
+                    scale_ptr,
                     key_stride_s,
                     value_stride_s,
+                    scale_stride_s,
                     own_position,
                     own_last,
                     begin,
@@ -309,8 +333,10 @@ def _attention_kernel(
                         query,
                         key_ptr,
                         value_ptr,
+                        scale_ptr,
                         key_stride_s,
                         value_stride_s,
+                        scale_stride_s,
                         own_position,
                         own_last,
                         tl.maximum(begin, first),
@@ -361,8 +387,10 @@ def _attention_kernel(
             query,
             key_ptr,
             value_ptr,
+            scale_ptr,
             key_stride_s,
             value_stride_s,
+            scale_stride_s,
             position,
             last,
             begin,
@@ -430,6 +458,7 @@ def attention(
     ends: torch.Tensor | None = None,
     num_programs: int | None = None,
     chunk: int | None = None,
+    scales: torch.Tensor | None = None,
     fixed_splits: bool = False,
 ) -> torch.Tensor:
     """See `attention_reference.attention`. Accumulates in float32; padding queries get 0. Safe in a CUDA graph.
@@ -446,8 +475,10 @@ def attention(
     batch, heads, num_queries, dim = query.shape
     kv_heads, num_slots, value_dim = key.shape[1], key.shape[2], value.shape[3]
     is_packed = starts is not None and starts.dim() == 2
-    unit_strides = (key, value, positions, *(one for one in (ends, starts if is_packed else None) if one is not None))
+    others = (one for one in (scales, ends, starts if is_packed else None) if one is not None)
+    unit_strides = (key, value, positions, *others)
     assert all(one.stride(-1) == 1 for one in unit_strides), "rows must have unit stride"
+    pairs = None if scales is None else pairs_of(scales)
     assert window is None or chunk is None, "a window, or chunks"
     assert chunk is None or not is_packed, "chunks are counted from slot 0"
     size = window if chunk is None else chunk
@@ -480,6 +511,7 @@ def attention(
         query,
         key,
         value,
+        pairs,
         positions,
         starts,
         ends,
@@ -490,6 +522,7 @@ def attention(
         *query.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
+        *((0, 0) if pairs is None else pairs.stride()[::2]),
         positions.stride(0),
         *starts_strides,
         ends_stride,

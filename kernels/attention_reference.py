@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from .float8_reference import dequantise
+
 
 def attention(
     query: torch.Tensor,
@@ -18,6 +20,7 @@ def attention(
     starts: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
     chunk: int | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention over a KV cache in which the slot is the position: a query at position t sees the slots s <= t.
 
@@ -43,11 +46,14 @@ def attention(
             padding are not read.
         chunk: if given, slot s is visible only if it is in the same chunk, of this many slots, as t or a later one;
             not together with a window.
+        scales: `[B, kv_heads, slots, 2]`, of keys and of values, which are float8 then, see `float8_reference`.
 
     Returns:
         `[B, n, heads, Dv]` in the query's dtype. Scores and softmax are in float32 with sinks or a softcap, and as in
         `scaled_dot_product_attention` otherwise.
     """
+    if scales is not None:
+        key, value = (dequantise(one, scales[..., index]) for index, one in enumerate((key, value)))
     if starts is not None and starts.dim() == 2:
         return _packed_attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
     batch, heads, num_queries, _ = query.shape

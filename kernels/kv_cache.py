@@ -4,6 +4,8 @@ Shapes: cache `[B, slots, kv_heads, D]` for keys and `[B, slots, kv_heads, Dv]` 
 `[B, kv_heads, n, D]` and `[B, kv_heads, n, Dv]`, positions `[B, n]`.
 
     keys[b, positions[b, i], h] = key_states[b, h, i],    values[b, positions[b, i], h] = value_states[b, h, i]
+
+With scales `[B, slots, kv_heads, 2]` heads are stored as float8, see `float8_reference`.
 """
 
 from __future__ import annotations
@@ -13,27 +15,39 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .float8 import magnitudes, scales_of
 
 # Elements of the keys, and of the values, that one program copies.
 _TILE = 2048
 
 
 @triton.jit
-def _copy_heads(
+def copy_heads(
     target_ptr,
+    scale_ptr,
     source_ptr,
     head,
     target_stride_h,
+    scale_stride_h,
     source_stride_h,
     source_stride_d,
     is_head,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
 ):
-    """Copy HEAD_BLOCK heads of one position, cast to the dtype of the target, whose last dimension has unit stride."""
+    """Copy the heads `head` of one position, cast to the dtype of the target, whose last dimension has unit stride: to
+    float8 with their scales, if these are stored.
+    """
     dim = tl.arange(0, DIM_BLOCK)
     mask = is_head[:, None] & (dim < DIM)[None, :]
-    source = tl.load(source_ptr + head[:, None] * source_stride_h + dim[None, :] * source_stride_d, mask=mask)
+    source = tl.load(
+        source_ptr + head[:, None] * source_stride_h + dim[None, :] * source_stride_d, mask=mask, other=0.0
+    )
+    if scale_ptr is not None:
+        source = source.to(tl.float32)
+        scale, inverse = scales_of(tl.max(magnitudes(source), axis=1))
+        tl.store(scale_ptr + head * scale_stride_h, scale.to(scale_ptr.dtype.element_ty), mask=is_head)
+        source = source * inverse[:, None]
     target = target_ptr + head[:, None] * target_stride_h + dim[None, :]
     tl.store(target, source.to(target_ptr.dtype.element_ty), mask=mask)
 
@@ -43,6 +57,7 @@ def _copy_heads(
 def _write_kv_kernel(
     keys_ptr,
     values_ptr,
+    scales_ptr,
     key_states_ptr,
     value_states_ptr,
     positions_ptr,
@@ -52,6 +67,9 @@ def _write_kv_kernel(
     values_stride_b,
     values_stride_s,
     values_stride_h,
+    scales_stride_b,
+    scales_stride_s,
+    scales_stride_h,
     key_states_stride_b,
     key_states_stride_h,
     key_states_stride_n,
@@ -73,7 +91,7 @@ def _write_kv_kernel(
     """Write the key and the value of one query position, HEAD_BLOCK heads per program.
 
     Grid: (n, B, blocks of heads). Reads `positions[b, i]`, and of `key_states[b, :, i]` and `value_states[b, :, i]` the
-    program's heads; writes them to `keys[b, slot]` and `values[b, slot]`.
+    program's heads; writes them to `keys[b, slot]` and `values[b, slot]`, and their scales to `scales[b, slot]`.
     """
     index = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
@@ -81,22 +99,29 @@ def _write_kv_kernel(
     is_head = head < KV_HEADS
     wait_for_inputs(PDL)
     slot = tl.load(positions_ptr + batch * positions_stride_b + index * positions_stride_n)
-    _copy_heads(
+    key_scale_ptr = scales_ptr
+    if scales_ptr is not None:
+        key_scale_ptr += batch * scales_stride_b + slot * scales_stride_s
+    copy_heads(
         keys_ptr + batch * keys_stride_b + slot * keys_stride_s,
+        key_scale_ptr,
         key_states_ptr + batch * key_states_stride_b + index * key_states_stride_n,
         head,
         keys_stride_h,
+        scales_stride_h,
         key_states_stride_h,
         key_states_stride_d,
         is_head,
         DIM,
         DIM_BLOCK,
     )
-    _copy_heads(
+    copy_heads(
         values_ptr + batch * values_stride_b + slot * values_stride_s,
+        None if key_scale_ptr is None else key_scale_ptr + 1,
         value_states_ptr + batch * value_states_stride_b + index * value_states_stride_n,
         head,
         values_stride_h,
+        scales_stride_h,
         value_states_stride_h,
         value_states_stride_d,
         is_head,
@@ -111,6 +136,7 @@ def write_kv(
     key_states: torch.Tensor,
     value_states: torch.Tensor,
     positions: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """See `kv_cache_reference.write_kv`; equal bit for bit. One launch for keys and values; safe in a CUDA graph."""
     batch, kv_heads, num_states, dim = key_states.shape
@@ -123,11 +149,13 @@ def write_kv(
     _write_kv_kernel[(num_states, batch, triton.cdiv(kv_heads, head_block))](
         keys,
         values,
+        scales,
         key_states,
         value_states,
         positions,
         *keys.stride()[:3],
         *values.stride()[:3],
+        *((0, 0, 0) if scales is None else scales.stride()[:3]),
         *key_states.stride(),
         *value_states.stride(),
         *positions.stride(),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from .float8_reference import as_bytes, quantise
+
 
 def write_kv(
     keys: torch.Tensor,
@@ -14,6 +16,7 @@ def write_kv(
     key_states: torch.Tensor,
     value_states: torch.Tensor,
     positions: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Write new keys and values to the KV cache, in place.
 
@@ -25,7 +28,12 @@ def write_kv(
         key_states: `[B, kv_heads, n, D]`, stored in the dtype of `keys`.
         value_states: `[B, kv_heads, n, Dv]`, stored in the dtype of `values`.
         positions: `[B, n]` int64, the slot of each, less than `slots`.
+        scales: `[B, slots, kv_heads, 2]`, of keys and of values, which are float8 then, see `float8_reference`.
     """
-    rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
-    keys[rows, positions] = key_states.transpose(1, 2).to(keys.dtype)
-    values[rows, positions] = value_states.transpose(1, 2).to(values.dtype)
+    at = torch.arange(keys.shape[0], device=keys.device)[:, None], positions
+    for index, (buffer, states) in enumerate(((keys, key_states), (values, value_states))):
+        states = states.transpose(1, 2)
+        if scales is not None:
+            states, scale = quantise(states)
+            scales[..., index][at] = scale.to(scales.dtype)
+        as_bytes(buffer)[at] = as_bytes(states.to(buffer.dtype))

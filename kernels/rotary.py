@@ -7,7 +7,7 @@ Shapes: query, key and results `[B, heads, n, D]`, cosines and sines `[B or 1, n
     result = (x1 c1 - x2 s1, x2 c2 + x1 s2)
 
 With a cache of keys `[B, slots, heads, D]` and values `[B, slots, heads, Dv]`, token i of row b stores its key and its
-value at slot positions[b, i].
+value at slot positions[b, i]; with scales `[B, slots, heads, 2]` as float8, see `float8_reference`.
 
 Every product and sum is rounded as PyTorch rounds it when each is a kernel of its own, so the result is the same bits.
 """
@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .float8 import magnitudes, scales_of
+from .kv_cache import copy_heads
 from .types import RotaryKind
 
 # Elements of a program, of one token and several heads.
@@ -38,12 +40,14 @@ def _place(pair, second: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.cons
 def _rotate_heads(
     states_ptr,
     out_ptr,
+    scale_ptr,
     cos_ptr,
     sin_ptr,
     first_head,
     num_heads,
     stride_h,
     out_stride_h,
+    scale_stride_h,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
     HEADS: tl.constexpr,
@@ -54,8 +58,9 @@ def _rotate_heads(
     SHARED_ANGLES: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
-    """HEADS heads of one token, from `first_head` on."""
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    """HEADS heads of one token, from `first_head` on; stored as float8 with their scales, if these are stored."""
+    dtype: tl.constexpr = states_ptr.dtype.element_ty
+    out_dtype: tl.constexpr = out_ptr.dtype.element_ty
     head = first_head + tl.arange(0, HEADS)
     is_head = (head < num_heads)[:, None]
     states_ptr += head.to(tl.int64)[:, None] * stride_h
@@ -82,34 +87,28 @@ def _rotate_heads(
         x2s1 = x2s1.to(dtype).to(tl.float32)
         x2c2 = x2c2.to(dtype).to(tl.float32)
         x1s2 = x1s2.to(dtype).to(tl.float32)
-    tl.store(out_ptr + _place(pair, 0, PAIRS, OUTPUTS_INTERLEAVED)[None, :], (x1c1 - x2s1).to(dtype), mask=mask)
-    tl.store(out_ptr + _place(pair, 1, PAIRS, OUTPUTS_INTERLEAVED)[None, :], (x2c2 + x1s2).to(dtype), mask=mask)
+    first_out = (x1c1 - x2s1).to(dtype)
+    second_out = (x2c2 + x1s2).to(dtype)
     if REST > 0:
         rest = tl.arange(0, REST_BLOCK)
-        mask = is_head & (rest < REST)[None, :]
-        kept = tl.load(states_ptr + (2 * PAIRS + rest)[None, :], mask=mask, other=0.0)
-        tl.store(out_ptr + (2 * PAIRS + rest)[None, :], kept, mask=mask)
-
-
-@triton.jit
-def _copy_heads(
-    states_ptr,
-    out_ptr,
-    first_head,
-    num_heads,
-    stride_h,
-    stride_d,
-    out_stride_h,
-    SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    SIZE_BLOCK: tl.constexpr,
-):
-    """HEADS heads of one token, from `first_head` on."""
-    head = (first_head + tl.arange(0, HEADS)).to(tl.int64)
-    place = tl.arange(0, SIZE_BLOCK)
-    mask = (head < num_heads)[:, None] & (place < SIZE)[None, :]
-    kept = tl.load(states_ptr + head[:, None] * stride_h + place[None, :] * stride_d, mask=mask, other=0.0)
-    tl.store(out_ptr + head[:, None] * out_stride_h + place[None, :], kept, mask=mask)
+        is_rest = is_head & (rest < REST)[None, :]
+        kept = tl.load(states_ptr + (2 * PAIRS + rest)[None, :], mask=is_rest, other=0.0)
+    if scale_ptr is not None:
+        first_out, second_out = first_out.to(tl.float32), second_out.to(tl.float32)
+        largest = tl.max(tl.maximum(magnitudes(first_out), magnitudes(second_out)), axis=1)
+        if REST > 0:
+            kept = kept.to(tl.float32)
+            largest = tl.maximum(largest, tl.max(magnitudes(kept), axis=1))
+        scale, inverse = scales_of(largest)
+        scale_ptr += head.to(tl.int64) * scale_stride_h
+        tl.store(scale_ptr, scale.to(scale_ptr.dtype.element_ty), mask=head < num_heads)
+        first_out, second_out = first_out * inverse[:, None], second_out * inverse[:, None]
+        if REST > 0:
+            kept *= inverse[:, None]
+    tl.store(out_ptr + _place(pair, 0, PAIRS, OUTPUTS_INTERLEAVED)[None, :], first_out.to(out_dtype), mask=mask)
+    tl.store(out_ptr + _place(pair, 1, PAIRS, OUTPUTS_INTERLEAVED)[None, :], second_out.to(out_dtype), mask=mask)
+    if REST > 0:
+        tl.store(out_ptr + (2 * PAIRS + rest)[None, :], kept.to(out_dtype), mask=is_rest)
 
 
 # do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
@@ -122,6 +121,7 @@ def _copy_heads(
         "value_stride_b",
         "value_stride_n",
         "values_stride_b",
+        "scales_stride_b",
         "positions_stride_b",
         "positions_stride_n",
     ]
@@ -152,6 +152,7 @@ def _rotary_kernel(
     value_ptr,
     values_ptr,
     positions_ptr,
+    scales_ptr,
     value_stride_b,
     value_stride_h,
     value_stride_n,
@@ -159,6 +160,9 @@ def _rotary_kernel(
     values_stride_b,
     values_stride_s,
     values_stride_h,
+    scales_stride_b,
+    scales_stride_s,
+    scales_stride_h,
     positions_stride_b,
     positions_stride_n,
     STORES: tl.constexpr,
@@ -179,7 +183,8 @@ def _rotary_kernel(
 
     Grid: (B * n, blocks of query heads, of key heads and, with STORES, of value heads). Reads the program's heads, and
     the cosines and sines of its token; writes these heads of the result, `[B, n, heads, D]`. With STORES heads of key
-    and value are written to the slot `positions[b, i]` of the caches `second_out` and `values`.
+    and value are written to the slot `positions[b, i]` of the caches `second_out` and `values`, their scales to that of
+    `scales`.
     """
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -191,16 +196,21 @@ def _rotary_kernel(
     second_blocks = tl.cdiv(second_heads, HEADS)
     wait_for_inputs(PDL)
     slot = tl.load(positions_ptr + row * positions_stride_b + column * positions_stride_n) if STORES else column
+    scale_ptr = scales_ptr
+    if scales_ptr is not None:
+        scale_ptr += row * scales_stride_b + slot * scales_stride_s
     if block < first_blocks:
         _rotate_heads(
             first_ptr + row * first_stride_b + column * first_stride_n,
             first_out_ptr + token * first_heads * size,
+            None,
             cos_ptr,
             sin_ptr,
             block * HEADS,
             first_heads,
             first_stride_h,
             size,
+            0,
             PAIRS,
             REST,
             HEADS,
@@ -215,12 +225,14 @@ def _rotary_kernel(
         _rotate_heads(
             second_ptr + row * second_stride_b + column * second_stride_n,
             second_out_ptr + row * second_out_stride_b + slot * second_out_stride_s,
+            scale_ptr,
             cos_ptr,
             sin_ptr,
             (block - first_blocks) * HEADS,
             second_heads,
             second_stride_h,
             second_out_stride_h,
+            scales_stride_h,
             PAIRS,
             REST,
             HEADS,
@@ -232,16 +244,18 @@ def _rotary_kernel(
             ROUNDED,
         )
     elif STORES:
-        _copy_heads(
-            value_ptr + row * value_stride_b + column * value_stride_n,
+        head = ((block - first_blocks - second_blocks) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
+        copy_heads(
             values_ptr + row * values_stride_b + slot * values_stride_s,
-            (block - first_blocks - second_blocks) * HEADS,
-            second_heads,
+            None if scale_ptr is None else scale_ptr + 1,
+            value_ptr + row * value_stride_b + column * value_stride_n,
+            head,
+            values_stride_h,
+            scales_stride_h,
             value_stride_h,
             value_stride_d,
-            values_stride_h,
+            head < second_heads,
             VALUE_SIZE,
-            HEADS,
             VALUE_BLOCK,
         )
 
@@ -278,16 +292,18 @@ def rotate_and_store(
     values: torch.Tensor,
     value_states: torch.Tensor,
     positions: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """See `rotary_reference.rotate_and_store`; equal bit for bit. One launch; safe in a CUDA graph."""
     *query, key = states
     assert len(query) <= 1 and value_states.shape[:3] == key.shape[:3] and positions.shape == key.shape[::2]
-    assert keys.dtype == key.dtype and values.dtype == value_states.dtype, "states are stored as they are"
+    is_same = keys.dtype == key.dtype and values.dtype == value_states.dtype
+    assert is_same or scales is not None, "states are stored as they are, or with scales"
     assert keys.stride(3) == values.stride(3) == 1 and keys.shape[2:] == (key.shape[1], key.shape[3])
     assert values.shape[2:] == value_states.shape[1::2], "shapes must agree"
     outputs = [_empty_like(one) for one in query]
     first = (query[0], outputs[0].transpose(1, 2)) if query else None
-    _launch(cos, sin, first, (key, keys), kind, (value_states, values, positions))
+    _launch(cos, sin, first, (key, keys), kind, (value_states, values, positions, scales))
     return outputs
 
 
@@ -303,7 +319,7 @@ def _launch(
     first: tuple[torch.Tensor, torch.Tensor] | None,
     second: tuple[torch.Tensor, torch.Tensor] | None,
     kind: RotaryKind,
-    stored: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    stored: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None,
 ) -> None:
     """Launch the kernel.
 
@@ -311,7 +327,7 @@ def _launch(
         cos, sin, kind: of the rotation.
         first, second: what is rotated, `[B, heads, n, D]`, and where to; either may be None. `first` is written to
             contiguous `[B, n, heads, D]`, `second` likewise or, with `stored`, to a cache.
-        stored: new values, `[B, heads, n, Dv]`, their cache and the positions of both caches.
+        stored: new values, `[B, heads, n, Dv]`, their cache, the positions of both caches, and scales or None.
     """
     assert kind.shared_angles or not kind.half_angles, "half as many angles as elements are shared"
     given = [one[0] for one in (first, second) if one is not None]
@@ -328,7 +344,7 @@ def _launch(
         (one[0] if one[0].stride(3) == 1 else one[0].contiguous(), one[1])
         for one in (first or second, second or first)  # of one without heads nothing is read
     )
-    value, values, positions = stored or (None, None, None)
+    value, values, positions, scales = stored or (None, None, None, None)
     value_size = 1 if value is None else value.shape[3]
     rest = size - 2 * pairs
     heads, block, rest_block, num_warps = _sizes(max(heads_of), pairs, rest)
@@ -349,8 +365,10 @@ def _launch(
         value,
         values,
         positions,
+        scales,
         *((0, 0, 0, 0) if value is None else value.stride()),
         *((0, 0, 0) if values is None else values.stride()[:3]),
+        *((0, 0, 0) if scales is None else scales.stride()[:3]),
         *((0, 0) if positions is None else positions.stride()),
         STORES=stored is not None,
         VALUE_SIZE=value_size,

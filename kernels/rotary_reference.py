@@ -39,18 +39,19 @@ def rotate_and_store(
     values: torch.Tensor,
     value_states: torch.Tensor,
     positions: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """`rotary` of a key, the last of `states`, and of a query before it if there is one; stores the key and its value.
 
     Args:
         cos, sin, states, kind: of `rotary`.
-        keys, values, value_states, positions: of `kv_cache_reference.write_kv`.
+        keys, values, value_states, positions, scales: of `kv_cache_reference.write_kv`.
 
     Returns:
         the rotated query, or nothing.
     """
     *query, key = rotary(cos, sin, states, kind)
-    write_kv(keys, values, key, value_states, positions)
+    write_kv(keys, values, key, value_states, positions, scales)
     return query
 
 

@@ -107,3 +107,4 @@ def pytest_collection_finish() -> None:
         interpreter.remember_builtins()
         interpreter.skip_overflow_checks()
         interpreter.remember_dtypes()
+        interpreter.round_to_float8()

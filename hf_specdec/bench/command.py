@@ -22,6 +22,7 @@ from ..auto import AutoDrafter
 from ..checkpoints.checkpoint import read_config_file
 from ..config import AUTO, check_num_or_auto
 from ..drafters import Drafter
+from ..drafters.base import KV_CACHE_DTYPES
 from ..drafters.none import NoDrafter
 from ..engine.auto_drafts import CANDIDATES
 from ..loading import GGUF_SUFFIX, load_tokenizer, set_end_tokens
@@ -87,6 +88,12 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
         "--batch-invariant",
         action="store_true",
         help="drafters and the engine compute the same bits for every batch and every number of drafts",
+    )
+    add(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="fp8: drafters and the engine store keys and values as float8, in half the memory",
     )
     add("--draft-window-size", type=int, default=None, help="tokens of a text that drafting attends to, all by default")
     add("--runs", type=int, default=3, help="measured runs of every case, after one that is not counted")
@@ -334,6 +341,7 @@ def configured(drafter: Drafter, arguments: argparse.Namespace) -> Drafter:
     return drafter.configure(
         compile_rounds=arguments.compile,
         batch_invariant=arguments.batch_invariant,
+        kv_cache_dtype=arguments.kv_cache_dtype,
         draft_window_size=None if isinstance(drafter, NoDrafter) else arguments.draft_window_size,
     )
 

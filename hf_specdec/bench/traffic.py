@@ -65,7 +65,8 @@ def round_bytes(
     if any(getattr(text, name, None) for name in _EXPERTS):
         return None
     group = tensor_parallel_group(target)
-    cached = _kv_bytes(text, batch, length, target.dtype.itemsize)
+    width = None if drafter is None or drafter.key_dtype is None else drafter.key_dtype.itemsize
+    cached = _kv_bytes(text, batch, length, width or target.dtype.itemsize)
     total = _model_bytes(target) + (cached if group is None else cached // group.size())
     if drafter is None or num_draft_tokens == 0:
         return total
@@ -74,7 +75,9 @@ def round_bytes(
         return None
     passes, weights = reads
     total += sum(count * _size(tensors) for count, tensors in weights)
-    return total + (passes * _kv_bytes(config, batch, length, drafter.dtype.itemsize) if config is not None else 0)
+    return total + (
+        passes * _kv_bytes(config, batch, length, width or drafter.dtype.itemsize) if config is not None else 0
+    )
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .. import ops
 from ..host.caches import (
     Cache,
     CacheLayerMixin,
@@ -20,14 +21,19 @@ from ..host.caches import (
     StaticSlidingWindowLayer,
 )
 from ..host.modeling import LAYER_TYPES
-from ..modules.deferred import store_kv
+from ..modules.deferred import Stored, store_kv
 from .layer_kinds import LayerKind, LayerKinds, LayerMemory, register
 
 
 class RaggedLayer(LayerMemory, CacheLayerMixin):
-    """Keys and values of one layer, `[B, slots, kv_heads, head_dim]`, allocated at the first write."""
+    """Keys and values of one layer, `[B, slots, kv_heads, head_dim]`, allocated at the first write.
+
+    Attributes:
+        scales: `[B, slots, kv_heads, 2]`, of keys and of values, if these are stored as float8; else None.
+    """
 
     is_sliding = False
+    scales: torch.Tensor | None = None
 
     def __init__(self, cache: Cache, kind: LayerKind):
         CacheLayerMixin.__init__(self)
@@ -39,17 +45,18 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
 
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor, batch: int, device: torch.device) -> None:
         """Allocate `batch` rows on `device`; the states `[any, kv_heads, any, head_dim]` tell the rest."""
-        # Zeros, not empty: attention weights of invisible slots are 0, and 0 * NaN would be NaN.
-        self.place(
-            *[
-                states.new_zeros(batch, self._cache.slots, states.shape[1], states.shape[3], device=device)
-                for states in (key_states, value_states)
-            ]
-        )
+        dtype = self._cache.kinds.key_dtype
 
-    def place(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        def zeros(states: torch.Tensor, width: int, dtype: torch.dtype | None) -> torch.Tensor:
+            return states.new_zeros(batch, self._cache.slots, states.shape[1], width, dtype=dtype, device=device)
+
+        # Zeros, not empty: attention weights of invisible slots are 0, and 0 * NaN would be NaN.
+        buffers = [zeros(states, states.shape[3], dtype) for states in (key_states, value_states)]
+        self.place(*buffers, *([] if dtype is None else [zeros(key_states, 2, None)]))
+
+    def place(self, keys: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
         self.dtype, self.device = keys.dtype, keys.device
-        self.keys, self.values, self.is_initialized = keys, values, True
+        self.keys, self.values, self.scales, self.is_initialized = keys, values, scales, True
 
     @property
     def is_allocated(self) -> bool:
@@ -57,7 +64,9 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
 
     @property
     def slot_buffers(self) -> Sequence[torch.Tensor]:
-        return (self.keys, self.values) if self.is_initialized else ()
+        if not self.is_initialized:
+            return ()
+        return (self.keys, self.values) if self.scales is None else (self.keys, self.values, self.scales)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -67,24 +76,25 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
         Returns:
             the keys and values to attend to, `[B, kv_heads, span, head_dim]`: views of the cache, or copies where
             attention takes a mask. That of modeling files copies others to multiply them, or requires contiguous ones.
+            Of float8 tensors that our attention reads as they are stored, and that others read dequantised.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        store_kv(self.keys, self.values, key_states, value_states, self._cache.positions)
+        store_kv(self.keys, self.values, key_states, value_states, self._cache.positions, self.scales)
         shown = self.shown()
         if not self._cache.keeps_keys:
-            self.keys, self.values, self.is_initialized = None, None, False
+            self.keys, self.values, self.scales, self.is_initialized = None, None, None, False
         return (shown[0].contiguous(), shown[1].contiguous()) if self._cache.takes_mask else shown
 
     def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values of the cache's `span`, `[B, kv_heads, span, head_dim]`: views."""
-        span = self._cache.span
-        return self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
+        """The keys and values of the cache's `span`, `[B, kv_heads, span, head_dim]`: views, see `update`."""
+        views = [buffer[:, : self._cache.span].transpose(1, 2) for buffer in self.slot_buffers]
+        return tuple(views) if self.scales is None else Stored(*views).shown()
 
     def copy_rows(self, rows: torch.Tensor, source: RaggedLayer, taken: slice | torch.Tensor, slots: int) -> None:
         if slots and source.is_initialized:  # not where no attention uses the layer
-            self.keys[rows, :slots] = source.keys[taken, :slots]
-            self.values[rows, :slots] = source.values[taken, :slots]
+            for ours, theirs in zip(self.slot_buffers, source.slot_buffers, strict=True):
+                ops.as_bytes(ours)[rows, :slots] = ops.as_bytes(theirs)[taken, :slots]
 
     def packed(self, cache: Cache, batch: int) -> PackedLayer:
         return PackedLayer(cache, self, batch)
@@ -105,13 +115,19 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
 
     def _read(self, layer: Any, rows: list[int], held: slice, slots: slice) -> None:
         """Copy what `layer` has at `held` of its keys' columns in `rows` to `slots`."""
-        for theirs, buffer in ((layer.keys, self.keys), (layer.values, self.values)):
-            buffer[rows, slots] = theirs[rows, :, held].transpose(1, 2).to(buffer)
+        for index, (theirs, buffer) in enumerate(((layer.keys, self.keys), (layer.values, self.values))):
+            states = theirs[rows, :, held].transpose(1, 2)
+            if self.scales is not None:
+                states, self.scales[..., index][rows, slots] = ops.quantise(states.to(self.scales))
+            ops.as_bytes(buffer)[rows, slots] = ops.as_bytes(states.to(buffer))
 
     def write_slots(self, cache: Any, index: int, slots: torch.Tensor) -> None:
         if self.is_initialized:  # not where no attention uses the layer
             rows = torch.arange(len(slots), device=slots.device)[:, None]
-            cache.update(*(buffer[rows, slots].transpose(1, 2) for buffer in (self.keys, self.values)), index)
+            held = [ops.as_bytes(buffer)[rows, slots].transpose(1, 2) for buffer in self.slot_buffers]
+            if self.scales is not None:
+                held = [ops.dequantise(one, held[2][..., place]) for place, one in enumerate(held[:2])]
+            cache.update(*held, index)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.span, 0

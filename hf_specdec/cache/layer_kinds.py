@@ -7,7 +7,7 @@ A kind of memory is a `LayerKind`: it is found from the layers of transformers' 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, ClassVar, TypeVar
 
@@ -217,10 +217,12 @@ class LayerKinds:
         layers: kind by layer.
         takes_mask: whether attention is that of the modeling file, which adds a mask to its scores, and not
             `ragged_attention_forward`.
+        key_dtype: in which keys and values are stored: that of the model if None, else float8, with scales.
     """
 
     layers: tuple[LayerKind, ...] = ()
     takes_mask: bool = False
+    key_dtype: torch.dtype | None = None
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -230,6 +232,10 @@ class LayerKinds:
 
     def __iter__(self) -> Iterator[LayerKind]:
         return iter(self.layers)
+
+    def storing(self, key_dtype: torch.dtype | None) -> LayerKinds:
+        """The same kinds, with keys and values in another dtype."""
+        return self if key_dtype == self.key_dtype else replace(self, key_dtype=key_dtype)
 
     @property
     def stores_keys(self) -> bool:

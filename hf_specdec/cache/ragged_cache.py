@@ -64,6 +64,7 @@ class RaggedCache(Cache):
         self.kinds = kinds
         self.slots = slots
         self.takes_mask = kinds.takes_mask
+        self._takes_num_before = kinds.is_by_slot and not kinds.takes_mask and starts is None
         self.span = slots - self.takes_mask
         self.kernel_span = slots
         self.row_memory: RowMemory | None = None
@@ -230,9 +231,7 @@ class RaggedCache(Cache):
             num_before: see the attribute; used where no layer keeps states, and there are no mask and no starts.
         """
         self.positions, self._block = positions, None
-        if not self.kinds.is_by_slot or self.takes_mask or self.starts is not None:
-            num_before = None
-        self.num_before = num_before
+        self.num_before = num_before = num_before if self._takes_num_before else None
         if num_before is not None:
             self.span = num_before + positions.shape[1] + 1
             return

@@ -24,7 +24,7 @@ from ..sampling.processors import row_temperatures
 from ..sampling.randomness import Randomness
 from .prompts import Prompts
 from .request import Request
-from .transcript import end_tokens_of
+from .transcript import Transcript, end_tokens_of
 
 # With `draft_probs="auto"` draft tokens are sampled from the drafter's distribution from this temperature up. It is the
 # lowest at which that was measured to pay: SmolLM2 with its drafters, K = 5, one H200, 2 % more tokens a second at 0.3,
@@ -42,6 +42,8 @@ class Call:
         num_draft_tokens: K, draft tokens a round; the largest K where it is chosen round by round.
         is_auto: whether it is.
         randomness: where random numbers come from.
+        logprobs: of which distributions the user gets the log-probabilities of new tokens: `"processed"`, that which
+            they are drawn from, `"raw"`, the softmax of the target's logits.
         cache: `past_key_values` of the user, which the call fills; None if the user passed none.
         reason: why this engine runs, for the statistics.
         position_offsets: for each row position ids minus positions after the prompt, on the static engine; None for 0.
@@ -57,6 +59,7 @@ class Call:
     config: GenerationConfig
     num_draft_tokens: int
     randomness: Randomness
+    logprobs: tuple[str, ...] = ()
     streamer: BaseStreamer | None = None
     cache: Cache | None = None
     is_auto: bool = False
@@ -137,6 +140,19 @@ class Call:
                 one.error = why_too_long(self.model, len(prompt), count)
             found.append(one)
         return found
+
+    def transcript(self, criteria: StoppingCriteriaList | None = None) -> Transcript:
+        """A transcript of the call, whose rows end by `criteria`, or by those of the call."""
+        return Transcript(
+            self.prompts.input_ids,
+            self.criteria if criteria is None else criteria,
+            self.pad_token_id,
+            self.max_new_tokens,
+            self.streamer,
+            keep_scores=self.keeps("scores"),
+            keep_logits=self.keeps("logits"),
+            keep_logprobs=self.logprobs,
+        )
 
     @cached_property
     def kept(self) -> list[str]:

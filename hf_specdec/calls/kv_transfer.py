@@ -128,7 +128,7 @@ class FinishedCall:
 
     @classmethod
     def of(cls, call: Call, ragged: RaggedCache, sequences: torch.Tensor, columns: int) -> FinishedCall:
-        """The call of `call`; what its inputs hold is kept where keys and values are not copied."""
+        """That of `call`; what its inputs hold is kept where keys and values are not copied."""
         model, prompts, run_prompts = call.model, call.prompts, None
         if call.inputs is not None and ragged.recurrence is not None:
             run_prompts = functools.partial(run_as_given, model, prompts.input_ids, call.config, call.inputs)

@@ -21,9 +21,14 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
     Attributes:
         speculation: rounds, drafted and accepted tokens, the engine that ran and why; also `drafter.stats`.
+        logprobs: `[B, new]` float32, of the new tokens under the distribution that they were drawn from, after all
+            logits processors; 0 for the padding of rows that had ended; None unless `return_logprobs` asks for it.
+        raw_logprobs: the same under the softmax of the target's logits.
     """
 
     speculation: SpeculationStats | None = None
+    logprobs: torch.Tensor | None = None
+    raw_logprobs: torch.Tensor | None = None
 
 
 class HiddenStates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -39,6 +39,7 @@ class Request:
         prompt_id: the name of the last sequence of its prompt, by which a manager cancels all of them.
         streaming: whether a result is delivered after every round.
         tokens: generated so far.
+        logprobs: of these, under the scores that they were drawn from; empty unless they were asked for.
         num_settled: how many of these there were before the last round, which the drafter has read.
         timestamps: `time.perf_counter()` when each of them reached the host.
         num_drafted, num_accepted: draft tokens that were verified for it, and accepted.
@@ -65,6 +66,7 @@ class Request:
     streaming: bool = False
     prompt_ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     num_settled: int = 0
     timestamps: list[float] = field(default_factory=list)
     num_drafted: int = 0
@@ -145,6 +147,7 @@ class Request:
             request_id=self.request_id,
             prompt_ids=self.prompt_ids,
             generated_tokens=list(self.tokens),
+            logprobs=list(self.logprobs),
             error=self.error,
             status=status,
             created_time=self.created_time,
@@ -181,15 +184,9 @@ class Arrived(NamedTuple):
     must_restart: bool = False
 
 
-class Arrivals(Protocol):
-    """Requests that arrive while rounds run."""
-
-    def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
-        """What has arrived; called before every round.
-
-        It may wait, for long only if `is_idle`: no round is due. Before that it calls `leave_target`, so that others
-        find the target as it was.
-        """
+# Says what has arrived; called before every round with `is_idle` and `leave_target`. It may wait, for long only if
+# `is_idle`: no round is due. Before that it calls `leave_target`, so that others find the target as it was.
+Arrivals = Callable[[bool, Callable[[], None]], Arrived]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,6 +56,7 @@ class Transcript:
         max_new_tokens: size of the buffers.
         streamer: gets the tokens `[B]` of each finalised step, on the CPU.
         keep_scores, keep_logits: whether `add` is given scores and logits to keep.
+        keep_logprobs: the names of log-probabilities that it is given to keep.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Transcript:
         streamer: BaseStreamer | None = None,
         keep_scores: bool = False,
         keep_logits: bool = False,
+        keep_logprobs: Sequence[str] = (),
     ):
         batch, self._width = prompts.shape
         called = [rule for rule in criteria if type(rule) not in DECIDED_BY_TOKENS]
@@ -83,7 +86,11 @@ class Transcript:
         self._rows: list[list[int]] = [[] for _ in range(batch)]
         self._records = {
             name: [[] for _ in range(batch)]
-            for name, wanted in (("scores", keep_scores), ("logits", keep_logits))
+            for name, wanted in (
+                ("scores", keep_scores),
+                ("logits", keep_logits),
+                *((one, True) for one in keep_logprobs),
+            )
             if wanted
         }
         self._finalised: dict[str, list[torch.Tensor]] = {name: [] for name in self._records}
@@ -101,16 +108,10 @@ class Transcript:
         """`[B, P + steps]` int64: prompts and finalised tokens."""
         return self._sequences[:, : self._width + self.steps].to(self._device)
 
-    @property
-    def scores(self) -> tuple[torch.Tensor, ...] | None:
-        """One `[B, V]` a finalised step, if kept; zeros for rows that had finished."""
-        return self._record("scores")
-
-    @property
-    def logits(self) -> tuple[torch.Tensor, ...] | None:
-        return self._record("logits")
-
-    def _record(self, name: str) -> tuple[torch.Tensor, ...] | None:
+    def record(self, name: str) -> tuple[torch.Tensor, ...] | None:
+        """`"scores"` or `"logits"`, if kept: one `[B, V]` a finalised step, zeros for rows that had finished; of the
+        others one `[B]`.
+        """
         return tuple(self._finalised[name]) if name in self._finalised else None
 
     def columns_run(self, prompts: Prompts) -> int:
@@ -125,7 +126,8 @@ class Transcript:
         Args:
             tokens: K + 1 for each row.
             committed: how many of them each row keeps.
-            records: `scores` and `logits`, `[B, K + 1, V]`; kept, in float32, where they were asked for, else any.
+            records: `scores` and `logits`, `[B, K + 1, V]`, and log-probabilities, `[B, K + 1]`; kept, in float32,
+                where they were asked for, else any.
         """
         for row, (new, count) in enumerate(zip(tokens, committed, strict=True)):
             self._rows[row] += new[:count]
@@ -140,7 +142,7 @@ class Transcript:
                 self._streamer.end()
 
     def _is_next_step_known(self) -> bool:
-        return all(done or len(new) > self.steps for done, new in zip(self.done, self._rows, strict=True))
+        return all([done or len(new) > self.steps for done, new in zip(self.done, self._rows, strict=True)])
 
     def _finalise(self) -> None:
         step = self.steps
@@ -184,6 +186,6 @@ class Transcript:
             if self._host_criteria:
                 stops.append(self._host_criteria(self._sequences[:, :end], None))
             if self._criteria:
-                stops.append(self._criteria(self._shown[:, :end], self.scores))
+                stops.append(self._criteria(self._shown[:, :end], self.record("scores")))
         # Criteria may return `[B, 1]`.
         return [result.reshape(len(self._rows), -1).any(dim=1).tolist() for result in stops]

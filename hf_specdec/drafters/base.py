@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from ..checkpoints.tensors import KEY_MAPPING, check_tensors, rename
 from ..config import AUTO, DrafterConfig, check_num_or_auto
 from ..kernels.types import Proposal, VerificationResult
 from ..modules.hidden_states import find_decoder_layers
+from ..ops import FLOAT8
 from ..state import DecodeState, Shape
 from .shared_weights import SharedWeight
 
@@ -27,6 +28,7 @@ Reads = tuple[int, list[tuple[int, Iterable[torch.Tensor]]]]
 
 ENGINES = ("auto", "static", "stock")
 VERIFICATIONS = ("token", "block")
+KV_CACHE_DTYPES = {"auto": None, "fp8": FLOAT8}
 ALL = "all"
 # The fewest tokens that drafting attends to: more than a round reads again or drafts.
 LEAST_WINDOW = 64
@@ -62,6 +64,8 @@ class Drafter(PreTrainedModel):
     _supports_sdpa = True
     # Patterns in the names of published tensors, and what takes their place in the names of the drafter's own.
     key_mapping = KEY_MAPPING
+    # What `score` runs; set by `integration.scoring`, which knows the engine.
+    _score: ClassVar[Callable[..., torch.Tensor]]
     # Whether `propose` drafts any number of tokens up to `state.most_draft_tokens` in each round, 0 included.
     varies_num_draft_tokens = False
     # The largest K that `"auto"` tries: as many as the drafter was trained for; None for any number.
@@ -109,6 +113,7 @@ class Drafter(PreTrainedModel):
         self.compile_rounds: bool = True
         self.batch_invariant = False
         self.draft_window_size: int | None = None
+        self.kv_cache_dtype = "auto"
 
     @property
     def stats(self):
@@ -218,6 +223,7 @@ class Drafter(PreTrainedModel):
         compile_rounds: bool | None = None,
         batch_invariant: bool | None = None,
         draft_window_size: int | str | None = None,
+        kv_cache_dtype: str | None = None,
     ) -> Drafter:
         """Set how the drafter is run; None leaves a setting as it is. Returns the drafter.
 
@@ -240,6 +246,10 @@ class Drafter(PreTrainedModel):
                 `"all"`. Drafters are trained on texts of limited length, and fewer of their drafts are accepted after
                 longer ones, which also cost more; a window of that length keeps to what they know. Prompts are read
                 whole. SGLang (`--speculative-draft-window-size`) and vLLM's pull request 53827 do the same.
+            kv_cache_dtype: `"fp8"` to store keys and values of target and drafter as float8 (e4m3) with a scale for
+                each head of each token, in half the memory; `"auto"` for the model's dtype. Texts differ from those of
+                the model's dtype, by rounding, and not between calls with and without drafts. Rounds are not compiled
+                then. See docs/generate.md.
 
         Raises:
             ValueError: expected one of the values above.
@@ -252,6 +262,7 @@ class Drafter(PreTrainedModel):
             ("verification", verification, VERIFICATIONS),
             ("compile_rounds", compile_rounds, (True, False)),
             ("batch_invariant", batch_invariant, (True, False)),
+            ("kv_cache_dtype", kv_cache_dtype, tuple(KV_CACHE_DTYPES)),
         ):
             if value is None:
                 continue
@@ -280,8 +291,15 @@ class Drafter(PreTrainedModel):
 
     @property
     def compiles_rounds(self) -> bool:
-        """`compile_rounds`; False for batch-invariant rounds, as torch's compiler orders sums by the number of rows."""
-        return self.compile_rounds and not self.batch_invariant
+        """`compile_rounds`; False for batch-invariant rounds, as torch's compiler orders sums by the number of rows,
+        and for keys as float8, which modules are given as tensors that it cannot trace.
+        """
+        return self.compile_rounds and not self.batch_invariant and self.key_dtype is None
+
+    @property
+    def key_dtype(self) -> torch.dtype | None:
+        """In which keys and values are stored; None for the model's own."""
+        return KV_CACHE_DTYPES[self.kv_cache_dtype]
 
     def num_draft_tokens(self, requested: int | str | None, is_bulk: bool = False) -> int | str:
         """K of a call, or `"auto"`.
@@ -304,6 +322,33 @@ class Drafter(PreTrainedModel):
                 "rounds of a call; expected a number, or a family that sets varies_num_draft_tokens."
             )
         return requested
+
+    def score(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> torch.Tensor:
+        """Log-probabilities that `model` gives to the tokens of texts, by the passes that generate with a drafter.
+
+        With `batch_invariant=True` they are, bit for bit, those that calls with this drafter return
+        (`return_logprobs="raw"`, at a temperature of 1), whatever batch or pass a token was generated in.
+
+        Args:
+            model: the target. It runs without gradients, on the static engine.
+            input_ids: `[B, n]` int64, padded before or after the texts.
+            attention_mask: `[B, n]`, 0 for padding; None for texts without padding.
+            temperature: that logits are divided by.
+
+        Returns:
+            `[B, n]` float32 on the model's device: of each token, given those before it; 0 for the first token of a
+            text and for padding.
+
+        Raises:
+            ValueError: the static engine cannot run the model, or what was given is wrong.
+        """
+        return self._score(model, input_ids, attention_mask, temperature)
 
     def bind(self, target: PreTrainedModel) -> None:
         """Bind the drafter to `target`: check that it fits, share the target's embedding and head where it has none.
@@ -377,7 +422,7 @@ class Drafter(PreTrainedModel):
 
     def new_state(self, shape: Shape, layers: LayerKinds, device: torch.device) -> DecodeState:
         """Buffers of a generation, with the drafter's memory; arguments as of `DecodeState.allocate`."""
-        state = DecodeState.allocate(shape, layers, device)
+        state = DecodeState.allocate(shape, layers.storing(self.key_dtype), device)
         state.memory = self.new_memory(state)
         return state
 

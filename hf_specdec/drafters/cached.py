@@ -169,8 +169,9 @@ class CachedDrafter(Drafter):
     def new_memory(self, state: DecodeState) -> DraftMemory:
         batch, num_drafts = state.lengths.shape[0], state.most_draft_tokens
         width = num_drafts + 1 + self.num_masks(num_drafts)
+        layers = self.cached_layers.storing(self.key_dtype)
         return DraftMemory(
-            RaggedCache(self.cached_layers, state.slots, state.draft_starts, state.lengths, num_drafts, num_again=1),
+            RaggedCache(layers, state.slots, state.draft_starts, state.lengths, num_drafts, num_again=1),
             DraftInputs.allocate(batch, width, state.lengths.device),
             ops.invert_draft_vocabulary(self.target_ids, self.config.vocab_size)
             if state.draft_probs and self.target_ids is not None

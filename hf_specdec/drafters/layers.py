@@ -44,12 +44,12 @@ def rotary_embedding(config: DraftLayersConfig) -> LlamaRotaryEmbedding:
     )
 
 
-def rotate(states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """RoPE on `[B, heads, n, head_dim]`, given cosines and sines `[B or 1, n, head_dim]`."""
-    if uses_layer_kernels(states):
-        return rotated(*rotary, [states], RotaryKind())[0]
-    cos, sin = (part.unsqueeze(1) for part in rotary)
-    return states * cos + rotate_half(states) * sin
+def rotate(cos: torch.Tensor, sin: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
+    """RoPE on `[B, heads, n, head_dim]` each, given cosines and sines `[B or 1, n, head_dim]`."""
+    if uses_layer_kernels(states[0]):
+        return rotated(cos, sin, states, RotaryKind())
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return [one * cos + rotate_half(one) * sin for one in states]
 
 
 class DraftAttention(nn.Module):
@@ -66,35 +66,32 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(input_size, key_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(input_size, key_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=output_bias)
-        self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(
         self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend, num_outputs: int
     ) -> torch.Tensor:
-        query = self.q_norm(self._heads(self.q_proj(hidden))).transpose(1, 2)
-        if num_outputs == hidden.shape[1] and uses_layer_kernels(query):
-            key, value = self._keys(hidden), self._values(hidden)
-            query, key = rotated(*rotary, [query, key], RotaryKind())
+        query = self._heads(self.q_proj(hidden), self.q_norm)
+        if num_outputs == hidden.shape[1]:
+            key, value = self._heads(self.k_proj(hidden), self.k_norm), self._heads(self.v_proj(hidden))
+            query, key = rotate(*rotary, query, key)
         else:
             key, value = self.keys_and_values(hidden, rotary)
-            query = rotate(query[:, :, -num_outputs:], tuple(part[:, -num_outputs:] for part in rotary))
+            cos, sin = rotary
+            (query,) = rotate(cos[:, -num_outputs:], sin[:, -num_outputs:], query[:, :, -num_outputs:])
         return self.o_proj(attend(self.layer_idx, query, key, value, self.window).flatten(2))
 
     def keys_and_values(
         self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys after RoPE and values of `[B, n, input_size]`, `[B, kv_heads, n, head_dim]` each."""
-        return rotate(self._keys(hidden), rotary), self._values(hidden)
+        (key,) = rotate(*rotary, self._heads(self.k_proj(hidden), self.k_norm))
+        return key, self._heads(self.v_proj(hidden))
 
-    def _keys(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.k_norm(self._heads(self.k_proj(hidden))).transpose(1, 2)
-
-    def _values(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._heads(self.v_proj(hidden)).transpose(1, 2)
-
-    def _heads(self, states: torch.Tensor) -> torch.Tensor:
-        return states.view(*states.shape[:2], -1, self.head_dim)
+    def _heads(self, states: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
+        states = states.view(*states.shape[:2], -1, self.head_dim)
+        return (states if norm is None else norm(states)).transpose(1, 2)
 
 
 class DraftDecoderLayer(nn.Module):

@@ -185,7 +185,7 @@ class MtpDrafter(CachedDrafter):
             memory.cache,
             memory.inputs,
             memory.draft_ids,
-            [RaggedCache(self.cached_layers, state.slots, state.draft_starts) for _ in range(num_caches - 1)],
+            [RaggedCache(memory.cache.kinds, state.slots, state.draft_starts) for _ in range(num_caches - 1)],
             torch.zeros(batch, width, self.config.hidden_size, dtype=self.dtype, device=device),
             torch.zeros(batch, dtype=torch.int64, device=device),
             torch.full((batch,), width, dtype=torch.int64, device=device),

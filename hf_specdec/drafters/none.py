@@ -19,14 +19,16 @@ class NoDrafter(Drafter):
 
     Args:
         target: to generate with.
-        batch_invariant: see `Drafter.configure`.
+        batch_invariant, kv_cache_dtype: see `Drafter.configure`.
     """
 
     packs_prompts = True
 
-    def __init__(self, target: PreTrainedModel, batch_invariant: bool = False):
+    def __init__(self, target: PreTrainedModel, batch_invariant: bool = False, kv_cache_dtype: str = "auto"):
         super().__init__(DrafterConfig(vocab_size=target.config.get_text_config().vocab_size))
-        self.configure(draft_probs=False, engine="static", batch_invariant=batch_invariant)
+        self.configure(
+            draft_probs=False, engine="static", batch_invariant=batch_invariant, kv_cache_dtype=kv_cache_dtype
+        )
         self.bind(target)
 
     @property

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -11,8 +9,7 @@ from torch.nn import functional as F
 from .. import layer_ops
 from ..checkpoints.tensors import is_plain, plain_weight
 from ..modules.layer_choice import uses_layer_kernels
-from ..modules.signature import last_step
-from ..modules.weights import local_shard
+from ..modules.signature import places_of, versions_of
 from ..patching.linear import linear
 
 # Rows of a copy that are compared with the target's. Writes through `.data` are not counted by the version of a tensor.
@@ -66,17 +63,15 @@ class SharedWeight:
         with torch.inference_mode(False), torch.no_grad():
             self._rows = None if rows is None else rows.to(weight.device)
             self.weight = weight if rows is None else weight.detach()[self._rows]
-        self._storage, self._version = _storage(module.weight), _version(module.weight)
+        self._places, self._kind = places_of([module.weight]), _kind(module.weight)
+        self._versions = versions_of([module.weight])
 
     def how_changed(self, module: nn.Module) -> str | None:
         """How the weight of `module` was replaced, moved, cast or resized, for a message; None if it was not."""
-        storage = _storage(module.weight)
-        if storage == self._storage:
-            return None
-        (*before, _), (*now, _) = self._storage, storage
-        if before == now:
-            return f"its {self.what} is another tensor"
-        return f"its {self.what} was {_describe(*before)} and is {_describe(*now)}"
+        kind = _kind(module.weight)
+        if kind != self._kind:
+            return f"its {self.what} was {self._kind} and is {kind}"
+        return None if places_of([module.weight]) == self._places else f"its {self.what} is another tensor"
 
     def refresh(self, module: nn.Module) -> None:
         """Update `weight`, if it is a copy, from `module`. It keeps its memory, so captured rounds stay valid."""
@@ -90,34 +85,20 @@ class SharedWeight:
                 self.weight.copy_(weight)
             else:
                 torch.index_select(weight, 0, self._rows, out=self.weight)
-        self._version = _version(source)
+        self._versions = versions_of([source])
 
     def _is_stale(self, source: torch.Tensor) -> bool:
         """Whether `source` was written to since it was copied."""
-        version = _version(source)
-        if version is None or version != self._version or not is_plain(source):
-            # Gathering or dequantising a weight in every call, to compare it, would cost too much.
-            return version is None or version != self._version
+        if source.is_inference() or versions_of([source]) != self._versions:  # writes to the first are not counted
+            return True
+        if not is_plain(source):  # gathering or dequantising a weight in every call, to compare it, would cost too much
+            return False
         step = max(len(self._rows) // _NUM_SAMPLES, 1)
         return not torch.equal(self.weight[::step], source.detach()[self._rows[::step]])
 
 
-def _storage(weight: torch.Tensor) -> tuple[Any, ...]:
-    """Shape, data type, device and address of a weight."""
-    # A quantised weight has no address of its own, only its parts have.
-    return weight.shape, weight.dtype, weight.device, local_shard(weight).data_ptr() or id(weight)
-
-
-def _version(weight: torch.Tensor) -> tuple[int, int] | None:
-    """How often `weight` was written to in place, and the last step of an optimizer, which fused ones do not count.
-
-    None for tensors of inference mode, which do not count it.
-    """
-    return None if weight.is_inference() else (weight._version, last_step())
-
-
-def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
-    return f"{list(shape)} in {str(dtype).removeprefix('torch.')} on {device}"
+def _kind(weight: torch.Tensor) -> str:
+    return f"{list(weight.shape)} in {str(weight.dtype).removeprefix('torch.')} on {weight.device}"
 
 
 def embed(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

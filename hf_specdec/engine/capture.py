@@ -21,7 +21,7 @@ from ..patching.experts import capturable_experts, copies_experts
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from .prefill import prefill_chunk
-from .rounds import catch_up, draft_and_forward, run_round, verify_and_commit
+from .rounds import RoundOutput, catch_up, draft_and_forward, logprobs_of, run_round, verify_and_commit
 from .sessions import Session
 from .target import Target
 
@@ -44,7 +44,12 @@ class CapturedRound:
         # torch 2.11 cannot compile functions that return named tuples.
         with state.idle():
             if process.key is not None:
-                self._round = capture(lambda: tuple(run_round(state, target, drafter, process)[0]))
+
+                def whole() -> tuple:
+                    result, logprobs, *_ = run_round(state, target, drafter, process)
+                    return tuple(result), logprobs
+
+                self._round = capture(whole)
             else:
                 self._round = None
 
@@ -55,18 +60,23 @@ class CapturedRound:
                 self._draft_and_forward = capture(first_half)
                 proposal, _, logits, aux_hidden_states = self._draft_and_forward.result
                 self._scores = torch.zeros_like(logits, dtype=torch.float32)
-                self._verify_and_commit = capture(
-                    lambda: tuple(verify_and_commit(state, self._scores, Proposal(*proposal), aux_hidden_states))
-                )
+
+                def second_half() -> tuple:
+                    result = verify_and_commit(state, self._scores, Proposal(*proposal), aux_hidden_states)
+                    return tuple(result), logprobs_of(state, result, self._scores, logits)
+
+                self._verify_and_commit = capture(second_half)
         graphs = "one graph" if self._round is not None else "two graphs, processors between"
         self.execution = f"captured in {graphs}, {'compiled' if capture.has_compiled else 'not compiled'}"
 
-    def __call__(self, process: BlockProcessor) -> tuple[VerificationResult, None, None]:
+    def __call__(self, process: BlockProcessor) -> RoundOutput:
         if self._round is not None:
-            return VerificationResult(*self._round()), None, None
-        _, block, logits, _ = self._draft_and_forward()
-        self._scores.copy_(process(logits, block, self._state))
-        return VerificationResult(*self._verify_and_commit()), None, None
+            result, logprobs = self._round()
+        else:
+            _, block, logits, _ = self._draft_and_forward()
+            self._scores.copy_(process(logits, block, self._state))
+            result, logprobs = self._verify_and_commit()
+        return RoundOutput(VerificationResult(*result), logprobs)
 
 
 def why_not_captured(model: PreTrainedModel, has_hooks: bool, kept: Sequence[str]) -> str | None:

@@ -7,6 +7,7 @@ copied. A round does not know which of its rows are occupied: rows that no reque
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -65,7 +66,7 @@ def decode_continuously(call: Call, requests: Sequence[Request], settings: Conti
     with HostedTarget(call.model, call.drafter) as target:
         runner = ContinuousRunner(call, settings, target)
         if arrivals is not None:
-            arrived = arrivals.next(False, target.unpatch)
+            arrived = arrivals(False, target.unpatch)
             first = list(arrived.requests)
             if not first and not arrived.is_open:
                 return
@@ -120,9 +121,8 @@ class ContinuousRunner(Runner):
         # Where requests are prefilled; None if their prompts are packed.
         self._groups = None if can_pack(target) else Groups(call, target, is_continuous=True)
         self.merges_equal = settings.reuses_prefixes and self._groups is not None
-        if can_grow(target):
-            target.key_layout = layout_of(target, shape_of(call, 1, 1, target.is_captured))
-        self._is_in_memory = target.key_layout is not None
+        shape = shape_of(call, 1, 1, target.is_captured)
+        self._is_in_memory = can_grow(target) and layout_of(target, shape) is not None
         # Tokens of the texts that there are slots for, and of those that are expected first.
         self._longest = self._expected = 1
         # Whether nothing is kept for other calls any more.
@@ -153,7 +153,7 @@ class ContinuousRunner(Runner):
             wanted.append((self._rows_for(len(first)), self._settings.longest))
         # As many rows as wanted, half of them, and so on down to one.
         sizes = [(rows >> halvings, tokens) for rows, tokens in wanted for halvings in range(rows.bit_length())]
-        self._use(self._first_that_fits(sizes))
+        self._use(self._largest(sizes, {}))
         self._note_execution(self.drafts.current)
         if self._settings.reuses_prefixes:
             self.prefix_margin = margin_of(self._target, self.lease.shape.num_draft_tokens)
@@ -182,34 +182,19 @@ class ContinuousRunner(Runner):
 
     def free_others(self) -> None:
         if len(sessions_of(self._call.drafter)) or not self._has_freed:
-            self._has_freed = True
-            super().free_others()
+            self._free_kept()
+
+    def _free_kept(self) -> None:
+        self._has_freed = True
+        super()._free_kept()
 
     # Sessions.
 
-    def _first_that_fits(self, sizes: Sequence[tuple[int, int]], rows: Mapping[int, int] | None = None) -> SessionLease:
-        """A session of the first of `sizes`, rows and tokens of a text, for which there is memory.
+    def _largest(self, sizes: Sequence[tuple[int, int]], rows: Mapping[int, int]) -> SessionLease:
+        """A session of the first of `sizes`, rows and tokens of a text, that fits; `rows` move to it."""
+        return self._first_that_fits([functools.partial(self._open, *size, rows) for size in sizes])
 
-        Processes that run one model together need the same rows, so there it is the first or an error. `rows` are to
-        move to it, with so many tokens each.
-        """
-        for size in sizes[:-1]:
-            try:
-                return self._open_for(rows or {}, *size)
-            except torch.OutOfMemoryError:
-                if tensor_parallel_group(self._call.model) is not None:
-                    raise
-            # The error, which held what was allocated, is gone.
-            self._has_freed = True
-            super().free_others()
-        return self._open_for(rows or {}, *sizes[-1])
-
-    def _open_for(self, rows: Mapping[int, int], num_rows: int, longest: int) -> SessionLease:
-        lease = self._open(num_rows, longest)
-        self._commit_texts(lease, rows)
-        return lease
-
-    def _open(self, num_rows: int, longest: int) -> SessionLease:
+    def _open(self, num_rows: int, longest: int, rows: Mapping[int, int]) -> SessionLease:
         call = self._call
         shape = shape_of(call, num_rows, longest, self._target.is_captured)
         if self._is_in_memory:
@@ -225,6 +210,7 @@ class ContinuousRunner(Runner):
             if lease.lacks_round(num_drafts):
                 lease.capture_round(num_drafts)
         self._longest = longest
+        self._commit_texts(lease, rows)
         return lease
 
     def _lease_of(self, shape: Shape) -> SessionLease:
@@ -274,7 +260,7 @@ class ContinuousRunner(Runner):
         """A session where more requests than those of `rows`, or longer ones, fit, if there is memory for it."""
         sizes, before = self._larger_sizes(len(rows), waiting), self._longest
         try:
-            lease = self._first_that_fits(sizes, rows)
+            lease = self._largest(sizes, rows)
         except torch.OutOfMemoryError:
             if tensor_parallel_group(self._call.model) is not None:
                 raise

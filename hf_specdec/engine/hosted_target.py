@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
-from types import TracebackType
 
 from transformers import PreTrainedModel
 
-from ..cache.key_layout import KeyLayout
 from ..calls.output import HiddenStates
 from ..drafters.base import Drafter
 from ..modules.module_hooks import has_hooks
@@ -22,7 +20,7 @@ from .sessions import Hosting, sessions_of
 from .target import Target, patched_target
 
 
-class HostedTarget:
+class HostedTarget(ExitStack):
     """The target of a call, patched from the first use on: a call that only replays graphs leaves its modules alone.
 
     A context, outside of which it is not patched.
@@ -34,33 +32,27 @@ class HostedTarget:
         eager_reason: why rounds are not captured; None if they are.
         is_captured: whether they are; then sessions are kept for other calls.
         keeps_hidden_states: whether the caller gets all hidden states.
-        key_layout: where keys and values are in a `RowMemory`; None if there is none.
     """
 
     def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):
+        super().__init__()
         self.model, self.drafter = model, drafter
         self._signatures = signature_of(model), signature_of(drafter)
         self.has_hooks = has_hooks(chain.from_iterable(one.hooked for one in self._signatures))
         self.eager_reason = why_not_captured(model, self.has_hooks, kept)
         self.is_captured = self.eager_reason is None
         self.keeps_hidden_states = "hidden_states" in kept
-        self.key_layout: KeyLayout | None = None
-        self._contexts, self._patches = ExitStack(), ExitStack()
+        self._patches = ExitStack()
         self._patched: Target | None = None
         self._hosting: Hosting | None = None
 
     def __enter__(self) -> HostedTarget:
         if self.drafter.batch_invariant:
             # Also for what runs outside of the target's passes, and where these are replayed: the first tokens.
-            self._contexts.enter_context(engine())
-            self._contexts.enter_context(batch_invariant())
+            self.enter_context(engine())
+            self.enter_context(batch_invariant())
+        self.callback(self._patches.close)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._contexts:
-            self._patches.close()
 
     def unpatch(self) -> None:
         """Let the target be as it was, until it is used again."""

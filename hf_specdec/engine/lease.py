@@ -15,7 +15,6 @@ from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
 from ..graphs.buckets import next_power_of_two, slots_for, span_for, useful_drafts
 from ..graphs.cuda_graphs import start_compiler
-from ..kernels.types import VerificationResult
 from ..memory.virtual_memory import RowMemory, has_virtual_memory
 from ..op_choice import noting_attended
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
@@ -25,7 +24,7 @@ from ..state import DecodeState, Shape
 from .auto_drafts import Acceptance, AutoDrafts, Drafts, FixedDrafts, SharedClock, first_drafts
 from .capture import CapturedRound, capture_catch_up, capture_round
 from .hosted_target import HostedTarget
-from .rounds import catch_up, draft_and_forward, run_round
+from .rounds import RoundOutput, catch_up, draft_and_forward, run_round
 from .session_prefill import SessionPrefill
 from .sessions import Session, SessionKey, sessions_of
 
@@ -49,6 +48,7 @@ def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
         draft_probs=call.draft_probs,
         num_ends=next_power_of_two(max(len(call.ends), 8)),
         verification=call.drafter.verification,
+        logprobs=call.logprobs,
     )
 
 
@@ -73,8 +73,8 @@ def can_grow(target: HostedTarget) -> bool:
 
 
 def place_in_memory(state: DecodeState, target: HostedTarget, shape: Shape) -> None:
-    """Let `state`, new and of `shape`, have its keys and values in a `RowMemory`; `target` has a layout of them."""
-    layout = target.key_layout
+    """Let `state`, new and of `shape`, have its keys and values in a `RowMemory`; there is a layout of them."""
+    layout = layout_of(target, shape)
     memory = RowMemory(shape.batch, shape.slots, layout.token_bytes, state.tokens.device)
     layout.place(state.caches, memory)
 
@@ -234,7 +234,7 @@ class SessionLease:
                 return False
         return True
 
-    def run_round(self, num_drafts: int) -> tuple[VerificationResult, torch.Tensor | None, torch.Tensor | None]:
+    def run_round(self, num_drafts: int) -> RoundOutput:
         """A round of `num_drafts`, captured or eagerly, see `run_round`."""
         state, captured = self.session.state, self.captured_round(num_drafts)
         state.num_draft_tokens = num_drafts
@@ -263,7 +263,10 @@ class SessionLease:
     def execution(self, num_drafts: int) -> str:
         """How such rounds are run, for `SpeculationStats.execution`."""
         captured = self.captured_round(num_drafts)
-        mode = ", batch-invariant" if self._target.drafter.batch_invariant else ""
+        drafter = self._target.drafter
+        mode = ", batch-invariant" if drafter.batch_invariant else ""
+        if drafter.key_dtype is not None:
+            mode += ", keys and values as float8"
         if captured is not None:
             return captured.execution + mode
         return f"eager{mode}: {self._target.eager_reason or 'a round cannot be captured'}"

@@ -49,23 +49,6 @@ class Match(NamedTuple):
     size: int
 
 
-class _Text:
-    """A text in the index, and the keys of its leading blocks: each depends on all tokens up to its block's end."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.keys: list[int] = []
-
-    def extend(self, tokens: Sequence[int]) -> list[int]:
-        """Append `tokens`; returns the keys of blocks that are full now and were not."""
-        self.tokens += tokens
-        before = len(self.keys)
-        while (len(self.keys) + 1) * BLOCK <= len(self.tokens):
-            first = len(self.keys) * BLOCK
-            self.keys.append(_key(self.keys[-1] if self.keys else 0, self.tokens[first : first + BLOCK]))
-        return self.keys[before:]
-
-
 def _key(before: int, block: Sequence[int]) -> int:
     return hash((before, *block))
 
@@ -78,7 +61,8 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._texts: dict[int, _Text] = {}
+        # The tokens of each text, and the keys of its full blocks, of which each depends on all tokens up to its end.
+        self._texts: dict[int, tuple[list[int], list[int]]] = {}
         # The names of the texts with a block, in the order in which it was added, by the block's key.
         self._names: dict[int, dict[int, None]] = {}
 
@@ -87,38 +71,37 @@ class PrefixIndex:
 
     def size(self, name: int) -> int:
         """Tokens of the text `name`."""
-        return len(self._texts[name].tokens)
+        return len(self._texts[name][0])
 
     def add(self, name: int, tokens: Sequence[int]) -> None:
         """Add a text in the place of what had its name."""
         self.discard(name)
-        self._texts[name] = _Text()
+        self._texts[name] = [], []
         self.extend(name, tokens)
 
     def extend(self, name: int, tokens: Sequence[int]) -> None:
         """Append `tokens` to the text `name`."""
-        for key in self._texts[name].extend(tokens):
-            self._names.setdefault(key, {})[name] = None
+        text, keys = self._texts[name]
+        text += tokens
+        for first in range(len(keys) * BLOCK, len(text) - BLOCK + 1, BLOCK):
+            keys.append(_key(keys[-1] if keys else 0, text[first : first + BLOCK]))
+            self._names.setdefault(keys[-1], {})[name] = None
 
     def discard(self, name: int) -> None:
         """Remove the text `name`, if there is one."""
-        text = self._texts.pop(name, None)
-        for key in () if text is None else text.keys:
+        _, keys = self._texts.pop(name, ([], []))
+        for key in keys:
             names = self._names[key]
             names.pop(name, None)
             if not names:
                 del self._names[key]
 
-    def clear(self) -> None:
-        self._texts.clear()
-        self._names.clear()
-
     def rename(self, names: dict[int, int]) -> None:
         """Give texts other names, by their old ones; those that `names` lacks are removed."""
-        kept = [(new, self._texts[old].tokens) for old, new in names.items() if old in self._texts]
-        self.clear()
-        for name, tokens in kept:
-            self.add(name, tokens)
+        before, self._texts, self._names = self._texts, {}, {}
+        for old, new in names.items():
+            if old in before:
+                self.add(new, before[old][0])
 
     def longest(self, tokens: Sequence[int]) -> Match | None:
         """The text that has most leading tokens in common with `tokens`, at least a block; None if there is none.
@@ -134,7 +117,7 @@ class PrefixIndex:
             names = self._names[key]
         best = None
         for name in list(names)[-MOST_COMPARED:]:
-            text = self._texts[name].tokens
+            text, _ = self._texts[name]
             length = common_length(tokens, text)
             if length >= BLOCK and (best is None or length > best.length):
                 best = Match(name, length, len(text))
@@ -446,7 +429,7 @@ class RowPrefixes:
 
     def forget(self) -> None:
         """Reuse nothing of what the rows hold now, or get by prefills that have begun."""
-        self._index.clear()
+        self._index = PrefixIndex()
         self._entering.clear()
 
 

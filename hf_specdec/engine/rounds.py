@@ -5,38 +5,62 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..drafters.base import Drafter
 from ..drafters.none import no_drafts
 from ..kernels.types import NO_TOKEN, Proposal, VerificationResult
-from ..ops import verify_block, verify_greedy, verify_sampling
+from ..ops import token_logprobs, verify_block, verify_greedy, verify_sampling
 from ..row_buffers import set_rows
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from .target import Target
 
 
-def run_round(
-    state: DecodeState, target: Target, drafter: Drafter, process: BlockProcessor
-) -> tuple[VerificationResult, torch.Tensor, torch.Tensor]:
+class RoundOutput(NamedTuple):
+    """What a round gives.
+
+    Attributes:
+        result: what was accepted and committed.
+        logprobs: `[B, K + 1]` float32 for each of `state.logprobs`, of the tokens of `result`.
+        scores, logits: `[B, K + 1, V]`, processed and not; None of a captured round.
+    """
+
+    result: VerificationResult
+    logprobs: tuple[torch.Tensor, ...] = ()
+    scores: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, state: DecodeState, result: VerificationResult, scores: torch.Tensor, logits: torch.Tensor
+    ) -> RoundOutput:
+        return cls(result, logprobs_of(state, result, scores, logits), scores, logits)
+
+
+def logprobs_of(
+    state: DecodeState, result: VerificationResult, scores: torch.Tensor, logits: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Log-probabilities `[B, n]` of the tokens of `result` `[B, n]`, for each of `state.logprobs`."""
+    read = {"processed": scores, "raw": logits}
+    return tuple([token_logprobs(read[name], result.tokens) for name in state.logprobs])
+
+
+def run_round(state: DecodeState, target: Target, drafter: Drafter, process: BlockProcessor) -> RoundOutput:
     """One round of K = `state.num_draft_tokens`: drafts, target forward over the block, verification.
 
     The last round had at most as many drafts; after one of more `catch_up` comes first.
-
-    Returns:
-        what was accepted and committed, the processed scores and the logits, both `[B, K + 1, V]`.
     """
     proposal, block, logits, aux_hidden_states = draft_and_forward(state, target, drafter)
     scores = process(logits, block, state)
-    return verify_and_commit(state, scores, proposal, aux_hidden_states), scores, logits
+    return RoundOutput.of(state, verify_and_commit(state, scores, proposal, aux_hidden_states), scores, logits)
 
 
 def commit_first_token(
     state: DecodeState, process: BlockProcessor, rows: torch.Tensor | slice, known: torch.Tensor | None = None
-) -> tuple[VerificationResult, torch.Tensor, torch.Tensor]:
+) -> RoundOutput:
     """Commit the token after the prompts of `rows`, whose logits a prefill has left.
 
     Afterwards the state is as if a round had just committed the prompt's last token, as a draft, and this one.
@@ -46,7 +70,7 @@ def commit_first_token(
         known: `[n]` int64, the tokens of `rows` that are not to be drawn; else `NO_TOKEN`.
 
     Returns:
-        what was committed, the processed scores and the logits, as `run_round`, with one column.
+        the output of a round with one column.
     """
     proposal, logits, block = no_drafts(state), state.prompt_logits[:, None], state.last_tokens()
     scores = process(logits, block, state)
@@ -63,7 +87,7 @@ def commit_first_token(
     set_rows(kept.accepted, rows, width - 1)
     kept.committed[rows] = result.committed[rows] * width
     state.block_width = max(state.block_width, width)
-    return result, scores, logits
+    return RoundOutput.of(state, result, scores, logits)
 
 
 def draft_and_forward(
@@ -126,14 +150,17 @@ class RoundReport:
 
     Args:
         result: of the round; its tensors may be overwritten by the next one.
+        logprobs: of its tokens, see `RoundOutput`; so may they.
+
+    Attributes:
+        logprobs: on the host, once `read` was called.
     """
 
-    def __init__(self, result: VerificationResult):
+    def __init__(self, result: VerificationResult, logprobs: tuple[torch.Tensor, ...] = ()):
         packed = torch.cat((result.tokens, result.accepted[:, None], result.committed[:, None]), dim=1)
-        self._packed, self._arrived = packed, None
+        self._packed, self.logprobs, self._arrived = packed, [one.clone() for one in logprobs], None
         if packed.is_cuda:
-            self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            self._packed.copy_(packed, non_blocking=True)
+            self._packed, *self.logprobs = map(_copy_to_host, (packed, *logprobs))
             self._arrived = torch.cuda.current_stream(packed.device).record_event()
 
     def read(self) -> tuple[list[list[int]], list[int], list[int]]:
@@ -142,3 +169,7 @@ class RoundReport:
             self._arrived.synchronize()
         rows = self._packed.tolist()
         return [row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows]
+
+
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

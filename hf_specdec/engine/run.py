@@ -266,7 +266,7 @@ class Run:
         """Take what has arrived; wait for it if there is nothing to do. Returns whether it has waited."""
         has_waited = False
         while True:
-            arrived = arrivals.next(self._is_empty and not self._waiting, self._runner.leave_target)
+            arrived = arrivals(self._is_empty and not self._waiting, self._runner.leave_target)
             self._is_open, has_waited = arrived.is_open, has_waited or arrived.has_waited
             if arrived.must_restart:
                 self._leave_all()
@@ -394,8 +394,8 @@ class Run:
         occupied, drafts = self._occupied, runner.drafts
         num_drafts = drafts.next(self.tokens_left)
         # Slots up to the tokens of rounds whose results are not read yet, and up to the drafts of this one.
-        before = max((one.length for _, one in occupied), default=1)
-        before += sum(one.num_drafts + 1 for one in self._launched)
+        before = max([one.length for _, one in occupied], default=1)
+        before += sum([one.num_drafts + 1 for one in self._launched])
         runner.state.live = before + num_drafts
         while not runner.lease.prepare(num_drafts):
             drafts.refuse(num_drafts)
@@ -403,10 +403,11 @@ class Run:
             runner.state.live = before + num_drafts
         is_typical = last is not None and last[0] == num_drafts
         start = last[1] if is_typical else self._clock.mark()
-        result, scores, logits = runner.lease.run_round(num_drafts)
+        result, logprobs, scores, logits = runner.lease.run_round(num_drafts)
         end = self._clock.mark()
         records = {"scores": scores, "logits": logits}
-        self._launched.append(_Launched(occupied, RoundReport(result), records, num_drafts, is_typical, start, end))
+        report = RoundReport(result, logprobs)
+        self._launched.append(_Launched(occupied, report, records, num_drafts, is_typical, start, end))
         self._last = num_drafts, end
 
     def _read_results(self, rounds_ahead: int) -> None:
@@ -432,9 +433,11 @@ class Run:
                 request.num_settled = len(request.tokens)
                 request.num_drafted += drafted
                 request.num_accepted += min(accepted[row], drafted)
-        self._add([(row, one, tokens[row][: committed[row]]) for row, one in running])
+        logprobs = launched.report.logprobs
+        self._add([(row, one, tokens[row][: committed[row]]) for row, one in running], logprobs)
         if self.transcript is not None:
-            self._tell_transcript(running, tokens, committed, launched.records)
+            records = launched.records | dict(zip(self._runner.state.logprobs, logprobs, strict=True))
+            self._tell_transcript(running, tokens, committed, records)
 
     def _tell_transcript(
         self,
@@ -459,14 +462,20 @@ class Run:
             for row, one in ended:
                 self._retire(row, one, time.perf_counter())
 
-    def _add(self, found: list[tuple[int, Request, list[int]]]) -> None:
-        """Add new tokens to the requests of rows; those that end by them leave their rows."""
+    def _add(self, found: list[tuple[int, Request, list[int]]], logprobs: Sequence[torch.Tensor]) -> None:
+        """Add new tokens to the requests of rows; those that end by them leave their rows.
+
+        Args:
+            logprobs: `[B, n]` of the tokens of all rows, of which requests keep the first.
+        """
         now, going_on, stopped = time.perf_counter(), [], []
         for row, request, new in found:
             has_failed = new[-1:] == [NO_TOKEN]
             if not request.tokens:
                 request.first_token = now
             is_ended = request.add(new[:-1] if has_failed else new, now)
+            if logprobs:
+                request.logprobs += logprobs[0][row, : len(request.tokens) - len(request.logprobs)].tolist()
             if is_ended and request.criteria is not None:  # the device knows of tokens only
                 stopped.append(row)
             elif not is_ended and has_failed:

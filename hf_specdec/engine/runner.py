@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
 from ..calls.call import Call
 from ..calls.request import Request
 from ..memory.virtual_memory import RowMemory, available_bytes
+from ..parallel.tensor_parallel import tensor_parallel_group
 from ..row_buffers import set_rows, upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
@@ -19,6 +21,8 @@ from .lease import SessionLease
 from .prefix_cache import Prefix
 from .rounds import RoundReport, commit_first_token
 from .sessions import Session, sessions_of
+
+_T = TypeVar("_T")
 
 # First tokens, with the scores and logits that a round would have kept.
 FirstTokens = tuple[RoundReport, dict[str, torch.Tensor | None]]
@@ -91,8 +95,8 @@ class Runner:
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill_next.")
 
     def _commit_first_tokens(self, rows: torch.Tensor | slice, known: torch.Tensor | None = None) -> FirstTokens:
-        result, scores, logits = commit_first_token(self.state, self._process, rows, known)
-        return RoundReport(result), {"scores": scores, "logits": logits}
+        result, logprobs, scores, logits = commit_first_token(self.state, self._process, rows, known)
+        return RoundReport(result, logprobs), {"scores": scores, "logits": logits}
 
     def finish(self, rows: Sequence[int]) -> None:
         """Let `rows` be finished ones, which no later round gives tokens."""
@@ -133,10 +137,29 @@ class Runner:
         """Let the target be as it was, until it is used again."""
         self._target.unpatch()
 
-    # Memory; all but the first of these are called only where there is one that follows the texts.
+    def _first_that_fits(self, attempts: Sequence[Callable[[], _T]]) -> _T:
+        """The result of the first of `attempts` for which there is memory; what is kept for other calls is freed before
+        the second one.
+
+        Processes that run one model together need the same result, so there it is the first, or an error.
+        """
+        for attempt in attempts[:-1]:
+            try:
+                return attempt()
+            except torch.OutOfMemoryError:
+                if tensor_parallel_group(self._call.model) is not None:
+                    raise
+            # The error, which held what was allocated, is gone.
+            self._free_kept()
+        return attempts[-1]()
+
+    # Memory; all but the first two of these are called only where there is one that follows the texts.
 
     def free_others(self) -> None:
-        """Free what is kept for other calls."""
+        """Free what is kept for other calls, if that is not done."""
+        self._free_kept()
+
+    def _free_kept(self) -> None:
         sessions_of(self._call.drafter).clear()
         torch.cuda.empty_cache()
 

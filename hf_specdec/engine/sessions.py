@@ -68,31 +68,22 @@ class SessionKey(NamedTuple):
     hosting: Hosting
 
 
-class Captures:
+class Captures(OrderedDict[Hashable, Any]):
     """CUDA graphs by what they depend on besides a session; the least recently used beyond `MAX_CAPTURES` is freed.
 
     None is stored for what cannot be captured.
     """
 
-    def __init__(self) -> None:
-        self._captured: OrderedDict[Hashable, Any] = OrderedDict()
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._captured
-
-    def __len__(self) -> int:
-        return len(self._captured)
-
-    def get(self, key: Hashable) -> Any:
-        """What was captured under `key`; None also if nothing was."""
-        if key in self._captured:
-            self._captured.move_to_end(key)
-        return self._captured.get(key)
+    def get(self, key: Hashable, default: Any = None) -> Any:
+        """What was captured under `key`; `default` if nothing was."""
+        if key in self:
+            self.move_to_end(key)
+        return super().get(key, default)
 
     def add(self, key: Hashable, captured: Any) -> None:
-        self._captured[key] = captured
+        self[key] = captured
         if len(self) > MAX_CAPTURES:
-            self._captured.popitem(last=False)
+            self.popitem(last=False)
 
 
 class Session:

@@ -116,11 +116,10 @@ class Lockstep(Runner):
         }
         if call.position_offsets is not None:
             self._numbers["position_offsets"] = call.position_offsets
-        self._groups: Groups | None = None
-        self._plan_reuse()
 
     def _plan_reuse(self) -> None:
         """Find out what rows reuse of each other: beginnings where prompts are packed, else whole prompts."""
+        self._groups: Groups | None = None
         call, target, prompts = self._call, self._target, self._call.prompts
         most_saved = (call.batch - 1) * prompts.longest
         if most_saved < prefix_cache.FEWEST_SAVED or not depends_on_tokens_only(call):
@@ -143,23 +142,17 @@ class Lockstep(Runner):
                 self.merges_equal, self._groups = True, groups
 
     def open(self) -> Run:
-        """Get a session, capture what it lacks, and admit all rows: their prompts are prefilled.
+        """Get a session, capture what it lacks, and admit all rows: their prompts are prefilled."""
+        is_any_kept = len(sessions_of(self._call.drafter)) > 0
+        return self._first_that_fits([self._admit] * (1 + is_any_kept))
 
-        Where memory does not suffice, what is kept for other calls is freed, and it is tried once more.
-        """
-        try:
-            return self._admit()
-        except torch.OutOfMemoryError:
-            if not len(sessions_of(self._call.drafter)):
-                raise
-        # The error, which held what was allocated, is gone.
+    def _free_kept(self) -> None:
         self.lease = self.session = self.state = self._groups = None
-        self.free_others()
-        self._plan_reuse()
-        return self._admit()
+        super()._free_kept()
 
     def _admit(self) -> Run:
         call, shape = self._call, self._shape
+        self._plan_reuse()
         if self._first_pass is not None:
             self._first_pass.run(shape.slots, shape.num_draft_tokens)
         lease = SessionLease(call, self._target, shape, self._process)
@@ -185,21 +178,9 @@ class Lockstep(Runner):
             if call.prompts.cached:
                 for counts, start in zip(counters.rows, self._numbers["draft_starts"], strict=True):
                     counts.unread_tokens = start
-            run = Run(self, self._requests, counters, ContinuousBatching(), self._new_transcript())
+            run = Run(self, self._requests, counters, ContinuousBatching(), self._call.transcript())
             run.admit()
         return run
-
-    def _new_transcript(self) -> Transcript:
-        call = self._call
-        return Transcript(
-            call.prompts.input_ids,
-            call.criteria,
-            call.pad_token_id,
-            call.max_new_tokens,
-            call.streamer,
-            keep_scores="scores" in call.kept,
-            keep_logits="logits" in call.kept,
-        )
 
     def prefill(self, prefixes: Sequence[Prefix], requests: Sequence[Request], running: Sequence[Request]) -> None:
         state, prefill, margin = self.state, self.lease.prefill, self.prefix_margin or 0
@@ -324,13 +305,16 @@ class Lockstep(Runner):
         if not call.config.return_dict_in_generate:
             return self._sequences
         kept = self._target.hidden_states
+        logprobs = {name: torch.stack(transcript.record(name), dim=1).to(call.device) for name in call.logprobs}
         return SpeculativeOutput(
             sequences=self._sequences,
-            scores=transcript.scores,
-            logits=transcript.logits,
+            scores=transcript.record("scores"),
+            logits=transcript.record("logits"),
             hidden_states=None if kept is None else kept.steps(call.prompts, transcript.steps),
             **{OUTPUT_NAME: self._cache},
             speculation=stats,
+            logprobs=logprobs.get("processed"),
+            raw_logprobs=logprobs.get("raw"),
         )
 
 

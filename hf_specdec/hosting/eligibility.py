@@ -30,6 +30,9 @@ from .equivalence import why_not_batch_invariant
 # Caches that a call may ask for, of which its text does not depend: the engine has a cache of its own.
 _CACHES = frozenset({None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window"})
 
+# The first GPUs with conversions from and to float8.
+_FLOAT8_CAPABILITY = (8, 9)
+
 
 def why_not_static(
     model: PreTrainedModel,
@@ -143,6 +146,26 @@ def check_batch_invariant(call: Call, engine: str) -> None:
         raise ValueError(
             f"batch_invariant=True, but {reason}. Set drafter.configure(batch_invariant=False) to generate all the "
             "same; docs/batch-invariance.md says what is supported."
+        )
+
+
+def check_key_dtype(call: Call, engine: str) -> None:
+    """Raise `ValueError` unless a call that is to store keys and values as float8 can, on the `engine` that runs it."""
+    model, name = call.model, type(call.model).__name__
+    device, reason = model.device, None
+    if engine != "static":
+        reason = f"the call runs on the {engine} engine ({call.reason}); expected the static engine"
+    elif not cache_layers(model).stores_keys:
+        reason = f"{name} stores no keys and values; expected a target with attention"
+    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
+        found, least = (
+            ".".join(map(str, one)) for one in (torch.cuda.get_device_capability(device), _FLOAT8_CAPABILITY)
+        )
+        reason = f"{name} is on a GPU of compute capability {found}; expected {least} or later, which has float8"
+    if reason is not None:
+        raise ValueError(
+            f'kv_cache_dtype="{call.drafter.kv_cache_dtype}", but {reason}. Set '
+            'drafter.configure(kv_cache_dtype="auto") to generate all the same.'
         )
 
 

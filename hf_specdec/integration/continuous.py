@@ -35,9 +35,6 @@ from .validation import TOKEN_DTYPES, check_call, check_tokens
 
 logger = logging.getLogger(__name__)
 
-# Settings of `ContinuousBatchingConfig` that ask for more than texts.
-_UNSUPPORTED = ("return_logprobs",)
-
 _LENGTHS = ("max_length", "max_new_tokens")
 
 # Arguments of `generate()` that are no settings.
@@ -102,6 +99,7 @@ def generate_batch(
         longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
         tried = [prompts[longest], *[one for index, one in enumerate(prompts) if index != longest][:1]]
         call, model_kwargs = call_of(model, drafter, config, tried, **given)
+        call = with_logprobs(call, settings)
 
     def processors_of(one: Request, call: Call) -> LogitsProcessorList | None:
         allowed, prompt = given.get("prefix_allowed_tokens_fn"), one.prompt.to(model.device)
@@ -177,8 +175,13 @@ def call_of(
     found = processors_of_prompt(model, config, read.input_ids[0], limit, end_tokens_of(criteria), *asked)
     # Others are those of each request, see `ContinuousBatching.processors_of`.
     shared = LogitsProcessorList(one for one in found if are_of_all_rows([one]))
-    call = new_call(model, drafter, config, read, shared, criteria, Randomness(seeds, generator), is_continuous=True)
-    return replace(call, streamer=streamer), model_kwargs
+    fields = {"model": model, "prompts": read, "processors": shared, "criteria": criteria, "streamer": streamer}
+    return new_call(drafter, config, Randomness(seeds, generator), is_continuous=True, **fields), model_kwargs
+
+
+def with_logprobs(call: Call, settings: ContinuousBatchingConfig) -> Call:
+    """`call`, whose requests have log-probabilities of their tokens if `settings` ask for them."""
+    return replace(call, logprobs=("processed",)) if settings.return_logprobs else call
 
 
 def check_known(unknown: Mapping[str, Any], what: str) -> None:
@@ -190,11 +193,6 @@ def check_known(unknown: Mapping[str, Any], what: str) -> None:
 
 def check_config(settings: ContinuousBatchingConfig) -> None:
     """Raise `ValueError` if `settings` ask for what continuous batching with a drafter does not have."""
-    asked = [name for name in _UNSUPPORTED if getattr(settings, name, None)]
-    if asked:
-        raise ValueError(
-            f"{', '.join(asked)} is set, but continuous batching with a drafter returns texts only; drop it."
-        )
     most = settings.max_queue_size
     if not isinstance(most, Integral) or most < 0:
         raise ValueError(f"max_queue_size is {most!r}; expected an int of at least 0, which is any number.")

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from ..calls.call import Call
 from ..calls.first_pass import for_static_engine
-from ..calls.prompts import Prompts, read_prompts
+from ..calls.prompts import read_prompts
 from ..calls.request import ContinuousBatching, Request
 from ..config import AUTO
 from ..drafters.base import Drafter
@@ -24,7 +24,7 @@ from ..engine.static_engine import decode
 from ..graphs.cuda_graphs import on_device
 from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
-from ..hosting.eligibility import check_batch_invariant, empty_attentions, why_not_static
+from ..hosting.eligibility import check_batch_invariant, check_key_dtype, empty_attentions, why_not_static
 from ..hosting.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
 from ..modules.patch import engine as engine_context
 from ..modules.signature import looked_at_once
@@ -32,7 +32,7 @@ from ..parallel.tensor_parallel import check_same_call, check_same_tokens, from_
 from ..patching.support import configured_layers
 from ..sampling.processors import check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
-from ..stock.stock_engine import assist, check_call
+from ..stock.stock_engine import assist, check_stock_call
 from .locks import lock_of
 from .validation import check_cache, check_prompts, check_same_device, check_tokens
 
@@ -72,6 +72,7 @@ def _call_of(call: Call, engine: str, prompts: Sequence[torch.Tensor] | None) ->
         "cache": own.cached,
         "num_assistant_tokens": (call.num_draft_tokens, call.is_auto),
         "engine": engine,
+        "kv_cache_dtype": call.drafter.kv_cache_dtype,
         "generation settings": {name: value for name, value in config.to_dict().items() if not name.startswith("_")},
         "seeds": seeds,
         "use of a generator": randomness.generator is not None,
@@ -150,6 +151,7 @@ def generate_with_drafter(
     tokenizer: Any = None,
     seeds: int | Sequence[int] | torch.Tensor | None = None,
     generator: torch.Generator | None = None,
+    return_logprobs: str | None = None,
     **model_kwargs: Any,
 ) -> GenerateOutput | torch.Tensor:
     """`GenerationMixin._assisted_decoding` for a `Drafter`: check the call, choose the engine and run it.
@@ -157,6 +159,7 @@ def generate_with_drafter(
     Args:
         assisted_decoding: transformers' own, for the stock engine.
         seeds, generator: keywords of `generate()` that a call with a `Drafter` has besides, see `Randomness`.
+        return_logprobs: another: `"processed"`, `"raw"` or `"both"`, see `SpeculativeOutput.logprobs`.
         input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, inputs_tensor,
             tokenizer, model_kwargs: as `generate()` passes them.
 
@@ -174,9 +177,17 @@ def generate_with_drafter(
     check_cache(cache, generation_config)
     prompts = read_prompts(input_ids, mask, mask_length(generation_config), cache)
     call = new_call(
-        model, drafter, generation_config, prompts, logits_processor, stopping_criteria, Randomness(seeds, generator)
+        drafter,
+        generation_config,
+        Randomness(seeds, generator),
+        model=model,
+        prompts=prompts,
+        processors=logits_processor,
+        criteria=stopping_criteria,
+        streamer=streamer,
+        cache=cache if is_of_caller(cache) else None,
+        logprobs=_logprobs(return_logprobs, generation_config),
     )
-    call = replace(call, streamer=streamer, cache=cache if is_of_caller(cache) else None)
     check_rows_are_apart(logits_processor, input_ids, _vocabulary_of(model))
     attentions = _drop_empty_attentions(call, model_kwargs)
     call, engine = _choose_engine(call, model_kwargs, False)
@@ -188,7 +199,12 @@ def generate_with_drafter(
         check_tokens(model, input_ids.cpu(), mask)
         output = decode(call)
     else:
-        check_call(call, model_kwargs)
+        if call.logprobs:
+            raise ValueError(
+                f"return_logprobs is {return_logprobs!r}, which the static engine has, but {type(model).__name__} runs "
+                f"on the stock engine: {call.reason}. Drop it, and ask for output_scores=True."
+            )
+        check_stock_call(call, model_kwargs)
         check_stock(call, model_kwargs)
         output = assist(assisted_decoding, inputs_tensor, model_kwargs, call)
     check_same_tokens(model, output if isinstance(output, torch.Tensor) else output.sequences)
@@ -197,28 +213,32 @@ def generate_with_drafter(
     return output
 
 
+def _logprobs(asked: str | None, config: GenerationConfig) -> tuple[str, ...]:
+    """Of which distributions a call returns log-probabilities."""
+    kinds = {None: (), "processed": ("processed",), "raw": ("raw",), "both": ("processed", "raw")}
+    if not (asked is None or isinstance(asked, str)) or asked not in kinds:
+        raise ValueError(f'return_logprobs is {asked!r}; expected "processed", "raw", "both" or None.')
+    if asked is not None and not config.return_dict_in_generate:
+        raise ValueError(
+            f"return_logprobs is {asked!r}, but return_dict_in_generate is not set, so that only token ids are "
+            "returned; expected return_dict_in_generate=True, too."
+        )
+    return kinds[asked]
+
+
 def new_call(
-    model: PreTrainedModel,
-    drafter: Drafter,
-    config: GenerationConfig,
-    prompts: Prompts,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    randomness: Randomness,
-    is_continuous: bool = False,
+    drafter: Drafter, config: GenerationConfig, randomness: Randomness, is_continuous: bool = False, **others: Any
 ) -> Call:
-    """The call of `generate()` with what it has prepared, or one by continuous batching."""
-    num_draft_tokens = _num_draft_tokens(drafter, config, randomness, is_continuous)
+    """The call of `generate()`, or one by continuous batching, with its K; `others` are further fields of `Call`."""
+    asked = _num_draft_tokens(drafter, config, randomness, is_continuous)
+    most = _most_draft_tokens(drafter) if asked == AUTO else asked
     return Call(
-        model=model,
         drafter=drafter,
-        prompts=prompts,
-        processors=processors,
-        criteria=criteria,
         config=config,
-        num_draft_tokens=_most_draft_tokens(drafter) if num_draft_tokens == AUTO else num_draft_tokens,
-        is_auto=num_draft_tokens == AUTO,
         randomness=randomness,
+        num_draft_tokens=most,
+        is_auto=asked == AUTO,
+        **others,
     )
 
 
@@ -270,6 +290,8 @@ def _check_engine(call: Call, engine: str, prompts: Sequence[torch.Tensor] | Non
     model, drafter = call.model, call.drafter
     if drafter.batch_invariant:
         check_batch_invariant(call, engine)
+    if drafter.key_dtype is not None:
+        check_key_dtype(call, engine)
     if engine == "static":
         check_same_device(model, drafter)
     drafter.sync_with(model)
@@ -298,6 +320,14 @@ def _for_engine(call: Call, engine: str) -> Call:
         _warn('num_assistant_tokens="auto" has no effect on the stock engine, where all rounds have the same K.')
         return replace(call, num_draft_tokens=call.drafter.num_own_draft_tokens, is_auto=False)
     return call
+
+
+def check_runs_on_static(call: Call, model_kwargs: dict[str, Any]) -> None:
+    """Raise `ValueError` unless texts of `call` can be run by the static engine, a pass for several of them."""
+    _drop_empty_attentions(call, model_kwargs)
+    call, engine = _choose_engine(call, model_kwargs, True)
+    _check_continuous(call, engine)
+    _check_engine(call, engine, None)
 
 
 def _check_continuous(call: Call, engine: str) -> None:

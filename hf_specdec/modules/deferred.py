@@ -153,7 +153,7 @@ class Rotation:
                 self._results[place] = rotated
         return self._results[index]
 
-    def store(self, index: int, keys: torch.Tensor, values: torch.Tensor, *new: torch.Tensor) -> bool:
+    def store(self, index: int, keys: torch.Tensor, values: torch.Tensor, *new: torch.Tensor | None) -> bool:
         """Compute all but the key, tensor number `index`, which goes to the cache with its value.
 
         Args:
@@ -161,14 +161,44 @@ class Rotation:
             keys, values, new: of `ops.write_kv`, but for the key.
 
         Returns:
-            whether it did so; not if anything is computed already, or the cache is of another dtype.
+            whether it did so; not if anything is computed already, or the cache is of another dtype without scales.
         """
         is_new = index == len(self._results) - 1 and all(one is None for one in self._results)
-        if not is_new or keys.dtype != self._states[-1].dtype or values.dtype != new[0].dtype:
+        is_same = keys.dtype == self._states[-1].dtype and values.dtype == new[0].dtype
+        if not is_new or not (is_same or new[2] is not None):
             return False
         rotation = self._cos, self._sin, self._states, self._kind
         self._results[:-1] = layer_ops.rotate_and_store(*rotation, keys, values, *new)
         return True
+
+
+class Stored:
+    """Keys and values that are stored as float8, which attention reads as they are; others read them dequantised.
+
+    Args:
+        keys, values: `[B, kv_heads, slots, D]` float8.
+        scales: of both, `[B, kv_heads, slots, 2]`, see `kernels.float8_reference`.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, scales: torch.Tensor):
+        self.parts = keys, values, scales
+
+    def result(self, index: int) -> torch.Tensor:
+        return ops.dequantise(self.parts[index], self.parts[2][..., index])
+
+    def shown(self) -> tuple[Deferred, Deferred]:
+        """Keys and values in the dtype of the scales."""
+        like = self.parts[2][..., :1]
+        keys, values = (Deferred.of(like.expand(one.shape), None, self, i) for i, one in enumerate(self.parts[:2]))
+        return keys, values
+
+
+def as_stored(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Keys and values as attention reads them: with their scales, if they are stored so and nothing has read them."""
+    pending = key.pending if isinstance(key, Deferred) else None
+    if isinstance(pending, Stored) and isinstance(value, Deferred) and value.pending is pending:
+        return pending.parts
+    return plain(key), plain(value), None
 
 
 def rotated(
@@ -187,9 +217,10 @@ def store_kv(
     key_states: torch.Tensor,
     value_states: torch.Tensor,
     positions: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """`ops.write_kv`; also rotates query and key, if these are a rotation that is not computed."""
     pending, value_states = key_states.pending if isinstance(key_states, Deferred) else None, plain(value_states)
-    if isinstance(pending, Rotation) and pending.store(key_states.index, keys, values, value_states, positions):
+    if isinstance(pending, Rotation) and pending.store(key_states.index, keys, values, value_states, positions, scales):
         return
-    ops.write_kv(keys, values, plain(key_states), value_states, positions)
+    ops.write_kv(keys, values, plain(key_states), value_states, positions, scales)

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..host.modeling import accelerate_hook
-from .patch import current_engine
+from .patch import current_engine, this_thread
 
 
 def modules_of(*models: nn.Module) -> list[nn.Module]:
@@ -159,7 +159,7 @@ class AuxHiddenStateRecorder:
         return module.register_forward_hook(record_output)
 
     def _is_recording(self) -> bool:
-        return torch.compiler.is_compiling() or current_engine() is self._engine
+        return torch.compiler.is_compiling() or this_thread.engine is self._engine
 
 
 # Tokens of the pass that checks the shapes. More than one, since some layers of some models process the last one only.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..device_policy import DEFAULT_POLICY, DEVICE_POLICIES, policy_of
+from ..device_policy import DEFAULT_POLICY, DEVICE_POLICIES
 from .patch import this_thread
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -18,8 +18,3 @@ def uses_layer_kernels(states: torch.Tensor) -> bool:
     if torch.compiler.is_compiling() or this_thread.engine is None:
         return False
     return DEVICE_POLICIES.get(states.device.type, DEFAULT_POLICY).layer_kernels
-
-
-def has_layer_kernels(device: torch.device) -> bool:
-    """Whether layers on `device` may run the ops of `layer_ops`."""
-    return policy_of(device).layer_kernels

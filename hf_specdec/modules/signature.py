@@ -101,9 +101,13 @@ def watch_optimizers(is_on: bool) -> None:
         _watching = None
 
 
-def last_step() -> int:
-    """A number that is another one after each step, of whatever optimizer."""
-    return _last_step
+def versions_of(tensors: Iterable[torch.Tensor | None]) -> tuple[int, list[int | None]]:
+    """How often tensors were written to in place; None for tensors of inference mode, which do not count it.
+
+    Writes through `.data` are not counted. Those of fused optimizers are by the first number, which is another one
+    after each step, of whatever optimizer.
+    """
+    return _last_step, [None if one.is_inference() else one._version for one in tensors if one is not None]
 
 
 def signature_of(model: nn.Module) -> Signature:
@@ -283,15 +287,12 @@ class Signature:
         names = list(chain.from_iterable(owned))
         tensors = list(chain.from_iterable([one.values() for one in owned]))
         has_tensor = [tensor is not None for tensor in tensors]
-        return names, has_tensor, _places(list(compress(tensors, has_tensor)))
+        return names, has_tensor, places_of(list(compress(tensors, has_tensor)))
 
     @property
     def versions(self) -> tuple:
-        """How often parameters and buffers were written to in place; None for tensors of inference mode, which do not
-        count it. Writes through `.data` are not counted; those of fused optimizers are by `last_step`.
-        """
-        tensors = chain.from_iterable(one.values() for one in self._owned if one)
-        return last_step(), [None if one.is_inference() else one._version for one in tensors if one is not None]
+        """`versions_of` parameters and buffers."""
+        return versions_of(chain.from_iterable(one.values() for one in self._owned if one))
 
     @property
     def _owned(self) -> Iterable[dict[str, torch.Tensor | None]]:
@@ -432,7 +433,7 @@ class _Contents:
         if number is not None:
             return number
         if issubclass(kind, torch.Tensor):
-            return kind, _places([value])
+            return kind, places_of([value])
         if issubclass(kind, (dict, list, tuple, set, frozenset)):
             return kind, self._of_entries(value, depth)
         if issubclass(kind, functools.partial):
@@ -464,7 +465,8 @@ class _Contents:
         return frozenset(entries) if isinstance(values, (set, frozenset)) else entries
 
 
-def _places(tensors: list[torch.Tensor]) -> tuple:
+def places_of(tensors: list[torch.Tensor]) -> tuple:
+    """Addresses, shapes, strides and dtypes of tensors; of quantised or split ones those of their parts."""
     others: list[Any] = []
     if not PLAIN_WEIGHTS.issuperset(map(type, tensors)):
         tensors, others = _plain_parts(tensors)

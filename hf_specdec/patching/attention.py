@@ -16,7 +16,7 @@ from .. import ops
 from ..cache.layer_kinds import PlugIn, Use, register
 from ..cache.ragged_cache import RaggedCache
 from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ATTENTION_ENTRY, eager_mask
-from ..modules.deferred import plain
+from ..modules.deferred import as_stored, plain
 from ..modules.patch import Replacements, constant, original, runs_engine
 from .implementations import runs_flash_attention, submodel_configs
 from .mask_rules import MaskRule, rules_by_module
@@ -101,6 +101,7 @@ def _attend(
 ) -> torch.Tensor:
     """`s_aux` are attention sinks; with `position_bias` (see `relative_bias`) there are `sinks` of each query."""
     query = plain(query)
+    key, value, scales = as_stored(key, value)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     starts = None
@@ -110,7 +111,7 @@ def _attend(
         is_plain = s_aux is None and softcap is None and position_bias is None
         is_causal = is_plain and min(sizes, default=live) >= live
         if is_causal and not ops.is_batch_invariant():
-            return _causal_attention(query, key[:, :, :live], value[:, :, :live], scaling)
+            return _causal_attention(query, *_dequantised(key, value, scales, live), scaling)
         positions = torch.arange(live - num_queries, live, device=query.device).expand(len(query), -1)
     elif mask.shape[1] == 2:
         positions, starts = mask[..., 0].unbind(1)
@@ -119,10 +120,21 @@ def _attend(
         if mask.shape[3] == 2:
             starts = mask[:, 0, 0, 1]
     if position_bias is not None:
+        key, value = _dequantised(key, value, scales, key.shape[2])
         return biased_attention(query, key, value, positions, position_bias, scaling, sliding_window, sinks, starts)
     return ops.attention(
-        query, key, value, positions, scaling, sliding_window, s_aux, softcap, starts=starts, chunk=chunk
+        query, key, value, positions, scaling, sliding_window, s_aux, softcap, starts, chunk=chunk, scales=scales
     )
+
+
+def _dequantised(
+    key: torch.Tensor, value: torch.Tensor, scales: torch.Tensor | None, live: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `live` slots, as torch attends to them."""
+    key, value = key[:, :, :live], value[:, :, :live]
+    if scales is None:
+        return key, value
+    return ops.dequantise(key, scales[:, :, :live, 0]), ops.dequantise(value, scales[:, :, :live, 1])
 
 
 def _causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -230,12 +242,13 @@ def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.
     """
 
     def attend(layer_idx, query, key, value, window):
-        keys, values = cache.update(key, value, layer_idx)
+        keys, values, scales = as_stored(*cache.update(key, value, layer_idx))
         query = plain(query)
         positions, scaling = slots[:, -query.shape[2] :], query.shape[-1] ** -0.5
         starts = cache.starts_of(positions)
         last = None if ends is None else ends[layer_idx]
-        return ops.attention(query, keys, values, positions, scaling, window=window, starts=starts, ends=last)
+        options = {"window": window, "starts": starts, "ends": last, "scales": scales}
+        return ops.attention(query, keys, values, positions, scaling, **options)
 
     return attend
 

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from .. import layer_ops
+from ..device_policy import policy_of
 from ..modules.deferred import normed, residual_stream
 from ..modules.hidden_states import modules_of
-from ..modules.layer_choice import DTYPES, has_layer_kernels, uses_layer_kernels
+from ..modules.layer_choice import DTYPES, uses_layer_kernels
 from ..modules.module_hooks import has_hooks
 from ..modules.patch import Replacements
 from ..modules.weights import PLAIN_WEIGHTS
@@ -115,7 +116,7 @@ def layer_kernels(*models: nn.Module) -> Replacements:
 def any_has_layer_kernels(modules: list[nn.Module]) -> bool:
     """Whether any of `modules` has a weight on a device where layers may run the ops of `layer_ops`."""
     devices = {one.device for module in modules for one in module._parameters.values() if one is not None}
-    return any(map(has_layer_kernels, devices))
+    return any(policy_of(one).layer_kernels for one in devices)
 
 
 def _maker(forward: Callable, *found: Norm | GatedMlp | dict[str | None, Angles]) -> Callable[[nn.Module], Callable]:

@@ -19,7 +19,12 @@ from ..modules.weights import PLAIN_WEIGHTS
 MAX_TRANSPOSED_ROWS = 16
 
 
-def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    inputs: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    module: nn.Linear | None = None,
+) -> torch.Tensor:
     """`inputs @ weight.T + bias`, `[..., in]` by `[out, in]`.
 
     A few rows in 16-bit floating point on a GPU, and all where the pass is batch-invariant, are computed by
@@ -31,7 +36,14 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
     Rows are flattened first, because `F.linear` of a non-contiguous `[B, n, in]` by a weight without gradient runs one
     matmul for each of the B batch rows and reads the weight B times.
+
+    Args:
+        module: whose `forward` this is, with its weights; outside of an engine's passes it computes as it always does.
     """
+    if module is not None:
+        if not torch.compiler.is_compiling() and this_thread.engine is None:
+            return nn.Linear.forward(module, inputs)
+        weight, bias = module.weight, module.bias
     rows = inputs.numel() // inputs.shape[-1]
     flat = inputs.reshape(rows, inputs.shape[-1])
     policy = DEVICE_POLICIES.get(inputs.device.type, DEFAULT_POLICY)
@@ -58,21 +70,9 @@ def gated_linear(
     return layer_ops.gated_activation(*linear(inputs, weight, bias).chunk(2, dim=-1), activation)
 
 
-def _forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
-    if not (torch.compiler.is_compiling() or this_thread.engine is not None):
-        return nn.Linear.forward(module, inputs)
-    return linear(inputs, module.weight, module.bias)
-
-
 def runs_linear(module: nn.Module) -> bool:
     """Whether a forward pass of `module` is one of `linear` with its weight and bias."""
-    return getattr(vars(module).get("forward"), "func", None) is _forward
-
-
-def _is_unchanged(module: nn.Linear) -> bool:
-    """Whether `module` has no `forward` attribute but one that another call's `patched_linear` has set."""
-    forward = vars(module).get("forward")
-    return forward is None or getattr(forward, "func", None) is _forward
+    return getattr(vars(module).get("forward"), "func", None) is linear
 
 
 def _has_own(device: torch.device) -> bool:
@@ -95,7 +95,7 @@ def patched_linear(*models: nn.Module) -> Replacements:
         for module in modules
         if type(module) is nn.Linear
         and type(module.weight) in PLAIN_WEIGHTS
-        and _is_unchanged(module)
+        and ("forward" not in vars(module) or runs_linear(module))
         and (_has_own(module.weight.device) or id(module) in heads)
     )
-    return Replacements({"forward": [(module, functools.partial(functools.partial, _forward)) for module in chosen]})
+    return Replacements({"forward": [(module, lambda one: functools.partial(linear, module=one)) for module in chosen]})

@@ -15,7 +15,7 @@ from ..drafters.base import Drafter
 from ..engine.groups import GROUP_SIZES
 from ..graphs.buckets import PACKED_TOKENS, row_sizes
 from ..host.generation import prepared_config
-from ..integration.continuous import call_of
+from ..integration.continuous import call_of, with_logprobs
 from ..integration.dispatch import generate_continuously
 from ..integration.request_processors import own_config, processors_of_prompt
 from ..kernels.types import SamplingSettings
@@ -78,8 +78,9 @@ class ManagedCall:
             processors_of=self._processors_of,
         )
         with on_host():
-            call = call_of(self.model, self._drafter, config, [torch.zeros(1, dtype=torch.int64)], processors)
-        generate_continuously(*call, (), settings)
+            found = call_of(self.model, self._drafter, config, [torch.zeros(1, dtype=torch.int64)], processors)
+        call, model_kwargs = found
+        generate_continuously(with_logprobs(call, self._settings), model_kwargs, (), settings)
 
     def _processors_of(self, request: Request, call: Call) -> LogitsProcessorList | None:
         """The processors of a request that has settings of its own."""
@@ -151,7 +152,7 @@ class _Script:
         self._groups = deque(groups)
         self._is_first = True
 
-    def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
+    def __call__(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
         if not (is_idle or self._is_first):
             return Arrived()
         self._is_first = False

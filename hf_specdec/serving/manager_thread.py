@@ -28,7 +28,7 @@ STOPPED = "The manager was stopped before the request had ended."
 
 
 class RoundThread:
-    """Runs the requests of a queue; it is what a run asks for arrivals, see `Arrivals`.
+    """Runs the requests of a queue; a run asks its `next` for arrivals.
 
     It can be started again when it has ended.
 
@@ -178,7 +178,7 @@ class RoundThread:
             while self._wait_for_requests():
                 try:
                     self._seen = None
-                    self._call.run(self)
+                    self._call.run(self.next)
                 finally:
                     with self._changed:
                         self._runs_rounds = False
@@ -211,7 +211,7 @@ class RoundThread:
             return self._runs_rounds
 
     def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
-        """`Arrivals.next`; the lock of the target is let go while this waits, and when another call wants it.
+        """See `Arrivals`; the lock of the target is let go while this waits, and when another call wants it.
 
         A run knows the target as it was at its beginning, and keeps keys and values of it. So where the target was
         changed meanwhile, requests go on in another run: in a pause those that have begun, too.

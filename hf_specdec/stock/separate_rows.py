@@ -20,7 +20,7 @@ from transformers import (
 from ..cache.layer_kinds import first_reason
 from ..calls.call import Call
 from ..calls.prompts import Prompts
-from ..calls.transcript import DECIDED_BY_TOKENS, Transcript
+from ..calls.transcript import DECIDED_BY_TOKENS
 from ..host.caches import OUTPUT_NAME, GenerateDecoderOnlyOutput, given_cache
 from ..host.generation import inputs_after, prefill
 from ..modules.hidden_states import modules_of
@@ -171,15 +171,8 @@ def join_rows(
     texts = [output if isinstance(output, torch.Tensor) else output.sequences for output in outputs]
     new = [text[0, prompts.width :].tolist() for text in texts]
     rules = [rule for rule in call.criteria if not _is_of_row(rule, call) and type(rule) is not MaxTimeCriteria]
-    transcript = Transcript(
-        prompts.input_ids,
-        StoppingCriteriaList([*rules, _Ended(prompts.width + torch.tensor(list(map(len, new))))]),
-        call.pad_token_id,
-        call.max_new_tokens,
-        call.streamer,
-        keep_scores="scores" in kept,
-        keep_logits="logits" in kept,
-    )
+    ended = _Ended(prompts.width + torch.tensor(list(map(len, new))))
+    transcript = call.transcript(StoppingCriteriaList([*rules, ended]))
     for row, (tokens, output) in enumerate(zip(new, outputs, strict=True)):
         added = [tokens if other == row else [] for other in range(call.batch)]
         records = {name: torch.cat(output[name])[None].expand(call.batch, -1, -1) for name in kept}
@@ -187,7 +180,10 @@ def join_rows(
     sequences = transcript.sequences
     if call.config.return_dict_in_generate:
         result = GenerateDecoderOnlyOutput(
-            sequences, scores=transcript.scores, logits=transcript.logits, **_passes(call, model_kwargs, sequences)
+            sequences,
+            scores=transcript.record("scores"),
+            logits=transcript.record("logits"),
+            **_passes(call, model_kwargs, sequences),
         )
     else:
         result = sequences

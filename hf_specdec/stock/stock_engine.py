@@ -421,7 +421,7 @@ def _assist_row(
     return output, seconds
 
 
-def check_call(call: Call, model_kwargs: dict[str, Any]) -> None:
+def check_stock_call(call: Call, model_kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` if transformers' assisted generation cannot run `call`, or not rightly."""
     name, reason, prompts = type(call.model).__name__, call.reason, call.prompts
     if call.drafter.reads_target_cache:

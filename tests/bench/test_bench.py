@@ -438,6 +438,8 @@ def test_bytes_of_a_round():
     projection = RANDOM_DRAFTERS["pard2"](target)
     assert round_bytes(target, projection, 5, batch=1, length=10) == total + 4 * projection.target_proj.weight.numel()
     eagle = RANDOM_DRAFTERS["eagle3"](target)
+    rounded = NoDrafter(target, kv_cache_dtype="fp8")
+    assert round_bytes(target, rounded, 0, batch=3, length=10.5) == weights + int(3 * 10.5 * cached) // 4
     more = [round_bytes(target, eagle, k, batch=1, length=10) for k in (1, 2, 3)]
     assert more[2] - more[1] == more[1] - more[0]
     read = sum(map(torch.Tensor.numel, eagle.parameters())) - eagle.embed_tokens.weight.numel()

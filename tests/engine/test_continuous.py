@@ -274,7 +274,6 @@ class Never(StoppingCriteria):
         ({"num_beams": 2}, "works with greedy search and sampling"),
         ({"nonsense": 3}, "nonsense"),
         ({"max_new_tokens": None, "max_length": 9}, "max_length is 9, which counts .* expected max_new_tokens"),
-        ({"continuous_batching_config": ContinuousBatchingConfig(return_logprobs=True)}, "return_logprobs is set"),
         (
             {"continuous_batching_config": ContinuousBatchingConfig(max_requests_per_batch=0)},
             "max_requests_per_batch is 0; expected at least 1",

@@ -218,7 +218,7 @@ def test_any_memory(data):
         def __init__(self):
             self.step = -1
 
-        def next(self, is_idle, leave_target):
+        def __call__(self, is_idle, leave_target):
             self.step += 1
             withdrawn = [(requests[number], "withdrawn") for number, step in waits.items() if step == self.step]
             is_open = bool(script) or self.step <= 12
@@ -351,7 +351,7 @@ def test_captured_rounds_of_longer_texts(monkeypatch):
     for lengths, spans in (((5, 2), {64}), ((5, 100, 2), {64, 256}), ((5, 2), {64, 256})):
         prompts = prompts_of(lengths)
         assert in_rows(drafter, prompts, 2)[0] == [alone("llama", tuple(one)) for one in prompts]
-        assert {key[-1] for _, session in drafter.sessions._idle for key in session.rounds._captured} >= spans
+        assert {key[-1] for _, session in drafter.sessions._idle for key in session.rounds} >= spans
     drafter.release()
 
 
@@ -447,7 +447,7 @@ def test_ten_thousand_requests_lose_nothing(monkeypatch):
         arriving.append(one)
 
     class Script:
-        def next(self, is_idle, leave_target):
+        def __call__(self, is_idle, leave_target):
             count = chance.choice([0, 0, 1, 3, 20]) if not is_idle else 1
             new = [arriving.popleft() for _ in range(min(count, len(arriving)))]
             there = [one for _, one in rows._occupied] if chance.random() < 0.01 else []

@@ -57,10 +57,10 @@ class Faults:
         def reserve(run, lengths):
             return not self.fails() and self._reserve(run, lengths)
 
-        def open_session(run, num_rows, longest):
+        def open_session(run, num_rows, longest, rows):
             if hasattr(run, "lease") and self.fails():
                 raise torch.OutOfMemoryError("out of memory, in a test")
-            return self._open(run, num_rows, longest)
+            return self._open(run, num_rows, longest, rows)
 
         patch.setattr(ContinuousRunner, "reserve", reserve)
         patch.setattr(ContinuousRunner, "_open", open_session)

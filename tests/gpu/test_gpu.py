@@ -51,6 +51,24 @@ def test_replay_equals_eager(monkeypatch, kind, mode, batch):
     assert all(row == rows[0] for row in rows)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle"])
+@pytest.mark.parametrize("mode", ["greedy", "penalty", "hot sampling"])
+def test_logprobs_of_replays_are_those_of_scores(kind, mode):
+    target, inputs = on_gpu("llama"), prompts([9, 1, 5])
+    drafter = RANDOM_DRAFTERS[kind](target).configure(compile_rounds=False)
+    options = {"max_new_tokens": 20, "return_dict_in_generate": True, "return_logprobs": "both", **MODES[mode]}
+    torch.manual_seed(3)
+    kept = target.generate(**inputs, assistant_model=drafter, output_scores=True, output_logits=True, **options)
+    tokens = kept.sequences[:, inputs["input_ids"].shape[1] :]
+    for _ in range(2):
+        torch.manual_seed(3)
+        out = target.generate(**inputs, assistant_model=drafter, **options)
+        assert drafter.stats.execution.startswith("captured") and torch.equal(out.sequences, kept.sequences)
+        for found, steps in ((out.logprobs, kept.scores), (out.raw_logprobs, kept.logits)):
+            expected = torch.stack(steps, dim=1).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "eta_cutoff": 0.2, "seeds": [7]}])
 def test_replays_read_the_processors_of_the_call_that_captured(monkeypatch, options):
     """Their tensors live on, although the call has ended and its memory is used by others."""

@@ -86,3 +86,16 @@ def test_the_same_logits(family):
         input_ids=out.sequences[:, :-1], assistant_model=alone, do_sample=False, max_new_tokens=1, **kept
     )
     assert torch.equal(again.logits[0], out.logits[-1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_of_texts_are_the_bits_that_calls_return(family):
+    """Of texts that were drafted, in rounds and prefills of any batch, and passes over many columns."""
+    target = on_gpu(family).bfloat16()
+    drafter = copy_of(target, noise=0.05).bfloat16().configure(batch_invariant=True)
+    every = list(range(len(LENGTHS)))
+    options = {"return_dict_in_generate": True, "return_logprobs": "raw", "num_assistant_tokens": 3}
+    out = generate(target, drafter, every, **options)
+    mask = torch.nn.functional.pad(prompts(every)["attention_mask"], (0, NEW_TOKENS), value=1)
+    found = drafter.score(target, out.sequences, mask)
+    assert torch.equal(found[:, -NEW_TOKENS:], out.raw_logprobs)

@@ -99,7 +99,7 @@ def test_numbers_of_drafts_by_time(monkeypatch):
     session = max((one for _, one in drafter.sessions._idle), key=lambda one: len(one.rounds))
     times = session.round_times
     assert len(session.rounds) > 1 and times.total > 0
-    assert all(0 < times.milliseconds(count) < 1e3 for _, count, _ in session.rounds._captured)
+    assert all(0 < times.milliseconds(count) < 1e3 for _, count, _ in session.rounds)
 
 
 @pytest.mark.parametrize("kind", KINDS)

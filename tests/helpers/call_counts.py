@@ -24,7 +24,7 @@ class Calls(NamedTuple):
     Attributes:
         first: before the first token is committed.
         changes: of the file, in these.
-        round: in one round, the mean of those after it.
+        round: in one round of all rows, the mean of those after it.
     """
 
     first: Counter[tuple[str, str]]
@@ -58,7 +58,7 @@ def count_calls(drafter: Drafter, lengths: list[int], max_new_tokens: int = 12) 
         target.generate(**prompts, **options)
     finally:
         sys.setprofile(None)
-    return Calls(first, changes, later / drafter.stats.rounds)
+    return Calls(first, changes, later / drafter.stats.num_rounds)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import inspect
 from dataclasses import replace
 from typing import Any
 
+import torch
+import triton.language as tl
 from triton.language.core import is_builtin
 from triton.runtime import interpreter
 
@@ -47,3 +49,18 @@ def remember_dtypes() -> None:
         return known[name]
 
     interpreter._get_np_dtype = get_np_dtype
+
+
+def round_to_float8() -> None:
+    """Let Triton's interpreter round to e4m3 as GPUs and torch do: to the nearest, of two to the even one.
+
+    Its own conversion rounds halves up, and loses the carry into the exponent: 127 becomes 64.
+    """
+    convert = interpreter._convert_float
+
+    def convert_float(values: Any, from_dtype: Any, to_dtype: Any, mode: Any) -> Any:
+        if to_dtype != tl.float8e4nv or from_dtype != tl.float32:
+            return convert(values, from_dtype, to_dtype, mode)
+        return torch.from_numpy(values.astype("float32")).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    interpreter._convert_float = convert_float

@@ -575,7 +575,7 @@ def test_rows_and_slots_grow_with_the_requests(running, monkeypatch, grows):
     monkeypatch.setattr(
         ContinuousRunner,
         "_open",
-        lambda self, rows, longest: made.append((rows, longest)) or opened(self, rows, longest),
+        lambda self, rows, longest, kept: made.append((rows, longest)) or opened(self, rows, longest, kept),
     )
     target = tiny_target("llama")
     manager = running(target, copy_of(target, noise=0.01), rows=16)
@@ -796,7 +796,6 @@ def test_what_is_not_supported_is_refused_at_once():
         ({"nonsense": 3}, r"nonsense is no setting of a manager"),
         ({"num_beams": 2}, "works with greedy search and sampling"),
         ({"max_new_tokens": None, "max_length": 9}, "max_length is 9, which counts"),
-        ({"config": {"return_logprobs": True}}, "return_logprobs is set"),
         ({"config": {"max_requests_per_batch": 0}}, "max_requests_per_batch is 0"),
         ({"guidance_scale": 1.3}, "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state"),
     ]

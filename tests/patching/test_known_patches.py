@@ -46,7 +46,7 @@ def patched(target, drafter):
         forwards, hooks, chosen = traces(target, drafter)
         heard = [(len(after), len(before)) for after, before in hooks]
         kinds = [getattr(forward, "func", type(forward)) for forward in forwards]
-        found = kinds, heard, chosen, [one and one._weight.data_ptr() for one in fused]
+        found = kinds, heard, chosen, [one and one.weight.data_ptr() for one in fused]
     assert lazy.hosting.fingerprint.weights == (Signature(target).weights, Signature(drafter).weights)
     return found
 

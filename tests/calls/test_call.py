@@ -21,7 +21,7 @@ from hf_specdec.sampling.randomness import Randomness
 pytestmark = pytest.mark.core
 
 
-def make_request(drafter_kind="eagle3", lengths=(5, 3), max_new_tokens=6, processors=(), eos=None, **settings):
+def make_call(drafter_kind="eagle3", lengths=(5, 3), max_new_tokens=6, processors=(), eos=None, **settings):
     """What `generate()` prepares for a call with a drafter of `tiny_target("llama")`."""
     target = tiny_target("llama")
     inputs = padded_prompts(list(lengths))
@@ -45,18 +45,18 @@ def make_request(drafter_kind="eagle3", lengths=(5, 3), max_new_tokens=6, proces
 
 
 def test_greedy_decoding_draws_nothing():
-    request, before = make_request(), torch.get_rng_state()
-    assert request.temperature is None and not request.draft_probs
-    assert torch.equal(request.seeds, torch.zeros(2, dtype=torch.int64))
+    call, before = make_call(), torch.get_rng_state()
+    assert call.temperature is None and not call.draft_probs
+    assert torch.equal(call.seeds, torch.zeros(2, dtype=torch.int64))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_sampling_draws_one_number_a_call():
-    request = make_request(do_sample=True, temperature=0.8)
+    call = make_call(do_sample=True, temperature=0.8)
     torch.manual_seed(4)
-    seeds, state = request.seeds, torch.get_rng_state()
+    seeds, state = call.seeds, torch.get_rng_state()
     assert len(seeds.unique()) == 2
-    assert torch.equal(request.seeds, seeds) and torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(call.seeds, seeds) and torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(4)
     torch.randint(0, 2**63 - 1, (1,))
     assert torch.equal(torch.get_rng_state(), state)
@@ -64,50 +64,50 @@ def test_sampling_draws_one_number_a_call():
 
 @pytest.mark.parametrize("temperature", [DRAFT_PROBS_TEMPERATURE / 2, DRAFT_PROBS_TEMPERATURE])
 def test_draft_probs_by_temperature(temperature):
-    request = make_request(do_sample=True, temperature=temperature)
-    assert request.draft_probs is (temperature >= DRAFT_PROBS_TEMPERATURE)
-    assert make_request(do_sample=True, temperature=temperature, processors=[RowTemperature([1.0, 2.0])]).draft_probs
+    call = make_call(do_sample=True, temperature=temperature)
+    assert call.draft_probs is (temperature >= DRAFT_PROBS_TEMPERATURE)
+    assert make_call(do_sample=True, temperature=temperature, processors=[RowTemperature([1.0, 2.0])]).draft_probs
     for wanted in (True, False):
-        request.drafter.configure(draft_probs=wanted)
-        assert request.draft_probs is wanted
+        call.drafter.configure(draft_probs=wanted)
+        assert call.draft_probs is wanted
 
 
 def test_rows_continue_with_padding_only_after_a_token_that_ends_them():
-    assert make_request().pad_token_id is None
-    assert make_request(eos=7).pad_token_id == PAD
+    assert make_call().pad_token_id is None
+    assert make_call(eos=7).pad_token_id == PAD
 
 
 def test_records_are_kept_for_returned_dictionaries_only():
-    assert not make_request(output_scores=True).keeps("scores")
-    request = make_request(output_scores=True, return_dict_in_generate=True)
-    assert request.keeps("scores") and not request.keeps("logits")
+    assert not make_call(output_scores=True).keeps("scores")
+    call = make_call(output_scores=True, return_dict_in_generate=True)
+    assert call.keeps("scores") and not call.keeps("logits")
 
 
 @torch.no_grad()
 def test_steps_of_a_run():
     """`open` prefills the prompts and commits a token after each, `run_rounds` generates, `complete` hands over."""
-    request = make_request(return_dict_in_generate=True)
-    plain = request.model.generate(**padded_prompts([5, 3]), max_new_tokens=6, do_sample=False)
-    with engine(), HostedTarget(request.model, request.drafter) as target:
-        call = Lockstep(request, target)
-        run, state = call.open(), call.state
+    call = make_call(return_dict_in_generate=True)
+    plain = call.model.generate(**padded_prompts([5, 3]), max_new_tokens=6, do_sample=False)
+    with engine(), HostedTarget(call.model, call.drafter) as target:
+        rows = Lockstep(call, target)
+        run, state = rows.open(), rows.state
         assert state.lengths.tolist() == [6, 4] and not state.finished.any()
         assert state.aux_hidden_states.shape[:2] == (2, 4)
         assert state.prompt_logits.argmax(-1).tolist() == plain[:, 5].tolist()
-        call.run_rounds(run)
+        rows.run_rounds(run)
         assert state.lengths.tolist() == [11, 9] and state.finished.all()
-    out = call.complete(run)
+    out = rows.complete(run)
     assert torch.equal(out.sequences, plain)
-    assert request.drafter.stats is out.speculation and out.speculation.committed == 10
+    assert call.drafter.stats is out.speculation and out.speculation.committed == 10
     assert isinstance(out[OUTPUT_NAME], DynamicCache) and out[OUTPUT_NAME].get_seq_length() == 10
 
 
 @torch.no_grad()
 def test_a_cache_of_the_user_is_filled():
     cache = DynamicCache()
-    request = dataclasses.replace(make_request(lengths=(5,), return_dict_in_generate=True), cache=cache)
+    call = dataclasses.replace(make_call(lengths=(5,), return_dict_in_generate=True), cache=cache)
     with engine():
-        out = decode(request)
+        out = decode(call)
     assert out[OUTPUT_NAME] is cache and cache.get_seq_length() == out.sequences.shape[1] - 1
 
 

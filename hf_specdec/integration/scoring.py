@@ -1,0 +1,110 @@
+"""`drafter.score(...)`: log-probabilities of given texts by the static engine's own passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from ..drafters.base import Drafter
+from ..drafters.none import NoDrafter
+from ..drafters.target_checks import generating_model
+from ..engine.hosted_target import HostedTarget
+from ..engine.session_prefill import FEWEST_PADDED_COLUMNS
+from ..graphs.cuda_graphs import on_device
+from ..host.generation import prepared_config
+from ..modules.patch import engine, on_host
+from ..ops import token_logprobs
+from ..patching.support import cache_layers
+from ..state import Shape
+from .continuous import call_of
+from .dispatch import check_runs_on_static
+from .locks import lock_of
+from .validation import check_tokens
+
+# Tokens of a pass: their logits are in memory at the same time.
+TOKENS_OF_PASS = 2048
+
+
+@torch.no_grad()
+def score(
+    drafter: Drafter,
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    temperature: float,
+) -> torch.Tensor:
+    """See `Drafter.score`."""
+    model = generating_model(model)
+    texts = _texts(input_ids, attention_mask)
+    if not isinstance(temperature, (int, float)) or not temperature > 0:
+        raise ValueError(f"temperature is {temperature!r}; expected a number above 0.")
+    out = torch.zeros(input_ids.shape, dtype=torch.float32, device=model.device)
+    longest = max((len(columns) for _, columns in texts), default=0)
+    if longest < 2:
+        return out
+    scorer = NoDrafter(model, drafter.batch_invariant, drafter.kv_cache_dtype)
+    with lock_of(model), on_device(model.device), engine():
+        with on_host():
+            check_tokens(model, input_ids.cpu(), None if attention_mask is None else attention_mask.cpu())
+            prompt = next(one for one, columns in texts if len(columns) == longest)
+            config, _ = prepared_config(model, None, max_new_tokens=1, do_sample=False)
+            call, model_kwargs = call_of(model, scorer, config, [prompt])
+        check_runs_on_static(call, model_kwargs)
+        with HostedTarget(model, scorer) as target:
+            # The longest first: texts of a pass have similar lengths.
+            order = sorted(range(len(texts)), key=lambda row: -len(texts[row][1]))
+            rows_of_pass = max(1, TOKENS_OF_PASS // longest)
+            for first in range(0, len(order), rows_of_pass):
+                rows = [row for row in order[first : first + rows_of_pass] if len(texts[row][1]) > 1]
+                if rows:
+                    tokens = [texts[row][0].to(model.device) for row in rows]
+                    for row, found in zip(rows, _logprobs(target, scorer, tokens, temperature), strict=True):
+                        out[row, texts[row][1][1:].to(out.device)] = found
+    return out
+
+
+Drafter._score = score
+
+
+def _texts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and columns, `[length]` int64 each, of the text in each row, on the host."""
+    if input_ids.dim() != 2 or (attention_mask is not None and attention_mask.shape != input_ids.shape):
+        shape = None if attention_mask is None else list(attention_mask.shape)
+        raise ValueError(
+            f"input_ids has shape {list(input_ids.shape)}, attention_mask {shape}; expected two dimensions, the same "
+            "of both."
+        )
+    host = input_ids.cpu().long()
+    mask = torch.ones_like(host) if attention_mask is None else attention_mask.cpu()
+    found = []
+    for row, (tokens, is_text) in enumerate(zip(host, mask.bool(), strict=True)):
+        columns = is_text.nonzero()[:, 0]
+        if len(columns) and int(columns[-1] - columns[0]) + 1 != len(columns):
+            raise ValueError(f"attention_mask has a gap in row {row}; expected padding before or after the text only.")
+        found.append((tokens[columns], columns))
+    return found
+
+
+def _logprobs(
+    target: HostedTarget, scorer: Drafter, texts: Sequence[torch.Tensor], temperature: float
+) -> Iterator[torch.Tensor]:
+    """Of each of `texts` `[length]`: log-probabilities `[length - 1]` of all tokens but the first."""
+    width = max(max(map(len, texts)), FEWEST_PADDED_COLUMNS)
+    shape = Shape(len(texts), width + 1, 0, is_sampling=False, draft_probs=False, num_ends=0)
+    state = scorer.new_state(shape, cache_layers(target.model), texts[0].device)
+    state.admit(range(len(texts)), texts, [1] * len(texts), [0] * len(texts))
+    state.cache.restart()
+    state.live = width
+    starts = state.lengths[:, None] - width
+    size, found = max(TOKENS_OF_PASS // len(texts), FEWEST_PADDED_COLUMNS), []
+    for first in range(0, width, size):
+        positions = starts + torch.arange(first, min(first + size, width), device=starts.device)
+        slots = torch.where(positions >= 0, positions, state.dummy_slot)
+        logits, _ = target()(state, state.tokens.gather(1, slots), slots)
+        following = state.tokens.gather(1, (slots + 1).clamp(max=state.dummy_slot))
+        scores = logits if temperature == 1.0 else logits.float() / temperature
+        found.append(token_logprobs(scores, following))
+    columns = torch.cat(found, dim=1)
+    return (row[width - len(text) : -1] for row, text in zip(columns, texts, strict=True))

@@ -1,0 +1,20 @@
+"""PyTorch reference of the log-probabilities of given tokens."""
+
+from __future__ import annotations
+
+import torch
+
+
+def token_logprobs(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Log-probability of each token under the softmax of its scores, as `log_softmax` in float32 computes it.
+
+    Args:
+        scores: `[B, n, V]`.
+        tokens: `[B, n]` int64.
+
+    Returns:
+        `[B, n]` float32; NaN for what is no token of the vocabulary.
+    """
+    is_token = (tokens >= 0) & (tokens < scores.shape[-1])
+    found = scores.float().log_softmax(dim=-1).gather(-1, tokens.where(is_token, 0)[..., None])[..., 0]
+    return found.where(is_token, torch.nan)
