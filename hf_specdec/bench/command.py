@@ -19,12 +19,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..auto import AutoDrafter
+from ..auto_k.auto_drafts import CANDIDATES
 from ..checkpoints.checkpoint import read_config_file
 from ..config import AUTO, check_num_or_auto
 from ..drafters import Drafter
 from ..drafters.base import KV_CACHE_DTYPES
 from ..drafters.none import NoDrafter
-from ..engine.auto_drafts import CANDIDATES
 from ..loading import GGUF_SUFFIX, load_tokenizer, set_end_tokens
 from ..parallel.tensor_parallel import is_first_process, local_rank, num_processes
 from ..prompt_sources import load_prompts

@@ -8,6 +8,7 @@ from collections.abc import Hashable
 import torch
 
 from .. import ops
+from ..auto_k.auto_drafts import Acceptance, AutoDrafts, Drafts, FixedDrafts, SharedClock, first_drafts
 from ..cache.key_layout import KeyLayout
 from ..cache.layer_kinds import Use
 from ..calls.call import Call
@@ -20,7 +21,6 @@ from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import cache_layers, stated_positions, uses_attention_interface
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState, Shape
-from .auto_drafts import Acceptance, AutoDrafts, Drafts, FixedDrafts, SharedClock, first_drafts
 from .capture import CapturedRound, capture_catch_up, capture_round
 from .hosted_target import HostedTarget
 from .rounds import RoundOutput, catch_up, draft_and_forward, run_round

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..auto_k.auto_drafts import Acceptance, RoundTimes
+from ..auto_k.round_costs import CostTable
 from ..cache.key_layout import KeyLayout
 from ..calls.kv_transfer import DeferredCache
 from ..drafters.base import Drafter
@@ -18,9 +20,7 @@ from ..memory.virtual_memory import RowMemory
 from ..modules.patch import Patch
 from ..modules.signature import Fingerprint
 from ..state import DecodeState, Shape
-from .auto_drafts import Acceptance, RoundTimes
 from .prefill import PromptBuffers
-from .round_costs import CostTable
 
 # Sessions kept for a drafter; the least recently used one is freed first. Continuous batching has one for each size of
 # groups, and of rows down to those of its end.

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from ..auto_k.auto_drafts import ALONE, RoundTimes, is_better_alone
 from ..calls.call import Call
 from ..calls.first_pass import FirstPass
 from ..calls.kv_transfer import DeferredCache, FinishedCall, holds_all_keys, read_cache
@@ -28,7 +29,6 @@ from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from . import prefix_cache
-from .auto_drafts import ALONE, RoundTimes, is_better_alone
 from .groups import Groups
 from .hosted_target import HostedTarget
 from .lease import SessionLease, shape_of
