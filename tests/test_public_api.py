@@ -48,6 +48,7 @@ ORDER = [
     "serving",
     "bench",
     "install",
+    "trl",
     "cli",
 ]
 

@@ -15,7 +15,7 @@ from ..calls.call import Call
 from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
 from ..graphs.buckets import next_power_of_two, slots_for, span_for, useful_drafts
-from ..memory.virtual_memory import RowMemory, has_virtual_memory
+from ..memory.virtual_memory import RowMemory, has_virtual_memory, taken_bytes
 from ..op_choice import noting_attended
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import cache_layers, stated_positions, uses_attention_interface
@@ -141,6 +141,7 @@ class SessionLease:
     def take(self) -> Session:
         """A session for the shape, ready to be used; it is also `session`."""
         target = self._target
+        self._taken_before = taken_bytes(target.model.device)
         session = None
         if target.is_captured:
             session = self._pool.take(self._key())
@@ -185,7 +186,7 @@ class SessionLease:
         key = self._round_key(num_drafts)
         with session.state.spanning(key[-1]):
             captured = capture_round(session, self._target(), self._target.drafter, self._process)
-        session.rounds.add(key, captured)
+        session.rounds.add(key, self._target.counted(captured))
         session.capture_seconds = time.perf_counter() - start
 
     def captured_round(self, num_drafts: int) -> CapturedRound | None:
@@ -245,7 +246,8 @@ class SessionLease:
         span = span_for(session.state.live, session.state.slots) if self._grows else session.state.slots
         if self._target.is_captured and (width, span) not in session.catch_ups:
             with session.state.spanning(span):
-                session.catch_ups.add((width, span), capture_catch_up(session, self._target(), drafter, width))
+                captured = capture_catch_up(session, self._target(), drafter, width)
+            session.catch_ups.add((width, span), self._target.counted(captured))
         replay = session.catch_ups.get((width, span))
         if replay is not None:
             replay()
@@ -275,6 +277,7 @@ class SessionLease:
         if self._call.is_auto:
             self._target.costs.save()
         if self._target.is_captured:
+            self.session.num_bytes += max(taken_bytes(self._target.model.device) - self._taken_before, 0)
             self._pool.keep(self._key(), self.session)
         else:
             self.session.free_rows()

@@ -138,6 +138,7 @@ class Run:
             draft_probs=draft_probs,
             num_rounds=rounds.total(),
             rounds_by_k=dict(rounds),
+            captures=self._runner.num_captures,
             seconds=self.seconds,
         )
         return stats

@@ -71,6 +71,11 @@ class Runner:
         self.num_rows, self.memory = len(self.state.lengths), self.session.row_memory
         self.capacity = self.state.slots - 1 if self.memory is None else self.memory.capacity
 
+    @property
+    def num_captures(self) -> int:
+        """How many graphs the call has captured."""
+        return self._target.num_captures
+
     def _note_execution(self, num_drafts: int) -> None:
         self.execution = self.lease.execution(num_drafts)
 

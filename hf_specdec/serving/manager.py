@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from ..drafters.attachment import Attachment
 from ..drafters.base import Drafter
 from ..host.generation import GenerationOutput, prepared_config
 from ..integration.continuous import check_config, check_known, check_length
@@ -50,6 +51,7 @@ class SpeculativeBatchingManager:
             `allow_block_sharing` every prompt is prefilled whole. Other settings are transformers' own engine's.
         workload_hints: `max_prompt_length` and `max_generated_length` are what the first buffers are made for; longer
             requests open larger ones.
+        attachment: of a model whose managers have a drafter unless they name another one.
         kwargs: settings of `generate()`, such as `num_assistant_tokens`.
 
     Attributes:
@@ -66,6 +68,7 @@ class SpeculativeBatchingManager:
         generation_config: GenerationConfig | None = None,
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: Any = None,
+        attachment: Attachment | None = None,
         **kwargs: Any,
     ):
         check_length(model, generation_config, kwargs)
@@ -85,6 +88,7 @@ class SpeculativeBatchingManager:
             self.continuous_batching_config,
             _longest_of(workload_hints),
             self._queue,
+            attachment,
         )
         self._rounds = (
             RoundThread(self._call, self._queue)

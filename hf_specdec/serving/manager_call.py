@@ -11,6 +11,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 from ..calls.call import Call
 from ..calls.request import Arrivals, Arrived, ContinuousBatching, Request
 from ..device_policy import policy_of
+from ..drafters.attachment import Attachment
 from ..drafters.base import Drafter
 from ..engine.groups import GROUP_SIZES
 from ..graphs.buckets import PACKED_TOKENS, row_sizes
@@ -19,6 +20,8 @@ from ..integration.continuous import call_of, with_logprobs
 from ..integration.dispatch import generate_continuously
 from ..integration.request_processors import own_config, processors_of_prompt
 from ..kernels.types import SamplingSettings
+from ..modules.evaluation import Evaluation
+from ..modules.locks import lock_of
 from ..modules.module_hooks import hooks_of
 from ..modules.patch import on_host
 from ..modules.signature import Fingerprint, Signature
@@ -39,6 +42,10 @@ class ManagedCall:
     Args:
         longest: tokens of the longest text that the first buffers are made for.
         requests: the queue that is told of their tokens.
+        attachment: see `SpeculativeBatchingManager`.
+
+    Attributes:
+        evaluation: what the call that runs keeps the drafter, and by the attachment the target, in.
     """
 
     def __init__(
@@ -49,12 +56,14 @@ class ManagedCall:
         settings: ContinuousBatchingConfig,
         longest: int,
         requests: RequestQueue,
+        attachment: Attachment | None = None,
     ):
         self.model, self._drafter = model, drafter
         self._config, self._settings = generation_config, settings
         self._samples_each = bool(settings.per_request_processors)
         self._longest = longest
-        self._requests = requests
+        self._requests, self._attachment = requests, attachment
+        self.evaluation = Evaluation()
 
     def run(self, arrivals: Arrivals) -> None:
         """Run the requests of `arrivals`."""
@@ -77,10 +86,20 @@ class ManagedCall:
             reuses_prefixes=self._settings.allow_block_sharing,
             processors_of=self._processors_of,
         )
-        with on_host():
-            found = call_of(self.model, self._drafter, config, [torch.zeros(1, dtype=torch.int64)], processors)
-        call, model_kwargs = found
-        generate_continuously(with_logprobs(call, self._settings), model_kwargs, (), settings)
+        attachment, before = self._attachment, (self._drafter.stats, self.evaluation)
+        with lock_of(self.model):
+            self.evaluation = Evaluation(self._drafter) if attachment is None else attachment.evaluation()
+            try:
+                with self.evaluation:
+                    with on_host():
+                        prompts = [torch.zeros(1, dtype=torch.int64)]
+                        call, model_kwargs = call_of(self.model, self._drafter, config, prompts, processors)
+                    generate_continuously(with_logprobs(call, self._settings), model_kwargs, (), settings)
+            finally:
+                self.evaluation = before[1]
+            stats = self._drafter.stats
+            if attachment is not None and stats is not before[0]:
+                attachment.note(stats, stats.seconds)
 
     def _processors_of(self, request: Request, call: Call) -> LogitsProcessorList | None:
         """The processors of a request that has settings of its own."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from ..calls.request import Arrived, Request
 from ..errors import first_line
 from ..host.generation import BackgroundThreadStatus
-from ..integration.locks import lock_of
+from ..modules.locks import lock_of
 from .manager_call import ManagedCall
 from .manager_queue import RequestQueue
 
@@ -236,7 +236,7 @@ class RoundThread:
         while self._pauses or (not has_waited and (lock.is_wanted or (is_idle and not self._has_work))):
             has_waited = True
             leave_target()
-            with lock.released():
+            with self._call.evaluation.suspended(), lock.released():
                 self._wait(is_idle)
         if self._was_paused or (is_idle and self._requests.has_arrivals):
             leave_target()
