@@ -35,6 +35,7 @@ ORDER = [
     "training",
     "drafters",
     "graphs",
+    "auto_k",
     "calls",
     "engine",
     "stock",

@@ -88,8 +88,13 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
 
     def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of the cache's `span`, `[B, kv_heads, span, head_dim]`: views, see `update`."""
-        views = [buffer[:, : self._cache.span].transpose(1, 2) for buffer in self.slot_buffers]
-        return tuple(views) if self.scales is None else Stored(*views).shown()
+        span = self._cache.span
+        keys, values = self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
+        return (
+            (keys, values)
+            if self.scales is None
+            else Stored(keys, values, self.scales[:, :span].transpose(1, 2)).shown()
+        )
 
     def copy_rows(self, rows: torch.Tensor, source: RaggedLayer, taken: slice | torch.Tensor, slots: int) -> None:
         if slots and source.is_initialized:  # not where no attention uses the layer

@@ -112,7 +112,7 @@ class Drafter(PreTrainedModel):
         self.draft_probs: bool | str = "auto"
         self.engine = "auto"
         self.verification = "token"
-        self.compile_rounds: bool = True
+        self.compile_rounds = False
         self.batch_invariant = False
         self.draft_window_size: int | None = None
         self.kv_cache_dtype = "auto"
@@ -275,8 +275,9 @@ class Drafter(PreTrainedModel):
                 `"token"`, one after the other (arXiv 2211.17192), or `"block"`, all of a round jointly (arXiv
                 2403.10444). Both are lossless; block verification never accepts fewer tokens in expectation, and reads
                 the drafter's distributions once more. The stock engine supports `"token"` only.
-            compile_rounds: whether rounds on a GPU are compiled before they first run, which takes some seconds for
-                every shape of call and makes rounds faster.
+            compile_rounds: whether rounds on a GPU are compiled by `torch.compile` before they first run, which takes a
+                minute or more for every shape of call. Only layers with many operations that have no kernel of the
+                package become faster by it.
             batch_invariant: whether the logits of a position are, bit for bit, a function of the tokens up to it: the
                 same with and without drafts, alone and in any batch, captured or not. Rounds are not compiled then, and
                 prompts take longer. See docs/batch-invariance.md.

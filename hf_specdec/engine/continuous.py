@@ -199,8 +199,6 @@ class ContinuousRunner(Runner):
         with allocating(num_rows, shape.slots, call.model.device), settled_on_error(lease.take()):
             num_drafts = lease.drafts(self.acceptance).current
             lease.session.state.live = live = min(self._expected, shape.slots)
-            if lease.lacks_round(num_drafts):
-                lease.start_compiler()
             self._clear(lease)
             lease.session.state.live = live
             if lease.lacks_round(num_drafts):

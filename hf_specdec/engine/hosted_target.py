@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from transformers import PreTrainedModel
 
+from ..auto_k.round_costs import CostTable, find_table
 from ..calls.output import HiddenStates
 from ..drafters.base import Drafter
 from ..modules.module_hooks import has_hooks
@@ -16,7 +17,6 @@ from ..modules.patch import engine, is_anything_replaced
 from ..modules.signature import Fingerprint, signature_of
 from ..patching.batch_invariance import batch_invariant
 from .capture import why_not_captured
-from .round_costs import CostTable, find_table
 from .sessions import Hosting, sessions_of
 from .target import Target, patched_target
 

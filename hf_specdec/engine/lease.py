@@ -8,20 +8,19 @@ from collections.abc import Hashable
 import torch
 
 from .. import ops
+from ..auto_k.auto_drafts import Acceptance, AutoDrafts, Drafts, FixedDrafts, SharedClock, first_drafts
 from ..cache.key_layout import KeyLayout
 from ..cache.layer_kinds import Use
 from ..calls.call import Call
 from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
 from ..graphs.buckets import next_power_of_two, slots_for, span_for, useful_drafts
-from ..graphs.cuda_graphs import start_compiler
 from ..memory.virtual_memory import RowMemory, has_virtual_memory, taken_bytes
 from ..op_choice import noting_attended
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import cache_layers, stated_positions, uses_attention_interface
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState, Shape
-from .auto_drafts import Acceptance, AutoDrafts, Drafts, FixedDrafts, SharedClock, first_drafts
 from .capture import CapturedRound, capture_catch_up, capture_round
 from .hosted_target import HostedTarget
 from .rounds import RoundOutput, catch_up, draft_and_forward, run_round
@@ -181,11 +180,6 @@ class SessionLease:
         """Whether rounds of `num_drafts` drafts are to be captured and have not been."""
         return self._target.is_captured and self._round_key(num_drafts) not in self.session.rounds
 
-    def start_compiler(self) -> None:
-        """Start what compiles rounds, where they are compiled, beside the prefill that comes first."""
-        if self._target.drafter.compiles_rounds:
-            start_compiler(self._target.model.device)
-
     def capture_round(self, num_drafts: int) -> None:
         session, start = self.session, time.perf_counter()
         session.state.num_draft_tokens = num_drafts
@@ -247,7 +241,7 @@ class SessionLease:
         return results
 
     def _catch_up(self) -> None:
-        """Let the drafter read the last block; captured where rounds are, not compiled."""
+        """Let the drafter read the last block; captured where rounds are."""
         session, drafter, width = self.session, self._target.drafter, self.session.state.block_width
         span = span_for(session.state.live, session.state.slots) if self._grows else session.state.slots
         if self._target.is_captured and (width, span) not in session.catch_ups:

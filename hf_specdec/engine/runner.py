@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from ..auto_k.auto_drafts import Drafts
 from ..calls.call import Call
 from ..calls.request import Request
 from ..memory.virtual_memory import RowMemory, available_bytes
@@ -15,7 +16,6 @@ from ..row_buffers import set_rows, upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from ..stats import Counters
-from .auto_drafts import Drafts
 from .hosted_target import HostedTarget
 from .lease import SessionLease
 from .prefix_cache import Prefix

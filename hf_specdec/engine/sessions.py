@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from ..auto_k.auto_drafts import Acceptance, RoundTimes
+from ..auto_k.round_costs import CostTable
 from ..cache.key_layout import KeyLayout
 from ..calls.kv_transfer import DeferredCache
 from ..drafters.base import Drafter
@@ -19,9 +21,7 @@ from ..memory.virtual_memory import RowMemory
 from ..modules.patch import Patch
 from ..modules.signature import Fingerprint
 from ..state import DecodeState, Shape
-from .auto_drafts import Acceptance, RoundTimes
 from .prefill import PromptBuffers
-from .round_costs import CostTable
 
 # Sessions kept for a drafter; the least recently used one is freed first. Continuous batching has one for each size of
 # groups, and of rows down to those of its end.

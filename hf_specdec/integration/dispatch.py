@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from ..auto_k.auto_drafts import CANDIDATES
 from ..calls.call import Call
 from ..calls.first_pass import for_static_engine
 from ..calls.prompts import read_prompts
 from ..calls.request import ContinuousBatching, Request
 from ..config import AUTO
 from ..drafters.base import Drafter
-from ..engine.auto_drafts import CANDIDATES
 from ..engine.continuous import check_continuous, decode_continuously
 from ..engine.static_engine import decode
 from ..graphs.cuda_graphs import on_device

@@ -195,6 +195,8 @@ class Stored:
 
 def as_stored(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Keys and values as attention reads them: with their scales, if they are stored so and nothing has read them."""
+    if not (isinstance(key, Deferred) or isinstance(value, Deferred)):
+        return key, value, None
     pending = key.pending if isinstance(key, Deferred) else None
     if isinstance(pending, Stored) and isinstance(value, Deferred) and value.pending is pending:
         return pending.parts

@@ -56,7 +56,6 @@ class SpeculativeBatchingManager:
 
     Attributes:
         background_thread_status: its `fatal_error` is the error that has ended the thread, or None.
-        warmed_up: whether `warmup` was called.
 
     Raises:
         ValueError: continuous batching does not support the settings, the target or the drafter.
@@ -97,7 +96,7 @@ class SpeculativeBatchingManager:
             else SplitRoundThread(self._call, self._queue, self.continuous_batching_config.cpu_group_timeout)
         )
         self.background_thread_status = self._rounds.status
-        self.warmed_up = False
+        self._is_warming_up = False
         self._call.check()
 
     # Control.
@@ -149,10 +148,24 @@ class SpeculativeBatchingManager:
             self.stop()
         self.drafter.release()
 
-    def warmup(self) -> None:
-        """On a GPU: capture what rounds and prefills of all numbers of rows need, so that no request waits for it."""
-        self._call.warm_up()
-        self.warmed_up = True
+    def warmup(self, block: bool = True) -> None:
+        """On a GPU: capture what rounds and prefills of all numbers of rows need, so that no request waits for it.
+
+        Args:
+            block: whether to do it now; else the thread does it while there are no requests, one number of rows after
+                the other, and what a request needs before is captured when it comes. A split target does it now.
+        """
+        groups = self._call.warm_up_groups()
+        if block or tensor_parallel_group(self.model) is not None:
+            self._call.warm_up(groups)
+        else:
+            self._rounds.warm_up_later(groups)
+        self._is_warming_up = True
+
+    @property
+    def warmed_up(self) -> bool:
+        """Whether `warmup` was called, and all is captured."""
+        return self._is_warming_up and not self._rounds.warm_ups
 
     def pause(self) -> AbstractContextManager[None]:
         """Context in which no round runs, so that the model can be used or changed in place; requests stay.

@@ -124,35 +124,39 @@ class ManagedCall:
         """
         self.run(_Script([]))
 
-    def warm_up(self) -> None:
-        """On a GPU: capture what rounds and prefills of all numbers of rows need, so that no request waits for it."""
+    def warm_up_groups(self) -> list[list[Request]]:
+        """Requests that capture what rounds and prefills of all numbers of rows need, group by group, where there are
+        CUDA graphs; else none.
+        """
         policy = policy_of(self.model.device)
-        if policy.cuda_graphs:
-            most = self._settings.max_requests_per_batch or policy.max_rows
-            counts = {min(count, most) for count in (*row_sizes(most, is_captured=True), *GROUP_SIZES)}
-            prompt, ends = torch.zeros(1, dtype=torch.int64), end_tokens(self._config, None)
-            config = own_config(self.model, self._config, {}, prompt, _WARMUP_ANSWER, ends, self._samples_each)
-            samplings = (GREEDY, _FILTERED) if self._samples_each and config is None else (SamplingSettings(),)
-            self.run(
-                _Script(
-                    [
-                        [
-                            Request(
-                                0,
-                                torch.zeros(length, dtype=torch.int64),
-                                _WARMUP_ANSWER,
-                                ends=ends,
-                                sampling=sampling,
-                                config=config,
-                            )
-                            for length in lengths
-                        ]
-                        for sampling in samplings
-                        for count in sorted(counts)
-                        for lengths in self._warmup_lengths(count)
-                    ]
+        if not policy.cuda_graphs:
+            return []
+        most = self._settings.max_requests_per_batch or policy.max_rows
+        counts = {min(count, most) for count in (*row_sizes(most, is_captured=True), *GROUP_SIZES)}
+        prompt, ends = torch.zeros(1, dtype=torch.int64), end_tokens(self._config, None)
+        config = own_config(self.model, self._config, {}, prompt, _WARMUP_ANSWER, ends, self._samples_each)
+        samplings = (GREEDY, _FILTERED) if self._samples_each and config is None else (SamplingSettings(),)
+        return [
+            [
+                Request(
+                    0,
+                    torch.zeros(length, dtype=torch.int64),
+                    _WARMUP_ANSWER,
+                    ends=ends,
+                    sampling=sampling,
+                    config=config,
                 )
-            )
+                for length in lengths
+            ]
+            for sampling in samplings
+            for count in sorted(counts)
+            for lengths in self._warmup_lengths(count)
+        ]
+
+    def warm_up(self, groups: list[list[Request]]) -> None:
+        """Run `groups` of `warm_up_groups`, one after the other."""
+        if groups:
+            self.run(_Script(groups))
 
     def _warmup_lengths(self, count: int) -> Iterator[list[int]]:
         """Lengths of `count` prompts each, for every chunk of packed prompts that may come."""

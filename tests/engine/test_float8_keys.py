@@ -17,6 +17,8 @@ from hf_specdec import AutoDrafter, NoDrafter, layer_ops, ops
 from hf_specdec.cache.key_layers import RaggedLayer, attention_layers
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.engine import lease, prefix_cache
+from hf_specdec.engine.auto_drafts import RoundTimes
+from hf_specdec.engine.round_costs import CostTable, find_table
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.hosting import eligibility
 from hf_specdec.kernels.float8_reference import FLOAT8, dequantise, quantise
@@ -220,6 +222,19 @@ def test_caches_that_are_continued():
         assert keys.dtype == torch.float32 and torch.equal(dequantise(*quantise(keys)), keys)
         options = {OUTPUT_NAME: cache, "max_new_tokens": NEW}
         assert torch.equal(greedy(target, {"input_ids": first.sequences}, drafter, 3, **options), whole)
+
+
+def test_calls_that_are_faster_without_the_drafter(monkeypatch):
+    """They store keys as those with it do, and times of one are not those of the other."""
+    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
+    monkeypatch.setattr(CostTable, "times", lambda table, shape: RoundTimes(shape.batch, {0: 10.0, 1: 50.0, 3: 90.0}))
+    drafter = of_float8("eagle3", target)
+    for dtype, expected in (("fp8", rounded(target, inputs)), ("auto", greedy(target, inputs, max_new_tokens=NEW))):
+        drafter.configure(kv_cache_dtype=dtype)
+        assert torch.equal(greedy(target, inputs, drafter, "auto", max_new_tokens=NEW), expected)
+        assert {*drafter.stats.rounds_by_k} == {0}
+    tables = [find_table(target, drafter.configure(kv_cache_dtype=dtype), False) for dtype in ("auto", "fp8", "auto")]
+    assert tables[0] is tables[2] is not tables[1]
 
 
 def test_drawn_texts_do_not_depend_on_the_batch():

@@ -150,6 +150,7 @@ def find_table(model: PreTrainedModel, drafter: Drafter, is_captured: bool) -> C
             f"compiled: {drafter.compiles_rounds}",
             f"batch-invariant: {drafter.batch_invariant}",
             f"window: {drafter.draft_window_size}",
+            f"keys: {drafter.kv_cache_dtype}",
         ],
         "device": _device(device),
         "versions": {name: _version(name) for name in ("torch", "triton", "transformers", __name__.partition(".")[0])},
