@@ -214,11 +214,11 @@ def compare_family(family: str, arguments: argparse.Namespace, is_invariant: boo
     """How many prompts of `family` have another text, or other logits, than alone and without a drafter."""
     target = load(family, arguments)
     prompts, new_tokens = random_prompts(target, arguments), arguments.new_tokens
-    alone = NoDrafter(target, batch_invariant=is_invariant).configure(compile_rounds=False)
+    alone = NoDrafter(target, batch_invariant=is_invariant)
     expected = texts_of(generate(target, alone, prompts, 1, new_tokens), new_tokens)
     rows, accepted = {}, {}
     for name in arguments.drafters:
-        drafter = new_drafter(name, target).configure(batch_invariant=is_invariant, compile_rounds=False)
+        drafter = new_drafter(name, target).configure(batch_invariant=is_invariant)
         for k in arguments.k if name != "none" else [0]:
             options = {"num_assistant_tokens": k} if k else {}
             for batch in arguments.batch_sizes:

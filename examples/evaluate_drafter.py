@@ -148,9 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     model, tokenizer = load_target(args.target, getattr(torch, args.dtype), torch.device(args.device))
     tokenizer.padding_side = "left"
-    drafter = AutoDrafter.from_pretrained(
-        args.drafter, target=model, compile=False, draft_window_size=args.draft_window_size
-    )
+    drafter = AutoDrafter.from_pretrained(args.drafter, target=model, draft_window_size=args.draft_window_size)
     report = {
         "dtype": args.dtype,
         "max_new_tokens": args.max_new_tokens,

@@ -75,7 +75,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--token-ids", action="store_true", help="write the completions' `token_ids` too")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16, on a CPU float32")
     add("--cpu", action="store_true", help="compute on the CPU although there is a GPU")
-    add("--no-compile", dest="compile", action="store_false")
+    add("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile rounds on a GPU")
     return parser.parse_args(arguments)
 
 

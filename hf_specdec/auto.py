@@ -114,7 +114,7 @@ class AutoDrafter:
         draft_probs: bool | str = "auto",
         engine: str = "auto",
         verification: str = "token",
-        compile: bool | str = True,
+        compile: bool = False,
         batch_invariant: bool = False,
         draft_window_size: int | str | None = None,
         kv_cache_dtype: str = "auto",

@@ -15,7 +15,7 @@ DEFAULT_ROPE_THETA = 10000.0
 # Draft tokens a round (K). Buffers and compute of a round grow with it; serving engines have far lower limits.
 MAX_ASSISTANT_TOKENS = 1024
 
-# In place of a number of draft tokens: chosen for every round, see `engine.auto_drafts`.
+# In place of a number of draft tokens: chosen for every round, see `auto_k.auto_drafts`.
 AUTO = "auto"
 
 # Values of `DSparkConfig.markov_type` and of `MtpConfig.chaining`.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from .auto import AutoDrafter
+from .drafters.attachment import Attachment, attachment_of
 from .drafters.base import Drafter
 from .graphs.cuda_graphs import on_device
 from .host.caches import given_cache
@@ -27,9 +29,10 @@ from .host.generation import (
 )
 from .integration import scoring  # noqa: F401 (`Drafter.score` runs it)
 from .integration.continuous import generate_batch
-from .integration.dispatch import UNUSED_SETTINGS, generate_with_drafter
-from .integration.locks import lock_of
+from .integration.dispatch import UNUSED_SETTINGS, generate_with_drafter, make_call_cache
 from .integration.validation import check_call
+from .modules.evaluation import Evaluation
+from .modules.locks import lock_of
 from .modules.patch import engine
 from .modules.signature import watch_optimizers
 from .sampling.randomness import Randomness
@@ -81,12 +84,30 @@ def _refuse_others(assistant: Any) -> None:
             )
 
 
-@_replaces(GenerationMixin, "_assisted_decoding")
-def _assisted_decoding(original, self, input_ids, *args, assistant_model=None, **kwargs):
-    if not isinstance(assistant_model, Drafter):
-        return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
-    with lock_of(self), on_device(self.device), engine():
-        return generate_with_drafter(original, self, assistant_model, input_ids, *args, **kwargs)
+def _decode(original, self, input_ids, *args, assistant_model=None, **kwargs):
+    """A loop of decoding, `_sample` of a call with an `Attachment`, which replaces it where that is possible."""
+    if isinstance(assistant_model, Drafter):
+        with lock_of(self), on_device(self.device), engine(), Evaluation(assistant_model):
+            return generate_with_drafter(self, assistant_model, input_ids, *args, **kwargs)
+    if not isinstance(assistant_model, Attachment):
+        others = {} if assistant_model is None else {"assistant_model": assistant_model}
+        return original(self, input_ids, *args, **others, **kwargs)
+    attachment, config = assistant_model, kwargs["generation_config"]
+
+    def with_drafter(on_begin):
+        # Checks may change the settings.
+        own = {**kwargs, "generation_config": copy.copy(config), "on_begin": on_begin}
+        return _decode(original, self, input_ids, *args, assistant_model=attachment.drafter, **own)
+
+    def plainly():
+        make_call_cache(self, config, kwargs)
+        return original(self, input_ids, *args, **kwargs)
+
+    return attachment.run(with_drafter, plainly)
+
+
+for _name in ("_assisted_decoding", "_sample"):
+    _replaces(GenerationMixin, _name)(_decode)
 
 
 @_replaces(GenerationMixin, "_get_candidate_generator")
@@ -142,6 +163,9 @@ def _asked_in(config: GenerationConfig) -> dict[str, Any]:
 def _extract_generation_mode_kwargs(original, self, custom_generate, kwargs, synced_gpus, assistant_model, streamer):
     extracted = original(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
     _refuse_others(assistant_model)
+    attachment = attachment_of(self) if assistant_model is None and custom_generate is None else None
+    if attachment is not None:
+        return extracted | {"assistant_model": attachment}
     if not isinstance(assistant_model, Drafter):
         return extracted
     if custom_generate is not None:
@@ -156,22 +180,48 @@ def _extract_generation_mode_kwargs(original, self, custom_generate, kwargs, syn
 @_replaces(GenerationMixin, "_validate_generation_mode")
 def _validate_generation_mode(original, self, generation_mode, generation_config, generation_mode_kwargs):
     drafter = generation_mode_kwargs.get("assistant_model")
-    if not isinstance(drafter, Drafter):
-        return original(self, generation_mode, generation_config, generation_mode_kwargs)
-    synced_gpus = generation_mode_kwargs.get("synced_gpus", False)
+    # The rest are transformers' checks for plain decoding; its rules for assistant models do not apply.
+    others = {name: value for name, value in generation_mode_kwargs.items() if name != "assistant_model"}
+    if isinstance(drafter, Drafter):
+        _check(self, drafter, generation_mode, generation_config, others)
+        generation_mode = GenerationMode.SAMPLE
+    elif isinstance(drafter, Attachment):
+        try:
+            _check_attached(self, drafter, generation_mode, generation_config, others)
+        except ValueError as error:
+            drafter.refuse(error)
+            del generation_mode_kwargs["assistant_model"]  # a dictionary of the call, which goes on with it
+    else:
+        others = generation_mode_kwargs
+    return original(self, generation_mode, generation_config, others)
+
+
+def _check(self, drafter, generation_mode, generation_config, others):
     if generation_config.use_cache is False and generation_config._asked["use_cache"] is None:
         # Left in the model's own settings, by training for example; the text is the same with a cache.
         generation_config.use_cache = True
-    check_call(self, drafter, generation_mode, generation_config, synced_gpus)
-    generation_config._has_drafter = True
-    if generation_mode_kwargs.get("assistant_tokenizer") is not None:
+    check_call(self, drafter, generation_mode, generation_config, others.get("synced_gpus", False))
+    if others.get("assistant_tokenizer") is not None:
         raise ValueError(
             "assistant_tokenizer was given, but a drafter reads and says the target's own tokens; expected none. "
             "Drop that option."
         )
-    # The rest are transformers' checks for plain decoding; its rules for assistant models do not apply.
-    others = {name: value for name, value in generation_mode_kwargs.items() if name != "assistant_model"}
-    return original(self, GenerationMode.SAMPLE, generation_config, others)
+    generation_config._has_drafter = True
+
+
+def _check_attached(self, attachment, generation_mode, generation_config, others):
+    """`_check` for a call that would be plain without an attachment."""
+    if type(self)._sample is not GenerationMixin._sample:
+        raise ValueError(f"{type(self).__name__} has a loop of decoding of its own; expected transformers' `_sample`.")
+    use_cache, generation_config._asked["use_cache"] = generation_config.use_cache, None
+    if generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        generation_mode = GenerationMode.ASSISTED_GENERATION
+    try:
+        with lock_of(self), attachment.evaluation():
+            _check(self, attachment.drafter, generation_mode, generation_config, others)
+    except ValueError:
+        generation_config.use_cache = use_cache
+        raise
 
 
 def _without_drafters(original: Callable, self, *args, **kwargs):
@@ -190,34 +240,27 @@ for _name in ("add_request", "add_requests"):
     _replaces(ContinuousBatchingManager, _name)(_without_drafters)
 
 
-@_replaces(ContinuousMixin, "generate_batch")
-def _generate_batch(original, self, inputs, *args, assistant_model=None, **kwargs):
+def _continuously(function, original, self, *args, assistant_model=None, **kwargs):
+    """A method of continuous batching, which `function`, of model and drafter, replaces if the call has one."""
     _refuse_others(assistant_model)
     if isinstance(assistant_model, Drafter):
-        return generate_batch(self, assistant_model, inputs, *args, **kwargs)
-    others = {} if assistant_model is None else {"assistant_model": assistant_model}
-    return original(self, inputs, *args, **others, **kwargs)
-
-
-@_replaces(ContinuousMixin, "init_continuous_batching")
-def _init_continuous_batching(original, self, *args, assistant_model=None, **kwargs):
-    _refuse_others(assistant_model)
-    if isinstance(assistant_model, Drafter):
-        return SpeculativeBatchingManager(self, assistant_model, *args, **kwargs)
-    others = {} if assistant_model is None else {"assistant_model": assistant_model}
-    return original(self, *args, **others, **kwargs)
-
-
-@_replaces(ContinuousMixin, "continuous_batching_context_manager")
-def _continuous_batching_context_manager(original, self, *args, assistant_model=None, **kwargs):
-    _refuse_others(assistant_model)
-    if isinstance(assistant_model, Drafter):
-        return _running_manager(self, assistant_model, *args, **kwargs)
+        return function(self, assistant_model, *args, **kwargs)
+    attachment = attachment_of(self) if assistant_model is None else None
+    if attachment is not None:
+        return attachment.run(
+            lambda on_begin: function(
+                self, attachment.drafter, *args, **kwargs, on_begin=on_begin, attachment=attachment
+            ),
+            lambda: original(self, *args, **kwargs),
+        )
     others = {} if assistant_model is None else {"assistant_model": assistant_model}
     return original(self, *args, **others, **kwargs)
 
 
-@contextmanager
+def _manager(model: PreTrainedModel, drafter: Drafter, *args, on_begin=None, **kwargs) -> SpeculativeBatchingManager:
+    return SpeculativeBatchingManager(model, drafter, *args, **kwargs)
+
+
 def _running_manager(
     model: PreTrainedModel,
     drafter: Drafter,
@@ -229,18 +272,29 @@ def _running_manager(
     warmup: bool = True,
     workload_hints: Any = None,
     **kwargs: Any,
-) -> Iterator[SpeculativeBatchingManager]:
+) -> AbstractContextManager[SpeculativeBatchingManager]:
     """`ContinuousMixin.continuous_batching_context_manager` with a drafter, with its arguments."""
-    manager = SpeculativeBatchingManager(
-        model, drafter, generation_config, continuous_batching_config, workload_hints, **kwargs
-    )
-    if warmup:
-        manager.warmup()
-    manager.start()
-    try:
-        yield manager
-    finally:
-        manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager)
+    manager = _manager(model, drafter, generation_config, continuous_batching_config, workload_hints, **kwargs)
+
+    @contextmanager
+    def running() -> Iterator[SpeculativeBatchingManager]:
+        if warmup:
+            manager.warmup()
+        manager.start()
+        try:
+            yield manager
+        finally:
+            manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager)
+
+    return running()
+
+
+for _name, _function in (
+    ("generate_batch", generate_batch),
+    ("init_continuous_batching", _manager),
+    ("continuous_batching_context_manager", _running_manager),
+):
+    _replaces(ContinuousMixin, _name)(functools.partial(_continuously, _function))
 
 
 def install() -> None:

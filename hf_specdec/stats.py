@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 
 @dataclass
@@ -79,6 +80,7 @@ class SpeculationStats(RowStats):
         draft_probs: whether drafts were drawn from the drafter's distribution.
         num_rounds: rounds the batch ran, i.e. target passes after prefill.
         rounds_by_k: how many of them had how many draft tokens, on the static engine.
+        captures: how many CUDA graphs the call has captured, of rounds and prefills.
         seconds: wall time of those rounds, with drafting, without prefill.
     """
 
@@ -91,6 +93,7 @@ class SpeculationStats(RowStats):
     draft_probs: bool = False
     num_rounds: int = 0
     rounds_by_k: dict[int, int] = field(default_factory=dict)
+    captures: int = 0
     seconds: float = 0.0
 
     @property
@@ -104,6 +107,41 @@ class SpeculationStats(RowStats):
             f"{self.num_assistant_tokens} drafts, acceptance length {self.acceptance_length:.2f}, "
             f"per position [{positions}], {self.milliseconds_per_round:.1f} ms a round"
         )
+
+
+@dataclass
+class TotalStats(RowStats):
+    """Sums over calls.
+
+    Attributes:
+        calls: how many.
+        captures: CUDA graphs that they have captured.
+        seconds: wall time of them, with prefills and checks.
+    """
+
+    rounds: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    committed: int = 0
+    calls: int = 0
+    captures: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens committed by rounds, a second of the calls' time."""
+        return self.committed / self.seconds if self.seconds else 0.0
+
+    def add(self, stats: SpeculationStats, seconds: float) -> None:
+        """Add a call that has taken `seconds`."""
+        # Calls may differ in K.
+        for name in ("drafted_per_position", "accepted_per_position"):
+            columns = zip_longest(getattr(self, name), getattr(stats, name), fillvalue=0)
+            setattr(self, name, list(map(sum, columns)))
+        for name in ("rounds", "committed", "cached_tokens", "unread_tokens", "captures"):
+            setattr(self, name, getattr(self, name) + getattr(stats, name))
+        self.calls += 1
+        self.seconds += seconds
 
 
 class Counters:

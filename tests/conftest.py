@@ -91,7 +91,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(autouse=True)
 def no_times_of_other_tests() -> None:
     """Calls with `num_assistant_tokens="auto"` begin with nothing known."""
-    costs = sys.modules.get("hf_specdec.engine.round_costs")
+    costs = sys.modules.get("hf_specdec.auto_k.round_costs")
     if costs is not None:
         costs.table_of.cache_clear()
 

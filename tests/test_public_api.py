@@ -35,6 +35,7 @@ ORDER = [
     "training",
     "drafters",
     "graphs",
+    "auto_k",
     "calls",
     "engine",
     "stock",
@@ -47,6 +48,7 @@ ORDER = [
     "serving",
     "bench",
     "install",
+    "trl",
     "cli",
 ]
 

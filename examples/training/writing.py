@@ -185,7 +185,6 @@ class Writer:
     ):
         self.model = model
         self.drafter = NoDrafter(model)
-        self.drafter.configure(compile_rounds=False)
         self.options = options
         self.format = ChatFormat(tokenizer, model)
         self.filter = prompt_filter

@@ -19,12 +19,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..auto import AutoDrafter
+from ..auto_k.auto_drafts import CANDIDATES
 from ..checkpoints.checkpoint import read_config_file
 from ..config import AUTO, check_num_or_auto
 from ..drafters import Drafter
 from ..drafters.base import KV_CACHE_DTYPES
 from ..drafters.none import NoDrafter
-from ..engine.auto_drafts import CANDIDATES
 from ..loading import GGUF_SUFFIX, load_tokenizer, set_end_tokens
 from ..parallel.tensor_parallel import is_first_process, local_rank, num_processes
 from ..prompt_sources import load_prompts
@@ -81,8 +81,7 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
     add(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="whether drafters' rounds and the static cache's steps may be compiled",
+        help="whether rounds are compiled (by default not), and steps with the static cache (by default they are)",
     )
     add(
         "--batch-invariant",
@@ -339,7 +338,7 @@ def measure_all(bench: Bench, arguments: argparse.Namespace, batches: Callable[[
 def configured(drafter: Drafter, arguments: argparse.Namespace) -> Drafter:
     """`drafter`, which runs its rounds as the command line says."""
     return drafter.configure(
-        compile_rounds=arguments.compile,
+        compile_rounds=bool(arguments.compile),
         batch_invariant=arguments.batch_invariant,
         kv_cache_dtype=arguments.kv_cache_dtype,
         draft_window_size=None if isinstance(drafter, NoDrafter) else arguments.draft_window_size,
@@ -352,7 +351,7 @@ def measure_baseline(
     """Plain `generate()` with either cache, or the static engine without a drafter."""
     options = {
         "dynamic": {},
-        "static": {"cache_implementation": "static", "disable_compile": not arguments.compile},
+        "static": {"cache_implementation": "static", "disable_compile": arguments.compile is False},
         "engine": {"drafter": configured(NoDrafter(bench.target), arguments)},
     }
     case = Case(name, 0 if name == "engine" else None, *setting)

@@ -46,16 +46,13 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor, batch: int, device: torch.device) -> None:
         """Allocate `batch` rows on `device`; the states `[any, kv_heads, any, head_dim]` tell the rest."""
         dtype = self._cache.kinds.key_dtype
-        kinds = [(key_states, key_states.shape[3], dtype), (value_states, value_states.shape[3], dtype)]
-        if dtype is not None:
-            kinds.append((key_states, 2, None))
+
+        def zeros(states: torch.Tensor, width: int, dtype: torch.dtype | None) -> torch.Tensor:
+            return states.new_zeros(batch, self._cache.slots, states.shape[1], width, dtype=dtype, device=device)
+
         # Zeros, not empty: attention weights of invisible slots are 0, and 0 * NaN would be NaN.
-        self.place(
-            *[
-                states.new_zeros(batch, self._cache.slots, states.shape[1], width, dtype=dtype, device=device)
-                for states, width, dtype in kinds
-            ]
-        )
+        buffers = [zeros(states, states.shape[3], dtype) for states in (key_states, value_states)]
+        self.place(*buffers, *([] if dtype is None else [zeros(key_states, 2, None)]))
 
     def place(self, keys: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
         self.dtype, self.device = keys.dtype, keys.device
@@ -93,7 +90,11 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
         """The keys and values of the cache's `span`, `[B, kv_heads, span, head_dim]`: views, see `update`."""
         span = self._cache.span
         keys, values = self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
-        return (keys, values) if self.scales is None else Stored(keys, values, self.scales[:, :span]).shown()
+        return (
+            (keys, values)
+            if self.scales is None
+            else Stored(keys, values, self.scales[:, :span].transpose(1, 2)).shown()
+        )
 
     def copy_rows(self, rows: torch.Tensor, source: RaggedLayer, taken: slice | torch.Tensor, slots: int) -> None:
         if slots and source.is_initialized:  # not where no attention uses the layer

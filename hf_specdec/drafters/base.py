@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from ..kernels.types import Proposal, VerificationResult
 from ..modules.hidden_states import find_decoder_layers
 from ..ops import FLOAT8
 from ..state import DecodeState, Shape
+from .attachment import Attachment
 from .shared_weights import SharedWeight
 
 logger = logging.getLogger(__name__)
@@ -110,7 +112,7 @@ class Drafter(PreTrainedModel):
         self.draft_probs: bool | str = "auto"
         self.engine = "auto"
         self.verification = "token"
-        self.compile_rounds: bool = True
+        self.compile_rounds = False
         self.batch_invariant = False
         self.draft_window_size: int | None = None
         self.kv_cache_dtype = "auto"
@@ -124,6 +126,42 @@ class Drafter(PreTrainedModel):
         """Free the buffers and CUDA graphs that are kept for further `generate()` calls on a GPU."""
         if self.sessions is not None:
             self.sessions.clear()
+
+    def attach(
+        self,
+        model: nn.Module,
+        strict: bool = False,
+        mode: str = "eval",
+        memory: float = 0.5,
+        release_after_call: bool = False,
+    ) -> Attachment:
+        """Let calls of `model` that name no drafter use this one: `generate()`, `generate_batch()`, managers, and what
+        is built on them, such as pipelines and trainers.
+
+        A call that cannot run with a drafter runs plainly, which is logged once a reason, and counted. The drafter is
+        moved to the model's device.
+
+        Args:
+            model: the target, or what PEFT, `DistributedDataParallel` or accelerate have made of it.
+            strict: whether such a call raises an error instead.
+            mode: `"eval"` to put the target into evaluation mode for each call, `"keep"` to run calls in training mode
+                plainly.
+            memory: share of the device's memory that buffers of calls may take between them.
+            release_after_call: whether they are freed after each call.
+
+        Raises:
+            ValueError: the drafter is not bound to the model inside of `model`, or an argument is wrong.
+        """
+        return Attachment(self, model, strict, mode, memory, release_after_call)
+
+    @contextmanager
+    def attached(self, model: nn.Module, **options: Any) -> Iterator[Attachment]:
+        """Context in which the drafter is attached to `model`; arguments as of `attach`."""
+        attachment = self.attach(model, **options)
+        try:
+            yield attachment
+        finally:
+            attachment.detach()
 
     @property
     def num_assistant_tokens(self) -> int | str:
@@ -237,8 +275,9 @@ class Drafter(PreTrainedModel):
                 `"token"`, one after the other (arXiv 2211.17192), or `"block"`, all of a round jointly (arXiv
                 2403.10444). Both are lossless; block verification never accepts fewer tokens in expectation, and reads
                 the drafter's distributions once more. The stock engine supports `"token"` only.
-            compile_rounds: whether rounds on a GPU are compiled before they first run, which takes some seconds for
-                every shape of call and makes rounds faster.
+            compile_rounds: whether rounds on a GPU are compiled by `torch.compile` before they first run, which takes a
+                minute or more for every shape of call. Only layers with many operations that have no kernel of the
+                package become faster by it.
             batch_invariant: whether the logits of a position are, bit for bit, a function of the tokens up to it: the
                 same with and without drafts, alone and in any batch, captured or not. Rounds are not compiled then, and
                 prompts take longer. See docs/batch-invariance.md.

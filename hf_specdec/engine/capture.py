@@ -13,13 +13,11 @@ from transformers import PreTrainedModel
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..errors import first_line
-from ..graphs.cuda_graphs import Capture
-from ..kernels.types import Proposal, VerificationResult
+from ..graphs.cuda_graphs import capture, compiled
 from ..modules.signature import Signature
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.experts import capturable_experts, copies_experts
 from ..sampling.processors import BlockProcessor
-from ..state import DecodeState
 from .prefill import prefill_chunk
 from .rounds import RoundOutput, catch_up, draft_and_forward, logprobs_of, run_round, verify_and_commit
 from .sessions import Session
@@ -33,41 +31,38 @@ _T = TypeVar("_T")
 class CapturedRound:
     """`run_round` as one CUDA graph; as two, where logits processors read the text on the host in between.
 
+    Args:
+        backend: of `torch.compile`, by which the target's forward pass is compiled; None if it is not.
+
     Attributes:
         execution: how rounds are run, for `SpeculationStats.execution`.
     """
 
-    def __init__(self, capture: Capture, state: DecodeState, target: Target, drafter: Drafter, process: BlockProcessor):
-        self._state = state
+    def __init__(
+        self, session: Session, target: Target, drafter: Drafter, process: BlockProcessor, backend: str | None = None
+    ):
+        model, self._state = target.model, session.state
         self._process = process  # whose tensors, those of the call that captures, every replay reads
-        # What a graph returns is never freed, so scores and logits are not returned. The result is a plain tuple:
-        # torch 2.11 cannot compile functions that return named tuples.
+        state, graph = session.state, functools.partial(capture, device=model.device, memory=session.graph_pool)
+        if backend is not None:
+            target = compiled(target, backend, same_everywhere=tensor_parallel_group(model) is not None)
+        # What a graph returns is never freed, so scores and logits are not returned.
         with state.idle():
             if process.key is not None:
-
-                def whole() -> tuple:
-                    result, logprobs, *_ = run_round(state, target, drafter, process)
-                    return tuple(result), logprobs
-
-                self._round = capture(whole)
+                self._round = graph(lambda: run_round(state, target, drafter, process)[:2])
             else:
                 self._round = None
-
-                def first_half() -> tuple:
-                    proposal, *others = draft_and_forward(state, target, drafter)
-                    return tuple(proposal), *others
-
-                self._draft_and_forward = capture(first_half)
+                self._draft_and_forward = graph(lambda: draft_and_forward(state, target, drafter))
                 proposal, _, logits, aux_hidden_states = self._draft_and_forward.result
                 self._scores = torch.zeros_like(logits, dtype=torch.float32)
 
                 def second_half() -> tuple:
-                    result = verify_and_commit(state, self._scores, Proposal(*proposal), aux_hidden_states)
-                    return tuple(result), logprobs_of(state, result, self._scores, logits)
+                    result = verify_and_commit(state, self._scores, proposal, aux_hidden_states)
+                    return result, logprobs_of(state, result, self._scores, logits)
 
-                self._verify_and_commit = capture(second_half)
+                self._verify_and_commit = graph(second_half)
         graphs = "one graph" if self._round is not None else "two graphs, processors between"
-        self.execution = f"captured in {graphs}, {'compiled' if capture.has_compiled else 'not compiled'}"
+        self.execution = f"captured in {graphs}, {'not compiled' if backend is None else 'compiled'}"
 
     def __call__(self, process: BlockProcessor) -> RoundOutput:
         if self._round is not None:
@@ -76,7 +71,7 @@ class CapturedRound:
             _, block, logits, _ = self._draft_and_forward()
             self._scores.copy_(process(logits, block, self._state))
             result, logprobs = self._verify_and_commit()
-        return RoundOutput(VerificationResult(*result), logprobs)
+        return RoundOutput(result, logprobs)
 
 
 def why_not_captured(model: PreTrainedModel, has_hooks: bool, kept: Sequence[str]) -> str | None:
@@ -102,47 +97,59 @@ def _warn_once(message: str) -> None:
 
 def capture_round(session: Session, target: Target, drafter: Drafter, process: BlockProcessor) -> CapturedRound | None:
     """`run_round` as CUDA graphs; None, and a warning, if it does something that cannot be captured."""
-    is_shared = tensor_parallel_group(target.model) is not None
-    capture = Capture(target.model.device, session.graph_pool, drafter.compiles_rounds, same_everywhere=is_shared)
-    return _if_possible(
-        "A round", target, drafter, lambda: CapturedRound(capture, session.state, target, drafter, process)
-    )
+    backend = policy_of(target.model.device).compiler if drafter.compiles_rounds else None
+
+    def captured() -> CapturedRound:
+        if backend is not None:
+            try:
+                return CapturedRound(session, target, drafter, process, backend)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # compilers raise anything; an error of the round is raised again below
+                logger.warning(
+                    f"torch.compile cannot compile a round ({type(error).__name__}: {first_line(error)}); it is "
+                    "captured without being compiled. compile=False avoids the attempt."
+                )
+        return CapturedRound(session, target, drafter, process)
+
+    return _if_possible("A round", target, drafter, captured)
 
 
 def capture_catch_up(session: Session, target: Target, drafter: Drafter, width: int) -> Callable[[], None] | None:
-    """`catch_up` as a CUDA graph, not compiled, since it is rare; None, and a warning, if it cannot be captured."""
+    """`catch_up` as a CUDA graph; None, and a warning, if it cannot be captured."""
     state = session.state
-    capture = Capture(target.model.device, session.graph_pool, is_compiled=False)
 
     def capture_idle() -> Callable[[], None]:
         with state.idle():
-            return capture(lambda: catch_up(state, drafter, width))
+            return capture(lambda: catch_up(state, drafter, width), target.model.device, session.graph_pool)
 
     return _if_possible("Drafting", target, drafter, capture_idle)
 
 
 def capture_prefill(session: Session, target: Target, drafter: Drafter, columns: int) -> Callable[[], None] | None:
-    """`prefill_chunk` as a CUDA graph, not compiled: compiling takes as long for each width as for a round.
+    """`prefill_chunk` as a CUDA graph.
 
     None, and a warning, if it does something that cannot be captured; None also for mixtures of experts that would
     copy weights for every token. Afterwards the session must be prefilled again from the start.
     """
     if copies_experts(target.model, drafter):
         return None
-    capture = Capture(target.model.device, session.graph_pool, is_compiled=False)
-    return _if_possible(
-        "The prefill",
-        target,
-        drafter,
-        lambda: capture(lambda: prefill_chunk(session.state, target, drafter, columns, session.prompts)),
-    )
+
+    def captured() -> Callable[[], None]:
+        return capture(
+            lambda: prefill_chunk(session.state, target, drafter, columns, session.prompts),
+            target.model.device,
+            session.graph_pool,
+        )
+
+    return _if_possible("The prefill", target, drafter, captured)
 
 
-def _if_possible(what: str, target: Target, drafter: Drafter, capture: Callable[[], _T]) -> _T | None:
+def _if_possible(what: str, target: Target, drafter: Drafter, make: Callable[[], _T]) -> _T | None:
     try:
         with capturable_experts(target.model, drafter):
             before = Signature(target.model, drafter).behaviour
-            captured = capture()
+            captured = make()
             if Signature(target.model, drafter).behaviour != before:
                 raise RuntimeError("its forward pass changes attributes of modules, which a replay would not do")
             return captured

@@ -51,12 +51,8 @@ MOST_RESERVED = 65536
 @torch.no_grad()
 def decode_continuously(call: Call, requests: Sequence[Request], settings: ContinuousBatching) -> None:
     """Run `requests` on the static engine, with the settings of `call`; requirements as of
-    `static_engine.decode`.
-
-    Raises:
-        ValueError: see `check_continuous`.
+    `static_engine.decode` and `check_continuous`.
     """
-    check_continuous(call)
     now, arrivals = time.perf_counter(), settings.arrivals
     for one in requests:
         if one.error is not None:
@@ -203,8 +199,6 @@ class ContinuousRunner(Runner):
         with allocating(num_rows, shape.slots, call.model.device), settled_on_error(lease.take()):
             num_drafts = lease.drafts(self.acceptance).current
             lease.session.state.live = live = min(self._expected, shape.slots)
-            if lease.lacks_round(num_drafts):
-                lease.start_compiler()
             self._clear(lease)
             lease.session.state.live = live
             if lease.lacks_round(num_drafts):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
+from typing import TypeVar
 
 from transformers import PreTrainedModel
 
+from ..auto_k.round_costs import CostTable, find_table
 from ..calls.output import HiddenStates
 from ..drafters.base import Drafter
 from ..modules.module_hooks import has_hooks
@@ -15,9 +17,10 @@ from ..modules.patch import engine, is_anything_replaced
 from ..modules.signature import Fingerprint, signature_of
 from ..patching.batch_invariance import batch_invariant
 from .capture import why_not_captured
-from .round_costs import CostTable, find_table
 from .sessions import Hosting, sessions_of
 from .target import Target, patched_target
+
+_T = TypeVar("_T")
 
 
 class HostedTarget(ExitStack):
@@ -32,6 +35,7 @@ class HostedTarget(ExitStack):
         eager_reason: why rounds are not captured; None if they are.
         is_captured: whether they are; then sessions are kept for other calls.
         keeps_hidden_states: whether the caller gets all hidden states.
+        num_captures: how many graphs the call has captured.
     """
 
     def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):
@@ -42,6 +46,7 @@ class HostedTarget(ExitStack):
         self.eager_reason = why_not_captured(model, self.has_hooks, kept)
         self.is_captured = self.eager_reason is None
         self.keeps_hidden_states = "hidden_states" in kept
+        self.num_captures = 0
         self._patches = ExitStack()
         self._patched: Target | None = None
         self._hosting: Hosting | None = None
@@ -53,6 +58,11 @@ class HostedTarget(ExitStack):
             self.enter_context(batch_invariant())
         self.callback(self._patches.close)
         return self
+
+    def counted(self, captured: _T) -> _T:
+        """`captured`, which the call has captured; None where that could not be."""
+        self.num_captures += captured is not None
+        return captured
 
     def unpatch(self) -> None:
         """Let the target be as it was, until it is used again."""

@@ -8,20 +8,19 @@ from collections.abc import Hashable
 import torch
 
 from .. import ops
+from ..auto_k.auto_drafts import Acceptance, AutoDrafts, Drafts, FixedDrafts, SharedClock, first_drafts
 from ..cache.key_layout import KeyLayout
 from ..cache.layer_kinds import Use
 from ..calls.call import Call
 from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
 from ..graphs.buckets import next_power_of_two, slots_for, span_for, useful_drafts
-from ..graphs.cuda_graphs import start_compiler
-from ..memory.virtual_memory import RowMemory, has_virtual_memory
+from ..memory.virtual_memory import RowMemory, has_virtual_memory, taken_bytes
 from ..op_choice import noting_attended
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import cache_layers, stated_positions, uses_attention_interface
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState, Shape
-from .auto_drafts import Acceptance, AutoDrafts, Drafts, FixedDrafts, SharedClock, first_drafts
 from .capture import CapturedRound, capture_catch_up, capture_round
 from .hosted_target import HostedTarget
 from .rounds import RoundOutput, catch_up, draft_and_forward, run_round
@@ -142,6 +141,7 @@ class SessionLease:
     def take(self) -> Session:
         """A session for the shape, ready to be used; it is also `session`."""
         target = self._target
+        self._taken_before = taken_bytes(target.model.device)
         session = None
         if target.is_captured:
             session = self._pool.take(self._key())
@@ -180,18 +180,13 @@ class SessionLease:
         """Whether rounds of `num_drafts` drafts are to be captured and have not been."""
         return self._target.is_captured and self._round_key(num_drafts) not in self.session.rounds
 
-    def start_compiler(self) -> None:
-        """Start what compiles rounds, where they are compiled, beside the prefill that comes first."""
-        if self._target.drafter.compiles_rounds:
-            start_compiler(self._target.model.device)
-
     def capture_round(self, num_drafts: int) -> None:
         session, start = self.session, time.perf_counter()
         session.state.num_draft_tokens = num_drafts
         key = self._round_key(num_drafts)
         with session.state.spanning(key[-1]):
             captured = capture_round(session, self._target(), self._target.drafter, self._process)
-        session.rounds.add(key, captured)
+        session.rounds.add(key, self._target.counted(captured))
         session.capture_seconds = time.perf_counter() - start
 
     def captured_round(self, num_drafts: int) -> CapturedRound | None:
@@ -246,12 +241,13 @@ class SessionLease:
         return results
 
     def _catch_up(self) -> None:
-        """Let the drafter read the last block; captured where rounds are, not compiled."""
+        """Let the drafter read the last block; captured where rounds are."""
         session, drafter, width = self.session, self._target.drafter, self.session.state.block_width
         span = span_for(session.state.live, session.state.slots) if self._grows else session.state.slots
         if self._target.is_captured and (width, span) not in session.catch_ups:
             with session.state.spanning(span):
-                session.catch_ups.add((width, span), capture_catch_up(session, self._target(), drafter, width))
+                captured = capture_catch_up(session, self._target(), drafter, width)
+            session.catch_ups.add((width, span), self._target.counted(captured))
         replay = session.catch_ups.get((width, span))
         if replay is not None:
             replay()
@@ -281,6 +277,7 @@ class SessionLease:
         if self._call.is_auto:
             self._target.costs.save()
         if self._target.is_captured:
+            self.session.num_bytes += max(taken_bytes(self._target.model.device) - self._taken_before, 0)
             self._pool.keep(self._key(), self.session)
         else:
             self.session.free_rows()

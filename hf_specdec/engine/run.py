@@ -78,7 +78,7 @@ class Run:
         # Rows that are being prefilled, and the requests that are to occupy them.
         self._entering: Occupied = []
         self._waiting = deque(requests)
-        self._tokens_waiting = sum(one.remaining for one in requests)
+        self._tokens_waiting = sum([one.remaining for one in requests])
         self._is_open = settings.arrivals is not None
         # Of a call in lockstep, rows whose limit is that of the target.
         self._cut = [one for one in requests if one.is_cut] if transcript is not None else []
@@ -138,6 +138,7 @@ class Run:
             draft_probs=draft_probs,
             num_rounds=rounds.total(),
             rounds_by_k=dict(rounds),
+            captures=self._runner.num_captures,
             seconds=self.seconds,
         )
         return stats
@@ -240,7 +241,7 @@ class Run:
         does not hold up the others. Where all are there from the start, no one waits for a single text. Between two
         chunks requests may be withdrawn; a prefill of such alone is given up.
         """
-        is_alone = all(one is None for one in self._occupants)
+        is_alone = all([one is None for one in self._occupants])
         arrivals = self._settings.arrivals
         while (first := self._runner.prefill_next()) is None and (is_alone or arrivals is None):
             if arrivals is not None:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from ..auto_k.auto_drafts import Drafts
 from ..calls.call import Call
 from ..calls.request import Request
 from ..memory.virtual_memory import RowMemory, available_bytes
@@ -15,7 +16,6 @@ from ..row_buffers import set_rows, upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from ..stats import Counters
-from .auto_drafts import Drafts
 from .hosted_target import HostedTarget
 from .lease import SessionLease
 from .prefix_cache import Prefix
@@ -70,6 +70,11 @@ class Runner:
         self.drafts = lease.drafts(self.acceptance, num_drafts)
         self.num_rows, self.memory = len(self.state.lengths), self.session.row_memory
         self.capacity = self.state.slots - 1 if self.memory is None else self.memory.capacity
+
+    @property
+    def num_captures(self) -> int:
+        """How many graphs the call has captured."""
+        return self._target.num_captures
 
     def _note_execution(self, num_drafts: int) -> None:
         self.execution = self.lease.execution(num_drafts)

@@ -8,8 +8,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
+from ..auto_k.auto_drafts import Acceptance, RoundTimes
+from ..auto_k.round_costs import CostTable
 from ..cache.key_layout import KeyLayout
 from ..calls.kv_transfer import DeferredCache
 from ..drafters.base import Drafter
@@ -18,9 +21,7 @@ from ..memory.virtual_memory import RowMemory
 from ..modules.patch import Patch
 from ..modules.signature import Fingerprint
 from ..state import DecodeState, Shape
-from .auto_drafts import Acceptance, RoundTimes
 from .prefill import PromptBuffers
-from .round_costs import CostTable
 
 # Sessions kept for a drafter; the least recently used one is freed first. Continuous batching has one for each size of
 # groups, and of rows down to those of its end.
@@ -98,6 +99,7 @@ class Session:
         graph_pool: memory pool of all these graphs.
         round_times: of its rounds, for `num_assistant_tokens="auto"`.
         capture_seconds: how long the last capture of a round took.
+        num_bytes: of a GPU's memory that it has taken, without what graphs share.
         fence: recorded after the work of the last call, which the device may not have finished.
     """
 
@@ -108,6 +110,7 @@ class Session:
         self.graph_pool = GraphPool()
         self.round_times = RoundTimes(len(state.tokens))
         self.capture_seconds = 0.0
+        self.num_bytes = 0
         self.fence = Fence(state.tokens.device)
         self._borrower: Callable[[], DeferredCache | None] = lambda: None
 
@@ -201,6 +204,15 @@ class SessionPool:
                 self._hostings = [*self._hostings, key.hosting][-MAX_HOSTINGS:]
             self._idle.append((key, session))
             dropped, self._idle = self._idle[:-MAX_SESSIONS], self._idle[-MAX_SESSIONS:]
+        _free(dropped)
+
+    def shrink(self, most: int) -> None:
+        """Free the least recently used sessions until the others take at most `most` bytes."""
+        with self._lock:
+            taken = list(accumulate(session.num_bytes for _, session in reversed(self._idle)))
+            fitting = sum(count <= most for count in taken)
+            start = len(self._idle) - fitting
+            dropped, self._idle = self._idle[:start], self._idle[start:]
         _free(dropped)
 
     def clear(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from ..auto_k.auto_drafts import ALONE, RoundTimes, is_better_alone
 from ..calls.call import Call
 from ..calls.first_pass import FirstPass
 from ..calls.kv_transfer import DeferredCache, FinishedCall, holds_all_keys, read_cache
@@ -28,7 +29,6 @@ from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from . import prefix_cache
-from .auto_drafts import ALONE, RoundTimes, is_better_alone
 from .groups import Groups
 from .hosted_target import HostedTarget
 from .lease import SessionLease, shape_of
@@ -164,14 +164,11 @@ class Lockstep(Runner):
             self.state.live = call.prompts.longest
             num_drafts = self.drafts.current
             needs_rounds = call.max_new_tokens > 1
-            lacks_round = needs_rounds and lease.lacks_round(num_drafts)
-            if lacks_round:
-                lease.start_compiler()
             # A pass allocates what is captured or copied to, and tells how the target's layers hold states.
             has_states = call.prompts.cached and self.state.cache.recurrence is not None
             if self._target.is_captured or has_states or self._groups is not None:
                 lease.allocate()
-            if lacks_round:
+            if needs_rounds and lease.lacks_round(num_drafts):
                 lease.capture_round(num_drafts)
             # Where rounds cannot be captured, nor can a prefill.
             self._captures_prefill = not needs_rounds or lease.captured_round(num_drafts) is not None

@@ -1,25 +1,21 @@
-"""CUDA graphs: functions compiled, captured once and replayed."""
+"""CUDA graphs: functions captured once and replayed; and functions compiled before."""
 
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from ..device_policy import policy_of
-from ..errors import first_line
 from ..op_choice import capturing
-from .piecewise import piecewise_backend
 
-logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 # Runs of a function before it is captured.
 WARM_UPS = 2
@@ -141,38 +137,31 @@ class CudaGraph:
         return self.result
 
 
-def start_compiler(device: torch.device) -> None:
-    """Start the worker processes of torch's compiler for `device` before they are needed.
-
-    They take some seconds to start. torch would start them after tracing a function, and compile in this process until
-    they are ready.
-    """
-    if policy_of(device).compiler == "inductor":
-        from torch._inductor.async_compile import maybe_warm_pool
-
-        maybe_warm_pool()
-
-
-def compiled(function: Callable[[], Any], backend: str, same_everywhere: bool = False) -> Callable[[], Any]:
+def compiled(function: Callable[..., _T], backend: str, same_everywhere: bool = False) -> Callable[..., _T]:
     """`function` as one graph of `torch.compile` with a `backend`; it is compiled when it first runs.
 
-    The ranks of a split target must compile to the same kernels: `same_everywhere`.
+    It must write each buffer once: where a graph writes one twice, torch's compiler may copy it (torch 2.13).
+
+    Args:
+        same_everywhere: whether the ranks of a split target run it, which must have the same kernels.
     """
-    compiler = torch._dynamo.lookup_backend(backend)
+    options = None
     if backend == "inductor":
-        from .inductor import options
+        # Padded strides would be those of kernels' inputs, too, which are launched with the ones that tracing has seen.
+        options = {"comprehensive_padding": False}
+        # Autotuned reductions could add in another order on each rank, which could draft another token.
+        if same_everywhere and "deterministic" in torch._inductor.list_options():
+            options["deterministic"] = True
+    optimized = torch.compile(function, backend=backend, fullgraph=True, dynamic=False, options=options)
 
-        compiler = functools.partial(compiler, config_patches=options(same_everywhere))
-    optimized = torch.compile(function, backend=piecewise_backend(compiler), fullgraph=True, dynamic=False)
-
-    def run() -> Any:
+    def run(*args: Any) -> _T:
         limits = {"recompile_limit": _MOST_COMPILATIONS, "accumulated_recompile_limit": _MOST_COMPILATIONS}
         with _COMPILING, torch._dynamo.config.patch(limits), warnings.catch_warnings():
             # The float32 matmuls of a round are those of rotary embeddings, which should stay exact.
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
             # A note for the compiler's developers.
             warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
-            return optimized()
+            return optimized(*args)
 
     return run
 
@@ -188,31 +177,7 @@ def without_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-class Capture:
-    """Compiles functions, if wanted and possible, and captures them as CUDA graphs of one pool.
-
-    Attributes:
-        has_compiled: whether every function so far was compiled.
-    """
-
-    def __init__(self, device: torch.device, memory: GraphPool, is_compiled: bool, same_everywhere: bool = False):
-        self._device, self._memory = device, memory
-        self._same_everywhere = same_everywhere
-        self._backend = policy_of(device).compiler if is_compiled else None
-        self.has_compiled = self._backend is not None
-
-    def __call__(self, function: Callable[[], Any]) -> Any:
-        """`function` as a graph; calling it replays it, and every replay overwrites its `result`."""
-        with on_device(self._device), without_autocast_cache():
-            if self._backend is not None:
-                try:
-                    return CudaGraph(compiled(function, self._backend, self._same_everywhere), self._memory)
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as error:  # compilers raise anything; an error of the function is raised again below
-                    self._backend, self.has_compiled = None, False
-                    logger.warning(
-                        f"torch.compile cannot compile a round ({type(error).__name__}: {first_line(error)}); it is "
-                        "captured without being compiled. compile=False avoids the attempt."
-                    )
-            return CudaGraph(function, self._memory)
+def capture(function: Callable[[], Any], device: torch.device, memory: GraphPool) -> CudaGraph:
+    """`function` as a graph; calling it replays it, and every replay overwrites its `result`."""
+    with on_device(device), without_autocast_cache():
+        return CudaGraph(function, memory)

@@ -53,6 +53,7 @@ REPLACED_METHODS: dict[tuple[Any, str], Any] = {
                 "_get_candidate_generator",
                 "_prepare_cache_for_generation",
                 "_prepare_generation_config",
+                "_sample",
                 "_validate_generation_mode",
             ),
         ),

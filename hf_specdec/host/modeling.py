@@ -81,6 +81,16 @@ UNREAD_ATTRIBUTES = frozenset(
         why="attributes of a model that no forward pass of an engine reads, which fingerprints leave out",
     )
 )
+# Attributes of any module that passes with gradients in training mode read only, and attributes of models for them.
+TRAINING_ATTRIBUTES = frozenset(
+    in_modeling_files(
+        "gradient_checkpointing",
+        "_gradient_checkpointing_func",
+        "_require_grads_hook",
+        "_require_grads_hooks",
+        why="attributes that change whenever a trainer turns gradient checkpointing on or off",
+    )
+)
 (ROPE_DELTAS,) = in_modeling_files("rope_deltas", why="positions of the last prompts, restored after a probe")
 (HOOK_OF_ACCELERATE,) = in_modeling_files("_hf_hook", why="accelerate's mark of layers that are moved between devices")
 

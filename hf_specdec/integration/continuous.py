@@ -24,6 +24,7 @@ from ..calls.first_pass import REPLACED_INPUTS
 from ..calls.prompts import Prompts
 from ..calls.request import ContinuousBatching, Request
 from ..calls.transcript import end_tokens_of
+from ..drafters.attachment import Attachment
 from ..drafters.base import Drafter
 from ..host.generation import GenerationOutput, prepared_config
 from ..host.generation import stopping_criteria as make_criteria
@@ -62,6 +63,8 @@ def generate_batch(
     progress_bar: bool = False,
     persistent_manager: bool = False,
     warmup: bool = True,
+    on_begin: Callable[[], object] = bool,
+    attachment: Attachment | None = None,
     **kwargs: Any,
 ) -> dict[str, GenerationOutput]:
     """`ContinuousMixin.generate_batch` with a drafter.
@@ -72,6 +75,8 @@ def generate_batch(
             every prompt is prefilled whole. What else it says of memory and of CUDA graphs is transformers' own
             engine's.
         persistent_manager, warmup: buffers and CUDA graphs of a call are kept by the drafter in any case.
+        on_begin: called when the call was checked.
+        attachment: of a call that names no drafter.
         kwargs: settings of `generate()`, such as `max_new_tokens`, `num_assistant_tokens` and `seeds` (one for each
             request).
 
@@ -81,6 +86,7 @@ def generate_batch(
 
     Raises:
         ValueError: a prompt is not a list of token ids, or continuous batching does not support the call.
+        RuntimeError: a request has failed, in a call by an attachment; a trainer would take its tokens for a text.
     """
     if len(inputs) == 0:
         return {}
@@ -121,7 +127,10 @@ def generate_batch(
             processors_of=processors_of,
         )
         repeated = [prompt for prompt in prompts for _ in range(sequences)]
-        requests = generate_continuously(call, model_kwargs, repeated, run)
+        requests = generate_continuously(call, model_kwargs, repeated, run, on_begin)
+    failed = next((one for one in requests if one.error is not None), None)
+    if failed is not None and attachment is not None:
+        raise RuntimeError(f"The request of inputs[{failed.index // sequences}] failed: {failed.error}")
     results = {}
     for one in requests:
         number, child = divmod(one.index, sequences)

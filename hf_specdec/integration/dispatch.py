@@ -12,20 +12,22 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from ..auto_k.auto_drafts import CANDIDATES
 from ..calls.call import Call
 from ..calls.first_pass import for_static_engine
 from ..calls.prompts import read_prompts
 from ..calls.request import ContinuousBatching, Request
 from ..config import AUTO
 from ..drafters.base import Drafter
-from ..engine.auto_drafts import CANDIDATES
-from ..engine.continuous import decode_continuously
+from ..engine.continuous import check_continuous, decode_continuously
 from ..engine.static_engine import decode
 from ..graphs.cuda_graphs import on_device
 from ..host.caches import given_cache, is_of_caller
-from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
+from ..host.generation import BaseStreamer, GenerateOutput, assisted_decoding, make_cache, mask_length
 from ..hosting.eligibility import check_batch_invariant, check_key_dtype, empty_attentions, why_not_static
 from ..hosting.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
+from ..modules.evaluation import Evaluation
+from ..modules.locks import lock_of
 from ..modules.patch import engine as engine_context
 from ..modules.signature import looked_at_once
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, from_first_rank, tensor_parallel_group
@@ -33,7 +35,6 @@ from ..patching.support import configured_layers
 from ..sampling.processors import check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
 from ..stock.stock_engine import assist, check_stock_call
-from .locks import lock_of
 from .validation import check_cache, check_prompts, check_same_device, check_tokens
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,6 @@ def _choose_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool
 
 @looked_at_once()
 def generate_with_drafter(
-    assisted_decoding: Callable,
     model: PreTrainedModel,
     drafter: Drafter,
     input_ids: torch.Tensor,
@@ -152,12 +152,13 @@ def generate_with_drafter(
     seeds: int | Sequence[int] | torch.Tensor | None = None,
     generator: torch.Generator | None = None,
     return_logprobs: str | None = None,
+    on_begin: Callable[[], object] = bool,
     **model_kwargs: Any,
 ) -> GenerateOutput | torch.Tensor:
     """`GenerationMixin._assisted_decoding` for a `Drafter`: check the call, choose the engine and run it.
 
     Args:
-        assisted_decoding: transformers' own, for the stock engine.
+        on_begin: called when the call was checked, before an engine runs it.
         seeds, generator: keywords of `generate()` that a call with a `Drafter` has besides, see `Randomness`.
         return_logprobs: another: `"processed"`, `"raw"` or `"both"`, see `SpeculativeOutput.logprobs`.
         input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, inputs_tensor,
@@ -192,11 +193,12 @@ def generate_with_drafter(
     attentions = _drop_empty_attentions(call, model_kwargs)
     call, engine = _choose_engine(call, model_kwargs, False)
     if engine == "stock" or call.inputs is not None:
-        _make_cache(model, generation_config, model_kwargs)
+        make_call_cache(model, generation_config, model_kwargs)
     call = _for_engine(call, engine)
     _check_engine(call, engine, None)
     if engine == "static":
         check_tokens(model, input_ids.cpu(), mask)
+        on_begin()
         output = decode(call)
     else:
         if call.logprobs:
@@ -206,6 +208,7 @@ def generate_with_drafter(
             )
         check_stock_call(call, model_kwargs)
         check_stock(call, model_kwargs)
+        on_begin()
         output = assist(assisted_decoding, inputs_tensor, model_kwargs, call)
     check_same_tokens(model, output if isinstance(output, torch.Tensor) else output.sequences)
     if attentions is not None:
@@ -244,7 +247,11 @@ def new_call(
 
 @torch.no_grad()
 def generate_continuously(
-    call: Call, model_kwargs: dict[str, Any], prompts: Sequence[torch.Tensor], settings: ContinuousBatching
+    call: Call,
+    model_kwargs: dict[str, Any],
+    prompts: Sequence[torch.Tensor],
+    settings: ContinuousBatching,
+    on_begin: Callable[[], object] = bool,
 ) -> list[Request]:
     """Check a call, and run it by continuous batching on the static engine.
 
@@ -252,6 +259,7 @@ def generate_continuously(
         call: the call, whose own prompts are a few that it is checked with.
         model_kwargs: inputs of the target for these.
         prompts: `[length]` int64 each, on the host, of the requests; none if requests arrive.
+        on_begin: called when the call was checked.
 
     Returns:
         a request for each of `prompts`.
@@ -260,7 +268,7 @@ def generate_continuously(
         ValueError: the static engine cannot run the call.
     """
     model = call.model
-    with lock_of(model), on_device(model.device), engine_context(), looked_at_once():
+    with lock_of(model), on_device(model.device), engine_context(), Evaluation(call.drafter), looked_at_once():
         _drop_empty_attentions(call, model_kwargs)
         call, engine = _choose_engine(call, model_kwargs, True)
         _check_continuous(call, engine)
@@ -271,6 +279,8 @@ def generate_continuously(
             requests = call.requests(prompts, seeds)
         for one in requests:
             one.prompt_ids, one.records_timestamps = one.prompt.tolist(), settings.records_timestamps
+        check_continuous(call)
+        on_begin()
         decode_continuously(call, requests, settings)
         check_same_tokens(model, torch.tensor([token for one in requests for token in one.tokens], dtype=torch.int64))
     return requests
@@ -306,7 +316,7 @@ def _vocabulary_of(model: PreTrainedModel) -> int:
     return size if weight is None or weight.dim() != 2 else len(weight)
 
 
-def _make_cache(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+def make_call_cache(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     """Put the cache of the call into `model_kwargs`, which `generate()` has left to be made where it is needed."""
     config._has_drafter = False
     if config._cache_arguments is not None:

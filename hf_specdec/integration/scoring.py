@@ -14,13 +14,13 @@ from ..engine.hosted_target import HostedTarget
 from ..engine.session_prefill import FEWEST_PADDED_COLUMNS
 from ..graphs.cuda_graphs import on_device
 from ..host.generation import prepared_config
+from ..modules.locks import lock_of
 from ..modules.patch import engine, on_host
 from ..ops import token_logprobs
 from ..patching.support import cache_layers
 from ..state import Shape
 from .continuous import call_of
 from .dispatch import check_runs_on_static
-from .locks import lock_of
 from .validation import check_tokens
 
 # Tokens of a pass: their logits are in memory at the same time.

@@ -11,6 +11,7 @@ from ..drafters.base import Drafter
 from ..host.caches import OUTPUT_NAME, Cache, is_of_caller, rounds_keys
 from ..host.generation import GenerationMode
 from ..modules.hidden_states import modules_of
+from ..modules.module_hooks import has_hooks
 
 TOKEN_DTYPES = (torch.int64, torch.int32)
 
@@ -117,6 +118,13 @@ def _is_of_transformers(owner: Any, name: str) -> bool:
     return method is None or getattr(method, "__module__", "").partition(".")[0] == "transformers"
 
 
+def _is_gathered(model: PreTrainedModel) -> bool:
+    """Whether DeepSpeed (stage 3) has gathered all weights, and no module would give them away in its own pass."""
+    found = [getattr(one, "ds_status", None) for one in model.parameters()]
+    states = {getattr(one, "name", one) for one in found}
+    return states == {"AVAILABLE"} and not has_hooks(modules_of(model))
+
+
 _OTHER_DRAFTERS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
 
 
@@ -136,12 +144,12 @@ def check_call(
             f"A drafter works with greedy search and sampling, but the call asks for {generation_mode.value} "
             f"(num_beams={config.num_beams}). Drop that option or assistant_model."
         )
-    if synced_gpus:
+    if synced_gpus and not _is_gathered(model):
         raise ValueError(
             f"synced_gpus is set: {name} is sharded over processes with different prompts (FSDP or DeepSpeed stage 3), "
             "which must run it equally often, but with drafters their numbers of rounds differ; expected a target "
-            "that a process can run by itself (synced_gpus=False). Load all of it in every process, split it with a "
-            "tp_plan, or drop assistant_model."
+            "that a process can run by itself (synced_gpus=False). Load all of it in every process, gather it for the "
+            "call (of TRL: ds3_gather_for_generation), split it with a tp_plan, or drop assistant_model."
         )
     if [kind for kind in set(map(type, modules_of(model))) if hasattr(kind, "set_reshard_after_forward")]:
         raise ValueError(

@@ -177,11 +177,11 @@ class Stored:
 
     Args:
         keys, values: `[B, kv_heads, slots, D]` float8.
-        scales: of both, `[B, slots, kv_heads, 2]`, see `kernels.float8_reference`.
+        scales: of both, `[B, kv_heads, slots, 2]`, see `kernels.float8_reference`.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, scales: torch.Tensor):
-        self.parts = keys, values, scales.transpose(1, 2)
+        self.parts = keys, values, scales
 
     def result(self, index: int) -> torch.Tensor:
         return ops.dequantise(self.parts[index], self.parts[2][..., index])
@@ -195,10 +195,10 @@ class Stored:
 
 def as_stored(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Keys and values as attention reads them: with their scales, if they are stored so and nothing has read them."""
-    if type(key) is not Deferred and type(value) is not Deferred:
+    if not (isinstance(key, Deferred) or isinstance(value, Deferred)):
         return key, value, None
-    pending = getattr(key, "pending", None)
-    if isinstance(pending, Stored) and getattr(value, "pending", None) is pending:
+    pending = key.pending if isinstance(key, Deferred) else None
+    if isinstance(pending, Stored) and isinstance(value, Deferred) and value.pending is pending:
         return pending.parts
     return plain(key), plain(value), None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from torch import nn
@@ -35,7 +35,8 @@ def hooks_of(modules: Iterable[nn.Module], of_engines: bool = False) -> tuple[in
     """The numbers that torch gives to each forward hook of `modules` or of all modules when it is registered.
 
     Hooks that transformers installs for good when a call asks for hidden states do not count: they do nothing in
-    others. Those that engines register for the time of a call count if `of_engines`.
+    others. Nor do those that ask for gradients, see `asks_for_gradients`. Those that engines register for the time of a
+    call count if `of_engines`.
     """
     harmless = (output_capturing.__name__,) if of_engines else (output_capturing.__name__, f"{_PACKAGE}.")
     hooks = [
@@ -43,9 +44,23 @@ def hooks_of(modules: Iterable[nn.Module], of_engines: bool = False) -> tuple[in
         for module in modules
         if module._forward_hooks or module._forward_pre_hooks
         for number, hook in (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
-        if not (getattr(hook, "__module__", None) or "").startswith(harmless)
+        if not (getattr(hook, "__module__", None) or "").startswith(harmless) and not asks_for_gradients(hook)
     ]
     return *all_modules._global_forward_hooks, *all_modules._global_forward_pre_hooks, *hooks
+
+
+def _ask(module, args, output):
+    output.requires_grad_(True)
+
+
+def asks_for_gradients(hook: Callable) -> bool:
+    """Whether `hook` only sets `requires_grad` of an output, which changes nothing in a pass without gradients.
+
+    transformers registers another one whenever gradient checkpointing is turned on, as PEFT and TRL do.
+    """
+    code, asking = getattr(hook, "__code__", None), _ask.__code__
+    names = ("co_code", "co_consts", "co_names")
+    return code is not None and all(getattr(code, name) == getattr(asking, name) for name in names)
 
 
 def without_hooks(model: _M) -> _M:

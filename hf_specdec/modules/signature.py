@@ -8,6 +8,7 @@ captured graphs by its `Fingerprint`; keys and values of prompts by that and by 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 import threading
@@ -28,7 +29,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ATTENTION_ENTRY, NO_SETTINGS, UNREAD_ATTRIBUTES
+from ..host.modeling import (
+    ALL_ATTENTION_FUNCTIONS,
+    ATTENTION_ENTRY,
+    NO_SETTINGS,
+    TRAINING_ATTRIBUTES,
+    UNREAD_ATTRIBUTES,
+)
 from .hidden_states import modules_of
 from .patch import is_anything_replaced, original
 from .weights import PLAIN_WEIGHTS, local_shard
@@ -89,16 +96,17 @@ _step_numbers, _last_step, _watching = itertools.count(1), 0, None
 def watch_optimizers(is_on: bool) -> None:
     """Note the steps of all optimizers of this process from now on, or no longer; twice is once."""
     global _watching
-
-    def note(*_: Any) -> None:
-        global _last_step
-        _last_step = next(_step_numbers)
-
     if is_on and _watching is None:
-        _watching = register_optimizer_step_post_hook(note)
+        _watching = register_optimizer_step_post_hook(note_step)
     elif not is_on and _watching is not None:
         _watching.remove()
         _watching = None
+
+
+def note_step(*_: Any) -> None:
+    """Note that an optimizer has made a step."""
+    global _last_step
+    _last_step = next(_step_numbers)
 
 
 def versions_of(tensors: Iterable[torch.Tensor | None]) -> tuple[int, list[int | None]]:
@@ -405,12 +413,30 @@ def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ..
     """How to read modules of class `kind` with these `attributes`: their number, the sorted names of those that a
     forward pass may read, and a function that takes their values from a module's `__dict__` or raises `KeyError`.
     """
-    unread = OF_EVERY_MODULE | getattr(kind, "unread_attributes", frozenset())
+    unread = OF_EVERY_MODULE | TRAINING_ATTRIBUTES | getattr(kind, "unread_attributes", frozenset())
     if issubclass(kind, PreTrainedModel):
         unread |= UNREAD_ATTRIBUTES
+        if "forward" not in attributes:  # which may read any; else what a trainer notes on its model is not read
+            unread |= set(attributes) - _mentioned(kind)
     names = sorted(set(attributes) - unread)
     # Of a single name `itemgetter` would make no tuple.
     return len(attributes), tuple(names), itemgetter(*(names or ["training"]), "training")
+
+
+@functools.cache
+def _mentioned(kind: type[nn.Module]) -> frozenset[str]:
+    """Names and strings in the code of a class and of those that it derives from, and of functions of its files."""
+    classes = [one for one in kind.__mro__ if one.__module__ != "builtins"]
+    functions: list[Any] = functions_of(files_of(classes))
+    for value in chain.from_iterable(vars(one).values() for one in classes):
+        functions += [value, *(getattr(value, name, None) for name in ("fget", "fset", "__func__"))]
+    codes = [getattr(inspect.unwrap(one), "__code__", None) for one in functions if callable(one)]
+    found: set[str] = set()
+    while codes:
+        if (code := codes.pop()) is not None:
+            found.update(code.co_names, [one for one in code.co_consts if type(one) is str])
+            codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return frozenset(found - {"generate", "generate_batch"})  # they run forward passes
 
 
 class _Contents:

@@ -19,12 +19,7 @@ from ..modules.weights import PLAIN_WEIGHTS
 MAX_TRANSPOSED_ROWS = 16
 
 
-def linear(
-    inputs: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    module: nn.Linear | None = None,
-) -> torch.Tensor:
+def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`inputs @ weight.T + bias`, `[..., in]` by `[out, in]`.
 
     A few rows in 16-bit floating point on a GPU, and all where the pass is batch-invariant, are computed by
@@ -36,10 +31,17 @@ def linear(
 
     Rows are flattened first, because `F.linear` of a non-contiguous `[B, n, in]` by a weight without gradient runs one
     matmul for each of the B batch rows and reads the weight B times.
-
-    Args:
-        module: whose `forward` this is, with its weights; outside of an engine's passes it computes as it always does.
     """
+    return _linear(None, inputs, weight, bias)
+
+
+def _linear(
+    module: nn.Linear | None,
+    inputs: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`linear`; with a `module` its `forward`, which outside of an engine's passes computes as it always does."""
     if module is not None:
         if not torch.compiler.is_compiling() and this_thread.engine is None:
             return nn.Linear.forward(module, inputs)
@@ -72,7 +74,7 @@ def gated_linear(
 
 def runs_linear(module: nn.Module) -> bool:
     """Whether a forward pass of `module` is one of `linear` with its weight and bias."""
-    return getattr(vars(module).get("forward"), "func", None) is linear
+    return getattr(vars(module).get("forward"), "func", None) is _linear
 
 
 def _has_own(device: torch.device) -> bool:
@@ -98,4 +100,4 @@ def patched_linear(*models: nn.Module) -> Replacements:
         and ("forward" not in vars(module) or runs_linear(module))
         and (_has_own(module.weight.device) or id(module) in heads)
     )
-    return Replacements({"forward": [(module, lambda one: functools.partial(linear, module=one)) for module in chosen]})
+    return Replacements({"forward": [(module, functools.partial(functools.partial, _linear)) for module in chosen]})

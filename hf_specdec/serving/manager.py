@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from ..drafters.attachment import Attachment
 from ..drafters.base import Drafter
 from ..host.generation import GenerationOutput, prepared_config
 from ..integration.continuous import check_config, check_known, check_length
@@ -50,11 +51,11 @@ class SpeculativeBatchingManager:
             `allow_block_sharing` every prompt is prefilled whole. Other settings are transformers' own engine's.
         workload_hints: `max_prompt_length` and `max_generated_length` are what the first buffers are made for; longer
             requests open larger ones.
+        attachment: of a model whose managers have a drafter unless they name another one.
         kwargs: settings of `generate()`, such as `num_assistant_tokens`.
 
     Attributes:
         background_thread_status: its `fatal_error` is the error that has ended the thread, or None.
-        warmed_up: whether `warmup` was called.
 
     Raises:
         ValueError: continuous batching does not support the settings, the target or the drafter.
@@ -67,6 +68,7 @@ class SpeculativeBatchingManager:
         generation_config: GenerationConfig | None = None,
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: Any = None,
+        attachment: Attachment | None = None,
         **kwargs: Any,
     ):
         check_length(model, generation_config, kwargs)
@@ -86,6 +88,7 @@ class SpeculativeBatchingManager:
             self.continuous_batching_config,
             _longest_of(workload_hints),
             self._queue,
+            attachment,
         )
         self._rounds = (
             RoundThread(self._call, self._queue)
@@ -93,7 +96,7 @@ class SpeculativeBatchingManager:
             else SplitRoundThread(self._call, self._queue, self.continuous_batching_config.cpu_group_timeout)
         )
         self.background_thread_status = self._rounds.status
-        self.warmed_up = False
+        self._is_warming_up = False
         self._call.check()
 
     # Control.
@@ -145,10 +148,24 @@ class SpeculativeBatchingManager:
             self.stop()
         self.drafter.release()
 
-    def warmup(self) -> None:
-        """On a GPU: capture what rounds and prefills of all numbers of rows need, so that no request waits for it."""
-        self._call.warm_up()
-        self.warmed_up = True
+    def warmup(self, block: bool = True) -> None:
+        """On a GPU: capture what rounds and prefills of all numbers of rows need, so that no request waits for it.
+
+        Args:
+            block: whether to do it now; else the thread does it while there are no requests, one number of rows after
+                the other, and what a request needs before is captured when it comes. A split target does it now.
+        """
+        groups = self._call.warm_up_groups()
+        if block or tensor_parallel_group(self.model) is not None:
+            self._call.warm_up(groups)
+        else:
+            self._rounds.warm_up_later(groups)
+        self._is_warming_up = True
+
+    @property
+    def warmed_up(self) -> bool:
+        """Whether `warmup` was called, and all is captured."""
+        return self._is_warming_up and not self._rounds.warm_ups
 
     def pause(self) -> AbstractContextManager[None]:
         """Context in which no round runs, so that the model can be used or changed in place; requests stay.

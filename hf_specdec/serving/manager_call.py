@@ -11,6 +11,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 from ..calls.call import Call
 from ..calls.request import Arrivals, Arrived, ContinuousBatching, Request
 from ..device_policy import policy_of
+from ..drafters.attachment import Attachment
 from ..drafters.base import Drafter
 from ..engine.groups import GROUP_SIZES
 from ..graphs.buckets import PACKED_TOKENS, row_sizes
@@ -19,6 +20,8 @@ from ..integration.continuous import call_of, with_logprobs
 from ..integration.dispatch import generate_continuously
 from ..integration.request_processors import own_config, processors_of_prompt
 from ..kernels.types import SamplingSettings
+from ..modules.evaluation import Evaluation
+from ..modules.locks import lock_of
 from ..modules.module_hooks import hooks_of
 from ..modules.patch import on_host
 from ..modules.signature import Fingerprint, Signature
@@ -39,6 +42,10 @@ class ManagedCall:
     Args:
         longest: tokens of the longest text that the first buffers are made for.
         requests: the queue that is told of their tokens.
+        attachment: see `SpeculativeBatchingManager`.
+
+    Attributes:
+        evaluation: what the call that runs keeps the drafter, and by the attachment the target, in.
     """
 
     def __init__(
@@ -49,12 +56,14 @@ class ManagedCall:
         settings: ContinuousBatchingConfig,
         longest: int,
         requests: RequestQueue,
+        attachment: Attachment | None = None,
     ):
         self.model, self._drafter = model, drafter
         self._config, self._settings = generation_config, settings
         self._samples_each = bool(settings.per_request_processors)
         self._longest = longest
-        self._requests = requests
+        self._requests, self._attachment = requests, attachment
+        self.evaluation = Evaluation()
 
     def run(self, arrivals: Arrivals) -> None:
         """Run the requests of `arrivals`."""
@@ -77,10 +86,20 @@ class ManagedCall:
             reuses_prefixes=self._settings.allow_block_sharing,
             processors_of=self._processors_of,
         )
-        with on_host():
-            found = call_of(self.model, self._drafter, config, [torch.zeros(1, dtype=torch.int64)], processors)
-        call, model_kwargs = found
-        generate_continuously(with_logprobs(call, self._settings), model_kwargs, (), settings)
+        attachment, before = self._attachment, (self._drafter.stats, self.evaluation)
+        with lock_of(self.model):
+            self.evaluation = Evaluation(self._drafter) if attachment is None else attachment.evaluation()
+            try:
+                with self.evaluation:
+                    with on_host():
+                        prompts = [torch.zeros(1, dtype=torch.int64)]
+                        call, model_kwargs = call_of(self.model, self._drafter, config, prompts, processors)
+                    generate_continuously(with_logprobs(call, self._settings), model_kwargs, (), settings)
+            finally:
+                self.evaluation = before[1]
+            stats = self._drafter.stats
+            if attachment is not None and stats is not before[0]:
+                attachment.note(stats, stats.seconds)
 
     def _processors_of(self, request: Request, call: Call) -> LogitsProcessorList | None:
         """The processors of a request that has settings of its own."""
@@ -105,35 +124,39 @@ class ManagedCall:
         """
         self.run(_Script([]))
 
-    def warm_up(self) -> None:
-        """On a GPU: capture what rounds and prefills of all numbers of rows need, so that no request waits for it."""
+    def warm_up_groups(self) -> list[list[Request]]:
+        """Requests that capture what rounds and prefills of all numbers of rows need, group by group, where there are
+        CUDA graphs; else none.
+        """
         policy = policy_of(self.model.device)
-        if policy.cuda_graphs:
-            most = self._settings.max_requests_per_batch or policy.max_rows
-            counts = {min(count, most) for count in (*row_sizes(most, is_captured=True), *GROUP_SIZES)}
-            prompt, ends = torch.zeros(1, dtype=torch.int64), end_tokens(self._config, None)
-            config = own_config(self.model, self._config, {}, prompt, _WARMUP_ANSWER, ends, self._samples_each)
-            samplings = (GREEDY, _FILTERED) if self._samples_each and config is None else (SamplingSettings(),)
-            self.run(
-                _Script(
-                    [
-                        [
-                            Request(
-                                0,
-                                torch.zeros(length, dtype=torch.int64),
-                                _WARMUP_ANSWER,
-                                ends=ends,
-                                sampling=sampling,
-                                config=config,
-                            )
-                            for length in lengths
-                        ]
-                        for sampling in samplings
-                        for count in sorted(counts)
-                        for lengths in self._warmup_lengths(count)
-                    ]
+        if not policy.cuda_graphs:
+            return []
+        most = self._settings.max_requests_per_batch or policy.max_rows
+        counts = {min(count, most) for count in (*row_sizes(most, is_captured=True), *GROUP_SIZES)}
+        prompt, ends = torch.zeros(1, dtype=torch.int64), end_tokens(self._config, None)
+        config = own_config(self.model, self._config, {}, prompt, _WARMUP_ANSWER, ends, self._samples_each)
+        samplings = (GREEDY, _FILTERED) if self._samples_each and config is None else (SamplingSettings(),)
+        return [
+            [
+                Request(
+                    0,
+                    torch.zeros(length, dtype=torch.int64),
+                    _WARMUP_ANSWER,
+                    ends=ends,
+                    sampling=sampling,
+                    config=config,
                 )
-            )
+                for length in lengths
+            ]
+            for sampling in samplings
+            for count in sorted(counts)
+            for lengths in self._warmup_lengths(count)
+        ]
+
+    def warm_up(self, groups: list[list[Request]]) -> None:
+        """Run `groups` of `warm_up_groups`, one after the other."""
+        if groups:
+            self.run(_Script(groups))
 
     def _warmup_lengths(self, count: int) -> Iterator[list[int]]:
         """Lengths of `count` prompts each, for every chunk of packed prompts that may come."""

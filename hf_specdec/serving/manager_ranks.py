@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ..calls.request import Arrived, Request
 from ..host.generation import BackgroundThreadStatus
-from ..integration.locks import lock_of
+from ..modules.locks import lock_of
 from ..parallel.rank_agreement import RankAgreement
 from ..parallel.tensor_parallel import is_first_rank
 from .manager_call import ManagedCall
@@ -181,7 +181,7 @@ class SplitRoundThread(RoundThread):
                 break
             has_waited = True
             leave_target()
-            with lock_of(self._call.model).released():
+            with self._call.evaluation.suspended(), lock_of(self._call.model).released():
                 self._wait(is_idle=False)
         arrived, withdrawn = self._told() if agreed[_Said.NUM_NEWS] else ([], [])
         with self._changed:

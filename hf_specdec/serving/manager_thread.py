@@ -6,13 +6,14 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..calls.request import Arrived, Request
 from ..errors import first_line
 from ..host.generation import BackgroundThreadStatus
-from ..integration.locks import lock_of
+from ..modules.locks import lock_of
 from .manager_call import ManagedCall
 from .manager_queue import RequestQueue
 
@@ -35,11 +36,13 @@ class RoundThread:
     Attributes:
         status: as of transformers; `fatal_error` is the error that has ended the thread, or None.
         thread: None before it is started, and after `join` has found that it ended.
+        warm_ups: groups of `ManagedCall.warm_up_groups` that it is to run while there are no requests.
     """
 
     def __init__(self, call: ManagedCall, requests: RequestQueue):
         self.status = BackgroundThreadStatus()
         self.thread: threading.Thread | None = None
+        self.warm_ups: deque[list[Request]] = deque()
         self._call, self._requests = call, requests
         # Guards what follows, too.
         self._changed = requests.changed
@@ -92,6 +95,12 @@ class RoundThread:
             self.thread = threading.Thread(target=self._work, name="hf_specdec-continuous-batching")
             self.thread.start()
             return True
+
+    def warm_up_later(self, groups: list[list[Request]]) -> None:
+        """Let the thread run `groups` of `ManagedCall.warm_up_groups` while there are no requests."""
+        with self._changed:
+            self.warm_ups.extend(groups)
+            self._changed.notify_all()
 
     def request_stop(self, is_hard: bool) -> None:
         """Ask the thread to stop: when all requests have ended, or after the round that runs if `is_hard`.
@@ -178,7 +187,11 @@ class RoundThread:
             while self._wait_for_requests():
                 try:
                     self._seen = None
-                    self._call.run(self.next)
+                    if self.warm_ups and not self._requests.has_arrivals:
+                        self._call.warm_up([self.warm_ups[0]])
+                        self.warm_ups.popleft()
+                    else:
+                        self._call.run(self.next)
                 finally:
                     with self._changed:
                         self._runs_rounds = False
@@ -199,7 +212,7 @@ class RoundThread:
         """Tell other processes that run the model that the thread ends."""
 
     def _is_run_due(self) -> bool:
-        return not self._pauses and (self._requests.has_arrivals or self._is_stopping)
+        return not self._pauses and bool(self._requests.has_arrivals or self._is_stopping or self.warm_ups)
 
     def _wait_for_requests(self) -> bool:
         """Wait until a run is due; False if the manager is to stop."""
@@ -207,7 +220,7 @@ class RoundThread:
             self._changed.wait_for(self._is_run_due)
             if self._is_hard_stop:
                 self._requests.fail_all(STOPPED)
-            self._runs_rounds = self._requests.has_arrivals
+            self._runs_rounds = bool(self._requests.has_arrivals or (self.warm_ups and not self._is_stopping))
             return self._runs_rounds
 
     def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
@@ -223,7 +236,7 @@ class RoundThread:
         while self._pauses or (not has_waited and (lock.is_wanted or (is_idle and not self._has_work))):
             has_waited = True
             leave_target()
-            with lock.released():
+            with self._call.evaluation.suspended(), lock.released():
                 self._wait(is_idle)
         if self._was_paused or (is_idle and self._requests.has_arrivals):
             leave_target()

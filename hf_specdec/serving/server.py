@@ -126,7 +126,7 @@ class ServeSettings:
             assistant_model=self.load_drafter(model),
         )
         if self.warmup:
-            manager.warmup()
+            manager.warmup(block=False)
         # Collections of the oldest generation leave out what is there by now, modules and models: all rows wait for
         # them, for hundreds of milliseconds if they trace the objects of torch and transformers.
         gc.collect()
@@ -428,7 +428,7 @@ def add_serve(subparsers: argparse._SubParsersAction) -> None:
         "--warmup",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="on a GPU, capture rounds of all sizes before the server takes requests",
+        help="on a GPU, capture rounds of all sizes while there are no requests",
     )
     add("--max-length", type=int, help="most tokens of a text, prompt and answer; the target's positions by default")
     add(

@@ -13,8 +13,8 @@ from targets import padded_prompts, tiny_target
 from transformers import ContinuousBatchingConfig
 
 from hf_specdec import NoDrafter
+from hf_specdec.auto_k.auto_drafts import CANDIDATES, Acceptance, AutoDrafts, RoundTimes
 from hf_specdec.engine import lease
-from hf_specdec.engine.auto_drafts import CANDIDATES, Acceptance, AutoDrafts, RoundTimes
 from hf_specdec.integration import dispatch
 
 # Milliseconds of a round with 0 and with 3 drafts by rows: vLLM 0.26, Llama-3.1-8B and EAGLE-3, one H200.

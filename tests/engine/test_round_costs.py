@@ -11,9 +11,9 @@ from lossless import greedy
 from oracle import RANDOM_DRAFTERS, copy_of
 from targets import padded_prompts, tiny_target
 
-from hf_specdec.engine import round_costs
-from hf_specdec.engine.auto_drafts import ALONE, Acceptance, AutoDrafts, RoundTimes, is_better_alone
-from hf_specdec.engine.round_costs import CostTable, table_folder
+from hf_specdec.auto_k import round_costs
+from hf_specdec.auto_k.auto_drafts import ALONE, Acceptance, AutoDrafts, RoundTimes, is_better_alone
+from hf_specdec.auto_k.round_costs import CostTable, table_folder
 from hf_specdec.state import Shape
 
 SHAPE = Shape(
@@ -126,7 +126,7 @@ import sys
 from pathlib import Path
 sys.path[:0] = {path!r}
 from test_round_costs import SHAPE, run_rounds
-from hf_specdec.engine.round_costs import CostTable
+from hf_specdec.auto_k.round_costs import CostTable
 rows = int(sys.argv[1])
 for number in range(60):
     table = CostTable("a target", Path(sys.argv[2]))

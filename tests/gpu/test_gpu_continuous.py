@@ -61,7 +61,7 @@ def test_greedy_is_identical_to_generation_alone(kind, rows):
 @pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "deepseek-v3"])
 def test_compiled_rounds(family):
     target = on_gpu(family)
-    drafter = RANDOM_DRAFTERS["eagle3"](target)
+    drafter = RANDOM_DRAFTERS["eagle3"](target).configure(compile_rounds=True)
     assert generate_batch(target, drafter, 4) == alone(family)
     assert drafter.stats.execution == "captured in one graph, compiled"
 
@@ -84,7 +84,7 @@ def test_any_number_of_drafts_in_each_round(monkeypatch, kind):
 def test_any_number_of_drafts_in_compiled_rounds(monkeypatch, kind):
     vary_drafts(monkeypatch, [2, 0, 1])
     target = on_gpu("llama")
-    drafter = KINDS[kind](target).configure(2)
+    drafter = KINDS[kind](target).configure(2, compile_rounds=True)
     assert generate_batch(target, drafter, 6) == alone("llama")
     assert drafter.stats.execution == "captured in one graph, compiled"
 

@@ -4,10 +4,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from oracle import RANDOM_DRAFTERS
-from targets import on_gpu, padded_prompts
-from torch._inductor import config
-from torch._inductor.utils import run_and_get_kernels
 
 from hf_specdec.kernels.dependent_launch import dependent_launch, wait_for_inputs
 
@@ -71,20 +67,3 @@ def test_the_chain_is_slow_enough_to_notice():
     source, middle = torch.zeros(2, 1, dtype=torch.int64, device=device)
     seconds = triton.testing.do_bench(lambda: _slow_copy[(1,)](source, middle, NUM_SPINS, **options))
     assert seconds > 0.05  # ms: several launches
-
-
-@pytest.mark.parametrize(
-    ("family", "kind"), [("llama", "eagle3"), ("llama", "mtp-by-target"), ("llama", "dspark"), ("gpt-oss", "eagle3")]
-)
-def test_compiled_kernels_wait_if_they_are_launched_early(family, kind):
-    """Also those that load nothing; see `PlainLaunchOfCreation`."""
-    target = on_gpu(family)
-    drafter = RANDOM_DRAFTERS[kind](target).configure(4, compile_rounds=True)
-    inputs = {name: one.to(target.device) for name, one in padded_prompts([9, 1, 5]).items()}
-    options = {"do_sample": True, "temperature": 1.1, "max_new_tokens": 8, "assistant_model": drafter}
-    with config.patch(force_disable_caches=True):
-        _, kernels = run_and_get_kernels(target.generate, **inputs, **options)
-    assert drafter.stats.execution == "captured in one graph, compiled"
-    early = [one for one in kernels if "'launch_pdl': True" in one]
-    assert early and all("gdc_wait" in one for one in early), [one for one in early if "gdc_wait" not in one]
-    assert not config.triton.enable_pdl

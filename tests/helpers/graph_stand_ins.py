@@ -13,6 +13,7 @@ from hf_specdec.cache.ragged_cache import RaggedCache
 from hf_specdec.engine import hosted_target
 from hf_specdec.graphs import cuda_graphs
 from hf_specdec.hosting.equivalence import ScriptedDrafter
+from hf_specdec.modules.module_hooks import asks_for_gradients
 from hf_specdec.patching.implementations import submodel_configs
 
 _hosted = hosted_target.patched_target
@@ -139,7 +140,11 @@ class Tape:
 def traces(*models):
     """What hosting changes of `models`: how modules compute, who listens, what attention and experts they run."""
     modules = [module for model in models for module in model.modules()]
-    listening = [(list(module._forward_hooks), list(module._forward_pre_hooks)) for module in modules]
+    asking = [[key for key, hook in module._forward_hooks.items() if asks_for_gradients(hook)] for module in modules]
+    listening = [
+        (list(module._forward_hooks.keys() - set(keys)), list(module._forward_pre_hooks))
+        for module, keys in zip(modules, asking, strict=True)
+    ]
     configs = [config for model in models for config in submodel_configs(model)]
     chosen = [(config._attn_implementation, config._experts_implementation) for config in configs]
     return [vars(module).get("forward") for module in modules], listening, chosen

@@ -41,7 +41,6 @@ from hf_specdec import Drafter, cli
 from hf_specdec.bench import traffic
 from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.drafters.none import NoDrafter
-from hf_specdec.graphs import piecewise
 from hf_specdec.hosting.equivalence import why_not_equivalent
 from hf_specdec.modules.signature import Fingerprint, Signature
 from hf_specdec.parallel import all_reduce
@@ -104,7 +103,7 @@ def generate_all(target: PreTrainedModel) -> dict[str, Any]:
     generated["row seeds"] = generate(target, uncompiled(target, "borrower"), **SAMPLING, seeds=[5, 6, 7])
     generated["continuous batching"] = generate_many(target, uncompiled(target, "borrower"))
     generated["auto, fewer rows"] = generate_many_by_time(target, uncompiled(target, "borrower"))
-    generated["compiled, sampling"] = generate(target, borrower(target), **SAMPLING)
+    generated["compiled, sampling"] = generate(target, borrower(target).configure(compile_rounds=True), **SAMPLING)
     stock = borrower(target).configure(engine="stock")
     generated["stock, greedy"] = generate(target, stock, lengths=[9])
     generated["stock, sampling"] = generate(target, stock, lengths=[9], **SAMPLING)
@@ -306,10 +305,9 @@ def generate_with_gpu_policy(folder: Path) -> list:
                 part.data = part.clone()
         replay_on_cpu(patch)
         set_policy(patch, "cpu", compiler="eager")
-        patch.setattr(piecewise, "_ATTENTION", str(torch.nn.functional.scaled_dot_product_attention))
         set_policy(patch, "cpu", fused_linear=True)
         set_policy(patch, "cpu", transposed_linear=False)
-        drafter = NoDrafter(target)
+        drafter = NoDrafter(target).configure(compile_rounds=True)
         # On a CPU a round reads how long the longest text is, and is compiled again for every token.
         options = {"do_sample": False, "max_new_tokens": COMPILED_TOKENS, "assistant_model": drafter}
         out = target.generate(**padded_prompts(PROMPT_LENGTHS), **options)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from hf_specdec.auto_k.auto_drafts import RoundTimes
 from hf_specdec.engine import lease
-from hf_specdec.engine.auto_drafts import RoundTimes
 
 
 def vary_drafts(monkeypatch: pytest.MonkeyPatch, numbers: Sequence[int]) -> list[int]:

@@ -901,6 +901,34 @@ def test_captured_rounds_and_warmup(monkeypatch, running):
     assert len(drafter.sessions) == 0, "stop() gives the memory back"
 
 
+def test_warmup_while_there_are_no_requests(monkeypatch, running):
+    """Requests are answered before all numbers of rows are captured; afterwards they capture nothing."""
+    captures = replay_on_cpu(monkeypatch)
+    monkeypatch.setattr(buckets, "FEWEST_CAPTURED_ROWS", 4)
+    target = copy.deepcopy(tiny_target("llama"))
+    manager = running(target, NoDrafter(target), rows=16, hints=WorkloadHints(200, 20))
+    manager.stop()
+    manager.warmup(block=False)
+    assert captures.count == 0 and not manager.warmed_up
+    groups = len(manager._rounds.warm_ups)
+    first = manager.add_request(prompts()[0])
+    manager.start()
+    assert texts_of(manager, [first]) == [alone(0)]
+    assert len(manager._rounds.warm_ups) == groups > 1, "requests go first"
+    with manager.pause():
+        assert not manager.warmed_up
+    while not manager.warmed_up:
+        assert manager.is_running()
+        time.sleep(0.01)
+    count = captures.count
+    names = [manager.add_request(prompt) for prompt in prompts()]
+    assert texts_of(manager, names) == [alone(index) for index in range(12)]
+    assert captures.count == count
+    manager.warmup(block=False)
+    manager.stop()
+    assert not manager.warmed_up, "stop() waits for requests only"
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_steps_of_fused_optimizers_are_seen(running, optimizer):

@@ -30,7 +30,7 @@ from hf_specdec.cli import main
 from hf_specdec.config import Eagle3Config, PEagleConfig
 from hf_specdec.parallel import all_reduce
 
-# Layers of the target that is compiled: each of them takes as long, and `test_piecewise.py` compiles several.
+# Layers of the target that is compiled: each of them takes as long.
 SHALLOW = num_cases(2, 1)
 
 

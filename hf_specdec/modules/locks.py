@@ -27,6 +27,11 @@ class TargetLock:
         self._guard = guard
 
     @property
+    def is_mine(self) -> bool:
+        """Whether this thread has it."""
+        return self._owner == threading.get_ident()
+
+    @property
     def is_wanted(self) -> bool:
         """Whether another thread waits for it."""
         return bool(self._waiting)

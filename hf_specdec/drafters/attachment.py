@@ -1,0 +1,163 @@
+"""`drafter.attach(model)`: calls of a model that name no drafter use one.
+
+The methods of transformers that are replaced ask for `attachment_of(model)`. The model has no attribute for it, which
+copies, pickles and fingerprints would have, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..memory.virtual_memory import total_bytes
+from ..modules.evaluation import Evaluation
+from ..modules.locks import lock_of
+from ..modules.signature import note_step
+from ..stats import SpeculationStats, TotalStats
+from .target_checks import generating_model
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+MODES = ("eval", "keep")
+
+_attachments: WeakKeyDictionary[PreTrainedModel, Attachment] = WeakKeyDictionary()
+# Those of which this thread makes plain calls.
+_paused: ContextVar[frozenset[Attachment]] = ContextVar("paused", default=frozenset())
+
+
+class Attachment:
+    """What `Drafter.attach` returns: the drafter of calls of one model.
+
+    Attributes:
+        drafter: that calls use.
+        stats: sums over the calls that used it, on any thread.
+        refusals: how many calls ran plainly, by reason; numbers in reasons are written as `N`.
+    """
+
+    def __init__(
+        self,
+        drafter: Any,
+        model: nn.Module,
+        strict: bool = False,
+        mode: str = "eval",
+        memory: float = 0.5,
+        release_after_call: bool = False,
+    ):
+        if mode not in MODES:
+            raise ValueError(f'mode is {mode!r}; expected "eval" or "keep".')
+        if not 0 <= memory <= 1:
+            raise ValueError(f"memory is {memory!r}; expected a share of the device's memory, from 0 to 1.")
+        target = innermost(model)
+        drafter.check_bound_to(target)
+        if drafter.device != target.device:
+            drafter.to(target.device)
+            drafter.bind(target)
+        self.drafter, self._model = drafter, ref(target)
+        self._is_strict, self._mode = strict, mode
+        self._memory, self._releases = memory, release_after_call
+        self.stats, self.refusals = TotalStats(), Counter()
+        if target in _attachments:
+            logger.warning("hf_specdec: %s had a drafter attached, which is replaced.", type(target).__name__)
+        _attachments[target] = self
+
+    def detach(self, keep_sessions: bool = False) -> None:
+        """Let calls of the model run plainly, and free the drafter's buffers and CUDA graphs unless they are kept."""
+        model = self._model()
+        if model is not None and _attachments.get(model) is self:
+            del _attachments[model]
+        if not keep_sessions:
+            self.drafter.release()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which calls of this thread run plainly."""
+        token = _paused.set(_paused.get() | {self})
+        try:
+            yield
+        finally:
+            _paused.reset(token)
+
+    def note_step(self) -> None:
+        """Say that weights were written to in a way that torch does not count, so that nothing computed is reused.
+
+        Steps of torch's optimizers are noticed without it.
+        """
+        note_step()
+
+    def evaluation(self) -> Evaluation:
+        """Context in which a call runs: with the drafter, and by `mode` the model, in evaluation mode."""
+        return Evaluation(self.drafter, *([self._model()] if self._mode == "eval" else []))
+
+    def run(self, with_drafter: Callable[[Callable[[], object]], _T], plainly: Callable[[], _T]) -> _T:
+        """A call with the drafter; plainly if that raises `ValueError` before it calls the function that it is given.
+
+        Raises:
+            ValueError: as of `with_drafter`, with `strict=True` or if it had begun.
+        """
+        model, start, begun = self._model(), time.perf_counter(), []
+        try:
+            with lock_of(model), self.evaluation():
+                result = with_drafter(functools.partial(begun.append, True))
+                if begun:
+                    self.note(self.drafter.stats, time.perf_counter() - start)
+                return result
+        except ValueError as error:
+            if begun:
+                raise
+            self.refuse(error)
+        with self.paused():
+            return plainly()
+
+    def refuse(self, error: ValueError) -> None:
+        """Count a call that runs plainly for `error`, which is raised again with `strict=True`."""
+        if self._is_strict:
+            raise error
+        reason = re.sub(r"\d+", "N", str(error))
+        if reason not in self.refusals:
+            logger.warning("hf_specdec: a call of a model with a drafter attached runs without it: %s", error)
+        self.refusals[reason] += 1
+
+    def note(self, stats: SpeculationStats, seconds: float) -> None:
+        """Add a call that has run with the drafter, and free what it keeps beyond its share of memory."""
+        self.stats.add(stats, seconds)
+        if self._releases:
+            self.drafter.release()
+            if self.drafter.device.type == "cuda":
+                torch.cuda.empty_cache()
+        elif self.drafter.sessions is not None:
+            self.drafter.sessions.shrink(int(self._memory * total_bytes(self.drafter.device)))
+
+
+def attachment_of(model: PreTrainedModel) -> Attachment | None:
+    """What a call of `model` that names no drafter is to use; None for a plain call.
+
+    Calls within a call with a drafter are plain: those of the engine, and of the caller's processors and streamers.
+    """
+    found = _attachments.get(model)
+    return None if found is None or found in _paused.get() or lock_of(model).is_mine else found
+
+
+def innermost(model: nn.Module) -> PreTrainedModel:
+    """The model inside of `model`, such as one of PEFT or `DistributedDataParallel`, that generates.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), None)
+    if found is None:
+        raise ValueError(f"{type(model).__name__} has no transformers model inside; expected one that generates.")
+    return generating_model(found)

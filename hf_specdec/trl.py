@@ -1,0 +1,65 @@
+"""Drafters in trainers that generate, such as TRL's; nothing of TRL is imported."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .drafters.attachment import Attachment
+from .drafters.base import Drafter
+
+
+class DrafterCallback(TrainerCallback):
+    """Attaches a drafter to the model of a trainer for the time of `train()`, see `Drafter.attach`.
+
+    What the calls since the last log have done is added to the trainer's logs: `speculation/acceptance_length`,
+    `.../tokens_per_second`, `.../captures` (CUDA graphs), and `.../refusals`, calls that ran plainly. Callbacks that
+    report logs elsewhere see it if they come after this one.
+
+    Args:
+        options: arguments of `attach`.
+
+    Attributes:
+        attachment: of the training that runs, or ran last; None before.
+    """
+
+    def __init__(self, drafter: Drafter, **options: Any):
+        self._drafter, self._options = drafter, options
+        self.attachment: Attachment | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.attachment = self._drafter.attach(kwargs["model"], **self._options)
+        self._logged = copy.copy(self.attachment.stats), 0
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.attachment.note_step()
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
+    ) -> None:
+        if self.attachment is None:  # an evaluation without training
+            return
+        stats, refused = self.attachment.stats, self.attachment.refusals.total()
+        before, refused_before = self._logged
+        if (stats.calls, refused) == (before.calls, refused_before):
+            return
+        self._logged = copy.copy(stats), refused
+        rounds, committed = stats.rounds - before.rounds, stats.committed - before.committed
+        seconds = stats.seconds - before.seconds
+        found = {
+            "acceptance_length": committed / rounds if rounds else 0.0,
+            "tokens_per_second": committed / seconds if seconds else 0.0,
+            "captures": stats.captures - before.captures,
+            "refusals": refused - refused_before,
+        }
+        for one in (logs, *state.log_history[-1:]):
+            one.update({f"speculation/{name}": value for name, value in found.items()})
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.attachment.detach()
