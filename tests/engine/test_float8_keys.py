@@ -14,11 +14,11 @@ from targets import HYBRIDS, STATIC_FAMILIES, build_target, padded_prompts, set_
 from transformers import ContinuousBatchingConfig, DynamicCache
 
 from hf_specdec import AutoDrafter, NoDrafter, layer_ops, ops
+from hf_specdec.auto_k.auto_drafts import RoundTimes
+from hf_specdec.auto_k.round_costs import CostTable, find_table
 from hf_specdec.cache.key_layers import RaggedLayer, attention_layers
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.engine import lease, prefix_cache
-from hf_specdec.engine.auto_drafts import RoundTimes
-from hf_specdec.engine.round_costs import CostTable, find_table
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.hosting import eligibility
 from hf_specdec.kernels.float8_reference import FLOAT8, dequantise, quantise
