@@ -136,7 +136,7 @@ def time_write_kv(batch: int, num_queries: int, live: int, slots: int) -> tuple[
     positions = (live + torch.arange(num_queries, device="cuda")).expand(batch, -1).contiguous()
 
     def call(index: int) -> None:
-        ops.write_kv(*caches[index % num_inputs], *states, positions)
+        ops.write_kv(*caches[index % num_inputs], *states, positions, None)
 
     call(0)
     require_close(caches[0][:, :, live : live + num_queries], states.transpose(2, 3), "write_kv")

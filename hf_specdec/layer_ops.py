@@ -85,7 +85,7 @@ def _(cos, sin, states, kind):
     "hf_specdec::rotate_and_store",
     mutates_args=("keys", "values", "scales"),
     schema="(Tensor cos, Tensor sin, Tensor[] states, bool[] kind, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor value_states, Tensor positions, Tensor(c!)? scales=None) -> Tensor[]",
+    "Tensor value_states, Tensor positions, Tensor(c!)? scales) -> Tensor[]",
 )
 def _rotate_and_store(cos, sin, states, kind, *stored):
     from .kernels.rotary import rotate_and_store

@@ -193,7 +193,7 @@ def _(inputs, weight, bias, activation):
 write_kv = kernel_op(
     "kv_cache.write_kv",
     "(Tensor(a!) keys, Tensor(b!) values, Tensor key_states, Tensor value_states, Tensor positions, "
-    "Tensor(c!)? scales=None) -> ()",
+    "Tensor(c!)? scales) -> ()",
     None,
     mutates_args=("keys", "values", "scales"),
 )

@@ -607,7 +607,7 @@ def test_compiled_functions_copy_no_rows(monkeypatch):
     def layers():
         out = query
         for keys, values in zip(buffers[::2], buffers[1::2], strict=True):
-            ops.write_kv(keys, values, states @ weight, states.relu(), positions)
+            ops.write_kv(keys, values, states @ weight, states.relu(), positions, None)
             shown = (one[:, :1024].transpose(1, 2) for one in (keys, values))
             out = torch.tanh(ops.attention(out, *shown, positions, 0.125).transpose(1, 2) @ weight)
         return out

@@ -155,7 +155,9 @@ def test_attention_over_stored_heads(options, splits, dtype):
     query, (keys, values, scales), exact, positions = example(dtype)
     options = keywords(options, positions)
     expected = attention_reference.attention(query.double(), *exact, positions, **options)
-    close = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
+    # The weights of values are rounded to the dtype, too.
+    largest = max(float(expected.abs().max()), 2.0)
+    close = {"atol": TOLERANCES[dtype] * largest / 2, "rtol": TOLERANCES[dtype]}
     plain = attention_reference.attention(query, keys, values, positions, **options, scales=scales)
     torch.testing.assert_close(plain.double(), expected, **close)
     for row, last in enumerate(positions[:, -1].tolist()):

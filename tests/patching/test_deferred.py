@@ -133,7 +133,7 @@ def test_what_stores_a_key_rotates_it(calls, read_first, cache_dtype):
     positions = torch.tensor([[4, 0, 2], [1, 2, 3]])
     expected_query, expected_key = layer_ops.rotary(cos, sin, [query, key], RotaryKind())
     buffers = [torch.zeros(2, 6, 2, 8, dtype=cache_dtype) for _ in range(4)]
-    deferred.ops.write_kv(*buffers[:2], expected_key, value, positions)
+    deferred.ops.write_kv(*buffers[:2], expected_key, value, positions, None)
     calls.clear()
     found = rotated(cos, sin, [query, key], RotaryKind())
     if read_first != "nothing":
