@@ -34,6 +34,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_specdec import AutoDrafter, ops
+from hf_specdec.auto_k.auto_drafts import CANDIDATES
 from hf_specdec.bench.batches import random_batches, text_batches
 from hf_specdec.bench.clock import busy_time
 from hf_specdec.bench.command import measure_all
@@ -44,7 +45,6 @@ from hf_specdec.bench.traffic import copy_bandwidth, round_bytes
 from hf_specdec.cli import main
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine import rounds
-from hf_specdec.engine.auto_drafts import CANDIDATES
 from hf_specdec.kernels.types import RandomStream
 from hf_specdec.ops import verify_sampling
 from hf_specdec.prompt_sources import PROMPTS, load_prompts, read_prompts
