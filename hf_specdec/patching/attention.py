@@ -123,7 +123,7 @@ def _attend(
         key, value = _dequantised(key, value, scales, key.shape[2])
         return biased_attention(query, key, value, positions, position_bias, scaling, sliding_window, sinks, starts)
     return ops.attention(
-        query, key, value, positions, scaling, sliding_window, s_aux, softcap, starts, chunk=chunk, scales=scales
+        query, key, value, positions, scaling, sliding_window, s_aux, softcap, starts=starts, chunk=chunk, scales=scales
     )
 
 

@@ -404,7 +404,7 @@ def test_admission():
     entered, limits = [], groups.Groups(None, SimpleNamespace(is_captured=True), is_continuous=True)
 
     class Rows(Runner):
-        num_rows, capacity, state = 4, 100, SimpleNamespace(tokens=torch.zeros(4))
+        num_rows, capacity, state = 4, 100, SimpleNamespace(tokens=torch.zeros(4), logprobs=())
         memory = None
 
         def __init__(self):
@@ -417,7 +417,7 @@ def test_admission():
             entered.append(([one.row for one in prefixes], group))
 
         def prefill_next(self):
-            return None if not entered else (SimpleNamespace(read=lambda: ([[0]] * 4, [0] * 4, [0] * 4)), {})
+            return (SimpleNamespace(read=lambda: ([[0]] * 4, [0] * 4, [0] * 4), logprobs=()), {}) if entered else None
 
     lengths = (9, 8, 7, 3, 2, 2, 2, 1)
     requests = [Request(index, torch.zeros(length), 4, ends=set(END)) for index, length in enumerate(lengths)]
@@ -425,7 +425,7 @@ def test_admission():
 
     def finish(*which):
         committed = [1 if row in which else 0 for row in range(4)]
-        report = SimpleNamespace(read=lambda: ([[END[0], 0]] * 4, [0] * 4, committed))
+        report = SimpleNamespace(read=lambda: ([[END[0], 0]] * 4, [0] * 4, committed), logprobs=())
         occupied = [(row, one) for row, one in rows._occupied if row in which]
         rows._take(run._Launched(occupied, report, num_drafts=1, start=0.0, end=0.0))
         rows.admit()

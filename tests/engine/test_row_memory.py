@@ -361,6 +361,7 @@ class Reported(NamedTuple):
     tokens: list
     accepted: list
     committed: list
+    logprobs = ()
 
     def read(self):
         return self

@@ -135,7 +135,9 @@ def write_tiny_data(target: LlamaForCausalLM, folder: Path, rows: int = 24) -> P
     generator = torch.Generator().manual_seed(0)
     starts = torch.randint(3, VOCAB, (rows, 4), generator=generator).tolist()
     temperatures = [0.0, 1.0] * (rows // 2)
-    answers = writing.generate(target, NoDrafter(target), starts, temperatures, 16, [STOP], 0.0, [*range(rows)], rows)
+    answers = writing.generate(
+        target, NoDrafter(target), starts, temperatures, 16, [STOP], 0.0, [*range(100, 100 + rows)], rows
+    )
     documents = [start + answer for start, answer in zip(starts, answers, strict=True)]
     tensors = {
         "tokens": torch.tensor([token for document in documents for token in document]).int(),
@@ -258,7 +260,8 @@ def test_trained_drafters_load_from_shards_and_draft_losslessly(monkeypatch, tmp
     assert drafter.config.parallel_drafting == (family in IN_PARALLEL)
     assert drafter.config.mask_token_id == (MASK if family in IN_PARALLEL else None)
 
-    inputs = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]]), "max_new_tokens": 24, "do_sample": False}
+    prompts = torch.arange(3, 51).view(16, 3)  # enough for some drafts of a drafter that has hardly learned anything
+    inputs = {"input_ids": prompts, "max_new_tokens": 24, "do_sample": False}
     expected = target.generate(**inputs, pad_token_id=STOP)
     drafted = target.generate(**inputs, pad_token_id=STOP, assistant_model=drafter)
     assert torch.equal(drafted, expected)

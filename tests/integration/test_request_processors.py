@@ -194,9 +194,8 @@ def test_what_no_request_can_have_is_refused(options, words):
 def test_settings_that_cannot_be_run_are_refused_not_dropped():
     target = target_of()
     for per_request in (True, False):
-        manager = running(target, NoDrafter(target), per_request=per_request, guidance_scale=1.5)
-        with pytest.raises(ValueError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state"), manager:
-            pass
+        with pytest.raises(ValueError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state"):
+            running(target, NoDrafter(target), per_request=per_request, guidance_scale=1.5)
     words = "repetition_penalty was set for a request, but the manager samples all"
     with running(target, NoDrafter(target), per_request=False) as manager, pytest.raises(ValueError, match=words):
         manager.add_request([5, 6], repetition_penalty=1.2)
