@@ -253,7 +253,7 @@ def test_a_turn_with_another_image(name):
 
 
 @pytest.mark.core
-def test_positions_of_earlier_images_are_not_used():
+def test_positions_of_earlier_images_are_not_used(monkeypatch):
     """`rope_deltas` of the model are those that plain `generate()` leaves, also where a call is compared first."""
     target, inputs = model_of(QWEN), prompts_of(QWEN)
     text = padded_prompts([7, 5])
@@ -264,7 +264,7 @@ def test_positions_of_earlier_images_are_not_used():
     assert deltas.any()
     for known in (True, False):
         if not known:
-            signature._facts.clear()
+            monkeypatch.setattr(signature, "_facts", {})
         target.generate(**inputs, **OPTIONS, assistant_model=drafter)
         assert torch.equal(target.model.rope_deltas, deltas)
     assert torch.equal(target.generate(**text, **OPTIONS, assistant_model=drafter), expected)

@@ -16,13 +16,15 @@ from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine import lease, session_prefill
 from hf_specdec.engine.target import Target
 from hf_specdec.host.caches import OUTPUT_NAME
+from hf_specdec.hosting.equivalence import why_not_equivalent
 
 K = 3
 
 
 @pytest.fixture
 def passes(monkeypatch):
-    """Columns of the target's forward passes so far."""
+    """Columns of the target's forward passes so far; what checks the class of targets has run before."""
+    assert why_not_equivalent(tiny_target("llama"), "static") is None
     seen, forward = [], Target.__call__
 
     def noting(self, state, tokens, *args):
