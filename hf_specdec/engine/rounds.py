@@ -158,10 +158,11 @@ class RoundReport:
 
     def __init__(self, result: VerificationResult, logprobs: tuple[torch.Tensor, ...] = ()):
         packed = torch.cat((result.tokens, result.accepted[:, None], result.committed[:, None]), dim=1)
-        self._packed, self.logprobs, self._arrived = packed, [one.clone() for one in logprobs], None
         if packed.is_cuda:
             self._packed, *self.logprobs = map(_copy_to_host, (packed, *logprobs))
             self._arrived = torch.cuda.current_stream(packed.device).record_event()
+        else:
+            self._packed, self.logprobs, self._arrived = packed, [one.clone() for one in logprobs], None
 
     def read(self) -> tuple[list[list[int]], list[int], list[int]]:
         """Tokens of each row, numbers of accepted drafts and of committed tokens; waits for the copy."""

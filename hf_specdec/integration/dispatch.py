@@ -269,10 +269,7 @@ def generate_continuously(
     """
     model = call.model
     with lock_of(model), on_device(model.device), engine_context(), Evaluation(call.drafter), looked_at_once():
-        _drop_empty_attentions(call, model_kwargs)
-        call, engine = _choose_engine(call, model_kwargs, True)
-        _check_continuous(call, engine)
-        _check_engine(call, engine, prompts)
+        call = on_static_engine(call, model_kwargs, prompts)
         requests: list[Request] = []
         if prompts:  # those that arrive have seeds
             seeds = from_first_rank(call.randomness.row_seeds(len(prompts), call.temperature), model)
@@ -332,12 +329,17 @@ def _for_engine(call: Call, engine: str) -> Call:
     return call
 
 
-def check_runs_on_static(call: Call, model_kwargs: dict[str, Any]) -> None:
-    """Raise `ValueError` unless texts of `call` can be run by the static engine, a pass for several of them."""
+def on_static_engine(call: Call, model_kwargs: dict[str, Any], prompts: Sequence[torch.Tensor] | None) -> Call:
+    """`call`, checked, as the static engine runs it, a pass for several texts; `prompts` as of `_call_of`.
+
+    Raises:
+        ValueError: the static engine cannot run it.
+    """
     _drop_empty_attentions(call, model_kwargs)
     call, engine = _choose_engine(call, model_kwargs, True)
     _check_continuous(call, engine)
-    _check_engine(call, engine, None)
+    _check_engine(call, engine, prompts)
+    return call
 
 
 def _check_continuous(call: Call, engine: str) -> None:

@@ -20,7 +20,7 @@ from ..ops import token_logprobs
 from ..patching.support import cache_layers
 from ..state import Shape
 from .continuous import call_of
-from .dispatch import check_runs_on_static
+from .dispatch import on_static_engine
 from .validation import check_tokens
 
 # Tokens of a pass: their logits are in memory at the same time.
@@ -37,7 +37,8 @@ def score(
 ) -> torch.Tensor:
     """See `Drafter.score`."""
     model = generating_model(model)
-    texts = _texts(input_ids, attention_mask)
+    ids, mask = input_ids.cpu(), None if attention_mask is None else attention_mask.cpu()
+    texts = _texts(ids, mask)
     if not isinstance(temperature, (int, float)) or not temperature > 0:
         raise ValueError(f"temperature is {temperature!r}; expected a number above 0.")
     out = torch.zeros(input_ids.shape, dtype=torch.float32, device=model.device)
@@ -47,11 +48,11 @@ def score(
     scorer = NoDrafter(model, drafter.batch_invariant, drafter.kv_cache_dtype)
     with lock_of(model), on_device(model.device), engine():
         with on_host():
-            check_tokens(model, input_ids.cpu(), None if attention_mask is None else attention_mask.cpu())
+            check_tokens(model, ids, mask)
             prompt = next(one for one, columns in texts if len(columns) == longest)
             config, _ = prepared_config(model, None, max_new_tokens=1, do_sample=False)
             call, model_kwargs = call_of(model, scorer, config, [prompt])
-        check_runs_on_static(call, model_kwargs)
+        on_static_engine(call, model_kwargs, None)
         with HostedTarget(model, scorer) as target:
             # The longest first: texts of a pass have similar lengths.
             order = sorted(range(len(texts)), key=lambda row: -len(texts[row][1]))
@@ -69,17 +70,16 @@ Drafter._score = score
 
 
 def _texts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and columns, `[length]` int64 each, of the text in each row, on the host."""
+    """Tokens and columns, `[length]` int64 each, of the text in each row; all on the host."""
     if input_ids.dim() != 2 or (attention_mask is not None and attention_mask.shape != input_ids.shape):
         shape = None if attention_mask is None else list(attention_mask.shape)
         raise ValueError(
             f"input_ids has shape {list(input_ids.shape)}, attention_mask {shape}; expected two dimensions, the same "
             "of both."
         )
-    host = input_ids.cpu().long()
-    mask = torch.ones_like(host) if attention_mask is None else attention_mask.cpu()
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     found = []
-    for row, (tokens, is_text) in enumerate(zip(host, mask.bool(), strict=True)):
+    for row, (tokens, is_text) in enumerate(zip(input_ids.long(), mask.bool(), strict=True)):
         columns = is_text.nonzero()[:, 0]
         if len(columns) and int(columns[-1] - columns[0]) + 1 != len(columns):
             raise ValueError(f"attention_mask has a gap in row {row}; expected padding before or after the text only.")
