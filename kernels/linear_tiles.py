@@ -5,7 +5,7 @@ The result does not depend on the tiles: all of them add the products of an outp
 
 from __future__ import annotations
 
-from .types import LinearTiles
+from .types import LinearTiles, StoredWeight
 
 # Rows up to which the kernels may be faster, and up to which they are for gate and up with their activation.
 MAX_ROWS, MAX_GATED_ROWS = 64, 128
@@ -15,6 +15,10 @@ FEWEST_ROWS = 16
 _MIN_FEATURES, _ALIGNMENT = 256, 8
 # Up to so many tiles of 64 output features all run at once on a GPU of 132 multiprocessors: a deep pipeline pays.
 _ONE_WAVE = 264
+# Bytes of each row of a weight that is stored as numbers of few bits in a tile.
+_BYTES_OF_TILE = 64
+# Rows up to which such weights are computed by the kernels where the library's own product might run.
+MAX_STORED_ROWS = 128
 # Programs that are enough to choose tiles by.
 _ENOUGH_PROGRAMS = 92
 # With more rows than 32 layers of fewer outputs are left to the library.
@@ -143,3 +147,15 @@ def choose_descriptor_tiles(rows: int, size_out: int, tiles: LinearTiles) -> Lin
     if tiles.rows < 128:
         return None
     return LinearTiles(128, 256, 64, 8, 3) if tiles.rows > 128 else LinearTiles(128, 128, 64, 8, 4)
+
+
+def choose_stored_tiles(rows: int, weight: StoredWeight) -> LinearTiles:
+    """Tiles of `linear` for a weight that is stored as numbers of few bits, and any number of rows.
+
+    A thread loads 16 adjacent bytes, and four of them a row of a tile.
+    """
+    depth = min(_BYTES_OF_TILE * weight.shape[1] // weight.values.shape[1], weight.group)
+    if weight.rounds_inputs:  # of a group all at once
+        depth = weight.group
+    tile_rows = next((few for few in (8, 16) if rows <= few), 32)
+    return LinearTiles(tile_rows, 32, depth, 4, 4 if tile_rows <= 16 else 3)
