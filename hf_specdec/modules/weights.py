@@ -55,9 +55,11 @@ def quantised_class(module: nn.Module) -> str | None:
     weight = getattr(module, "weight", None)
     if not (isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor)):
         return None
-    kind = type(weight) if type(module) is nn.Linear else type(module)
-    if kind in PLAIN_WEIGHTS or issubclass(kind, DTensor):
+    if isinstance(weight, DTensor) or (
+        type(weight) in PLAIN_WEIGHTS and weight.is_floating_point() and weight.itemsize > 1
+    ):
         return None
+    kind = type(weight) if type(module) is nn.Linear else type(module)
     return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
 
 

@@ -17,8 +17,10 @@ from transformers import (
     Qwen3Config,
     TorchAoConfig,
 )
+from transformers.integrations import finegrained_fp8
 
 from hf_specdec import ops
+from hf_specdec.kernels import linear_reference
 from hf_specdec.kernels.stored_weight_reference import dequantise
 from hf_specdec.kernels.types import StoredWeight
 from hf_specdec.modules.weights import _readers as readers
@@ -171,11 +173,36 @@ def test_batch_invariant_calls(library, targets, monkeypatch):
             greedy(target, inputs, drafter, 3)
 
 
+def test_blocks_of_float8_of_transformers():
+    """Its layer computes by kernels that it fetches for a GPU, so only what it holds is compared here."""
+    layer = finegrained_fp8.FP8Linear(320, 200, block_size=(128, 128))
+    assert weight_of(layer)._replace(values=0, scales=0) == (0, 0, None, 128, 128, True)
+    generator = torch.Generator().manual_seed(0)
+    weight, scales = torch.randn(200, 320, generator=generator), torch.rand(2, 3, generator=generator)
+    layer.weight.data, layer.weight_scale_inv.data = weight.to(torch.float8_e4m3fn), scales
+    factors = scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :320]
+    assert torch.equal(dequantise(weight_of(layer), torch.float32), layer.weight.float() * factors)
+    inputs = torch.randn(3, 320, generator=generator)
+    found = linear_reference.linear(inputs, weight_of(layer))
+    parts = [one / (one.abs().amax(1, keepdim=True) / 448) for one in inputs.split(128, 1)]
+    rounded = [one.to(torch.float8_e4m3fn).float() for one in parts]
+    inner = [
+        one * part.abs().amax(1, keepdim=True) / 448 for one, part in zip(rounded, inputs.split(128, 1), strict=True)
+    ]
+    torch.testing.assert_close(found, torch.cat(inner, 1) @ (layer.weight.float() * factors).T)
+    layer.weight = nn.Parameter(weight)
+    assert quantised_class(layer) is None and weight_of(layer) is None
+    for other in ({"activation_scheme": "static"}, {"block_size": None}, {"block_size": (16, 24)}):
+        assert weight_of(finegrained_fp8.FP8Linear(320, 200, **{"block_size": (128, 128)} | other)) is None
+
+
 def test_kinds_are_registered_from_outside(monkeypatch):
     class Halves(nn.Linear):
         """A layer whose weight is int8 with one scale for every row."""
 
     layer = Halves(64, 48, bias=False)
+    assert quantised_class(layer) is None
+    layer.weight = nn.Parameter(torch.zeros(48, 64, dtype=torch.int8), requires_grad=False)
     name = f"{__name__.partition('.')[0]}.Halves"
     assert quantised_class(layer) == name and weight_of(layer) is None
     monkeypatch.setattr("hf_specdec.modules.weights._readers", dict(readers))
