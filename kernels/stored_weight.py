@@ -203,6 +203,8 @@ def stored_sums(
     inputs = inputs_ptr + (row % ROWS)[:, None] * inputs_stride + row_split[:, None] + depth[None, :]
     group_start = tl.arange(0, SPLITS) * split_size
     zeros = tl.full([SPLITS * FEATURES], 8, tl.float32)
+    if zeros_ptr is not None and GROUP_SIZE is None:
+        zeros = tl.load(zeros_ptr + zeros_at).to(tl.float32)
     total = tl.zeros([SPLITS, FEATURES, ROWS], tl.float32)
     for start in range(0, split_size, DEPTH):
         if IS_EVEN:
@@ -218,7 +220,7 @@ def stored_sums(
             x, x_scale = round_inputs(x, ASM)
         product = total if GROUP_SIZE is None else tl.zeros_like(total)
         if FORMAT == "int4":
-            if zeros_ptr is not None:
+            if zeros_ptr is not None and GROUP_SIZE is not None:
                 group = tl.minimum(split * split_size + start, size_in - 1) // GROUP_SIZE
                 zeros = tl.load(zeros_ptr + zeros_at + group).to(tl.float32)
             low, high = widen_halves(w, zeros, x.dtype, ASM)

@@ -29,6 +29,7 @@ KINDS = {
     "int4 groups of 32": (torch.uint8, 1, 32, False, False),
     "int4 zero points": (torch.uint8, 1, 64, True, False),
     "int4 rows": (torch.uint8, 1, None, False, False),
+    "int4 rows with zero points": (torch.uint8, 1, None, True, False),
 }
 
 
@@ -49,7 +50,7 @@ def stored_weight(kind, size_out, size_in, seed=0):
 
 def tiles_for(weight):
     """All that `choose_stored_tiles` can return for it."""
-    return [choose_stored_tiles(rows, weight) for rows in (8, 16, 32)]
+    return [choose_stored_tiles(rows, weight) for rows in (8, 16, 32, 33)]
 
 
 def inputs_for(rows, size_in, dtype):
