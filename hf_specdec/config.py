@@ -646,6 +646,23 @@ class DSparkConfig(DFlashConfig):
         super()._complete()
 
 
+class SuffixConfig(DrafterConfig):
+    """Settings of drafts by what followed the last tokens before.
+
+    Args:
+        history_size: how many tokens of earlier outputs are kept; 0 to draft from each text alone.
+    """
+
+    model_type = "hf_specdec_suffix"
+    family = "suffix"
+    least = {"history_size": 0}
+
+    history_size: int = 32768
+
+    def report(self) -> dict[str, Any]:
+        return {"history_size": self.history_size}
+
+
 class DraftModelConfig(DrafterConfig):
     """A causal language model as drafter, sequential (arXiv 2211.17192) or parallel (PARD, arXiv 2504.18583).
 

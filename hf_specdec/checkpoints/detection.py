@@ -285,10 +285,21 @@ REFUSALS = (
     Refusal("Medusa heads", "they are not supported; use an EAGLE-3 drafter for the same target", _is_medusa),
     Refusal("Hydra heads", "they are not supported; use an EAGLE-3 drafter", Signs(keys=("hydra_num_heads",))),
     Refusal("DFlare", _INSTEAD, Signs(names=("dflare",), tensors=("layer_fusion_weights",))),
+    Refusal(
+        "JetSpec with an adapter of hidden sizes",
+        "its weights are random by its authors; use one that was trained for the target",
+        Signs(tensors=("hidden_dim_adapter.",)),
+    ),
     Refusal("DFlash-2 with a beam", _NOT_YET, Signs(names=("dflash2beam",))),
     Refusal("Domino of speculators", _NOT_YET, Signs(speculators=("domino",))),
     Refusal("XPress", _INSTEAD, Signs(("xpress",), ("xpress",), tensors=("xpress_head.", "refiner_head."))),
-    Refusal("LiLiCorr", _INSTEAD, _is_lilicorr),
+    Refusal("LiLiCorr", "no checkpoint was published to check a reader with; use a DFlash or DSpark drafter", _is_lilicorr),
+    Refusal("DSpine", _NOT_YET, Signs((), ("dspine",), ("dspine_config",), ("transfer_codes", "injection.readouts."))),
+    Refusal(
+        "EAGLE-4",
+        "which hidden states it reads is stated by code that is not open source; use an EAGLE-3 drafter",
+        Signs((), ("eagle4",), ("efficient_lm_head_config",), ("efficient_lm_head",)),
+    ),
     Refusal(
         "DSpark inside of a DeepSeek-V4 checkpoint",
         "it is not supported; expected a drafter with a checkpoint of its own",

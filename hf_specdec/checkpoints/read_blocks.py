@@ -52,7 +52,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 # Keys inside of `dflash_config` and `dspark_config` that are read, or of which drafting does not depend.
 _KNOWN = re.compile(
-    r"attention_(mode|sink_bias|value_scale)|block_size|causal|confidence_head_(alpha|with_markov)|num_anchors"
+    r"attention_(mode|sink_bias|value_scale)|block_size|causal(_head)?|confidence_head_(alpha|with_markov)|num_anchors"
     r"|conv_(group|kernel)_size|dflash_query_causal|dspark_bonus_anchor|emb_dim|(enable|use)_confidence_head"
     r"|final_logit_softcapping|gru_hidden_dim|input_embedding_scale|(target_)?layer_ids|logit_scale|markov_(head_type|rank)"
     r"|mask_token(_id)?|num_target_layers|output_multiplier|projector_type|pure_draft_prefix_len|sample_from_anchor"
@@ -225,6 +225,7 @@ class DFlashReader(LayersReader):
         for key, stated in (
             ("is_causal", self.top.get("is_causal")),
             ("causal", self.nested.get("causal")),
+            ("causal_head", self.nested.get("causal_head")),
             ("dflash_query_causal", self._flag("dflash_query_causal")),
         ):
             if isinstance(stated, bool):

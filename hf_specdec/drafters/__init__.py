@@ -13,6 +13,7 @@ from .mtp import MtpDrafter
 from .none import NoDrafter
 from .pard2 import Pard2Drafter
 from .registry import register_drafter
+from .suffix import SuffixDrafter
 
 __all__ = [
     "CacheReaderDrafter",
@@ -28,5 +29,6 @@ __all__ = [
     "PEagleDrafter",
     "Pard2Drafter",
     "Proposal",
+    "SuffixDrafter",
     "register_drafter",
 ]

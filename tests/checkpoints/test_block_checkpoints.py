@@ -28,6 +28,7 @@ DIALECTS = {
     "modelopt-dflash": "NVIDIA ModelOpt",
     "deepspec-dflash": "DeepSpec",
     "muse": "transformers",
+    "jetspec": "JetSpec",
     "deepspec": "DeepSpec",
     "specforge": "SpecForge",
     "specforge-nested": "SpecForge",
@@ -179,6 +180,7 @@ def test_causality_inside_dflash_config(tmp_path):
     nested = {"mask_token_id": 5, "target_layer_ids": [1, 3, 4], "causal": True}
     assert read(tmp_path / "a", "z-lab", DFLASH, dflash_config=nested).config.causal == [True, True]
     assert read(tmp_path / "b", "z-lab", DFLASH, dflash_config=nested, is_causal=False).config.causal == [False] * 2
+    assert read(tmp_path / "c", "jetspec", DFLASH, dflash_config=nested | {"causal_head": False}).config.causal
 
 
 @pytest.mark.parametrize(

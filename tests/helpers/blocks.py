@@ -1,7 +1,7 @@
 """Drafters of blocks: written to disk in every published layout, and what they draft, recomputed in float64.
 
 Layouts as the publishers' own code writes them: z-lab/dflash, sgl-project/SpecForge, vllm-project/speculators,
-NVIDIA/Model-Optimizer, deepseek-ai/DeepSpec, and transformers' assistant of Muse Glimmer.
+NVIDIA/Model-Optimizer, deepseek-ai/DeepSpec, hao-ai-lab/JetSpec, and transformers' assistant of Muse Glimmer.
 
 The recomputation shares no code with the package and has no cache: a block reads the vectors of all context positions
 before its first token, which stands at the position of the newest token.
@@ -97,6 +97,7 @@ LAYOUTS: dict[str, list[Block]] = {
     "modelopt-dflash": [DFLASH, Block(windows=(4, 4), causal=(False, False))],
     "deepspec-dflash": [Block(anchor_first=True, own_embedding=True, own_head=True)],
     "muse": [Block(windows=(4, 4), causal=(False, False))],
+    "jetspec": [Block(causal=(True, True)), Block(windows=(4, None), causal=(True, True)), DFLASH],
     "z-lab-2": [DFLASH2, Block(taps=3, group=4, top_k=1, embedding_scale=0.5)],
     "speculators-dflash2": [
         Block(windows=(None, 4), taps=2, top_k=8, group=16),
@@ -232,6 +233,12 @@ def zlab_config(spec: Block) -> dict[str, Any]:
     }
 
 
+def jetspec_config(spec: Block) -> dict[str, Any]:
+    config = zlab_config(spec)
+    config["dflash_config"] |= {"causal_head": all(spec.causal), "target_hidden_size": spec.target_hidden_size}
+    return config
+
+
 def modelopt_dflash_config(spec: Block) -> dict[str, Any]:
     config = zlab_config(spec) | {"sliding_window": None, "use_sliding_window": False}
     config["layer_types"] = ["full_attention"] * spec.num_layers
@@ -361,6 +368,7 @@ _CONFIGS = {
     "modelopt-dflash": modelopt_dflash_config,
     "deepspec-dflash": deepspec_config,
     "muse": muse_config,
+    "jetspec": jetspec_config,
     "z-lab-2": zlab2_config,
     "speculators-dflash2": speculators_config,
     "deepspec": deepspec_config,
