@@ -40,14 +40,15 @@ def suffix_drafts(tokens: torch.Tensor, lengths: torch.Tensor, history: torch.Te
     texts = torch.where(columns < lengths[:, None], tokens, NO_TOKEN)
     places = torch.cat([history.expand(len(texts), -1), texts], dim=1)
     places = pad(places, (max(MOST_OCCURRENCES - places.shape[1], 0), 1), value=NO_TOKEN)
-    is_match, size = places[:, 1:] != NO_TOKEN, places.shape[1] - 1
-    matched = torch.zeros_like(places[:, 1:])
+    size, shifted = places.shape[1] - 1, pad(places, (LONGEST_MATCH - 1, 0), value=NO_TOKEN)
+    is_match = places[:, 1:] != NO_TOKEN
+    matched = torch.zeros_like(is_match, dtype=torch.int8)
     for back in range(LONGEST_MATCH):
         at = lengths[:, None] - 1 - back
-        before = pad(places, (back, 0), value=NO_TOKEN)[:, :size]
-        is_match = is_match & (at >= 0) & (before == texts.gather(1, at.clamp(min=0)))
+        last = torch.where(at < 0, NO_TOKEN - 1, texts.gather(1, at.clamp(min=0)))
+        is_match &= shifted[:, LONGEST_MATCH - 1 - back :][:, :size] == last
         matched += is_match
-    keys = torch.where(matched > 0, (matched << PLACE_BITS) + torch.arange(size, device=tokens.device), -1)
+    keys = torch.where(matched > 0, (matched.long() << PLACE_BITS) + torch.arange(size, device=tokens.device), -1)
     keys = keys.topk(MOST_OCCURRENCES, dim=1).values
     matched, first = keys >> PLACE_BITS, (keys & ((1 << PLACE_BITS) - 1)).clamp(max=size) + 1
 

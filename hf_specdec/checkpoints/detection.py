@@ -293,7 +293,9 @@ REFUSALS = (
     Refusal("DFlash-2 with a beam", _NOT_YET, Signs(names=("dflash2beam",))),
     Refusal("Domino of speculators", _NOT_YET, Signs(speculators=("domino",))),
     Refusal("XPress", _INSTEAD, Signs(("xpress",), ("xpress",), tensors=("xpress_head.", "refiner_head."))),
-    Refusal("LiLiCorr", "no checkpoint was published to check a reader with; use a DFlash or DSpark drafter", _is_lilicorr),
+    Refusal(
+        "LiLiCorr", "no checkpoint was published to check a reader with; use a DFlash or DSpark drafter", _is_lilicorr
+    ),
     Refusal("DSpine", _NOT_YET, Signs((), ("dspine",), ("dspine_config",), ("transfer_codes", "injection.readouts."))),
     Refusal(
         "EAGLE-4",

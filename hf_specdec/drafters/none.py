@@ -35,12 +35,14 @@ class WeightlessDrafter(Drafter):
 
     def bind(self, target: PreTrainedModel) -> None:
         target = generating_model(target)
-        self._target_config, self._device = target.config, target.device
+        self._device = target.device
         self.config.vocab_size = self.config.draft_vocab_size = target.config.get_text_config().vocab_size
+        self._record_binding(target)
 
     def sync_with(self, target: PreTrainedModel) -> None:
         if self._device != target.device:
             self.bind(target)
+        super().sync_with(target)
 
 
 class NoDrafter(WeightlessDrafter):

@@ -42,7 +42,6 @@ class SuffixDrafter(WeightlessDrafter):
         super().bind(target)
         with torch.inference_mode(False):
             self._history = torch.full((self.config.history_size,), NO_TOKEN, device=self.device)
-        self.release()
 
     def observe(self, prompt: torch.Tensor, tokens: list[int]) -> None:
         history = self._history
