@@ -657,6 +657,7 @@ class SuffixConfig(DrafterConfig):
     family = "suffix"
     least = {"history_size": 0}
 
+    num_assistant_tokens: int = 7
     history_size: int = 32768
 
     def report(self) -> dict[str, Any]:
