@@ -595,6 +595,9 @@ class DFlash2Config(DFlashConfig):
                 f"conv_kernel_size is {self.conv_kernel_size}; expected at most block_size {self.block_size}."
             )
         super()._complete()
+        self._check_selector()
+
+    def _check_selector(self) -> None:
         if self.draft_vocab_size != self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size}, but {self.family} drafters select among all "
@@ -602,6 +605,33 @@ class DFlash2Config(DFlashConfig):
             )
         if self.selector_top_k > self.vocab_size:
             raise ValueError(f"selector_top_k is {self.selector_top_k}; expected at most {self.vocab_size} tokens.")
+
+
+class DSpineConfig(DFlashConfig):
+    """DSpine drafter (Tencent): DFlash whose tokens of a block tell the next one what they may be.
+
+    Args:
+        transfer_rank: width of the features of a token, and of the codes of the vocabulary.
+        message_size: width of what a token tells the next one.
+        selector_top_k: candidates of each draft token: the most likely ones by the head. It is one of them.
+    """
+
+    model_type = "hf_specdec_dspine"
+    family = "dspine"
+    least = {"transfer_rank": 1, "message_size": 1, "selector_top_k": 1}
+
+    transfer_rank: int = 1024
+    message_size: int = 512
+    selector_top_k: int = 16
+
+    def _complete(self) -> None:
+        super()._complete()
+        DFlash2Config._check_selector(self)
+        if self.anchor_first or self.logit_softcap is not None:
+            raise ValueError(
+                f"anchor_first is {self.anchor_first} and logit_softcap {self.logit_softcap}; expected False and None, "
+                f"as {self.family} drafters are published."
+            )
 
 
 class DominoConfig(DFlashConfig):

@@ -42,6 +42,7 @@ _ARCHITECTURES = {
     "qwen3dsparkmodel": DEEPSPEC,
     "dsparkdraftmodel": SPECFORGE,
     "dominodraftmodel": SPECFORGE,
+    "dspinedraftmodel": SPECFORGE,
 }
 
 

@@ -8,6 +8,7 @@ from .dflash2 import DFlash2Drafter
 from .domino import DominoDrafter
 from .draft_model import DraftModelDrafter
 from .dspark import DSparkDrafter
+from .dspine import DSpineDrafter
 from .eagle3 import Eagle3Drafter, PEagleDrafter
 from .mtp import MtpDrafter
 from .none import NoDrafter
@@ -20,6 +21,7 @@ __all__ = [
     "DFlash2Drafter",
     "DFlashDrafter",
     "DSparkDrafter",
+    "DSpineDrafter",
     "DominoDrafter",
     "DraftModelDrafter",
     "Drafter",

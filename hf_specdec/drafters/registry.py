@@ -17,6 +17,7 @@ from ..checkpoints.detection import (
     is_dflash2,
     is_domino,
     is_dspark,
+    is_dspine,
     is_eagle3,
     is_language_model,
     is_mtp,
@@ -25,7 +26,7 @@ from ..checkpoints.detection import (
 )
 from ..checkpoints.interpretation import Decisions, without_none
 from ..checkpoints.mtp_layouts import needed_tensors
-from ..checkpoints.read_blocks import DFlash2Reader, DFlashReader, DominoReader, DSparkReader
+from ..checkpoints.read_blocks import DFlash2Reader, DFlashReader, DominoReader, DSparkReader, DSpineReader
 from ..checkpoints.read_eagle import Eagle3Reader, PEagleReader
 from ..checkpoints.read_models import read_cache_reader, read_draft_model, read_pard2
 from ..checkpoints.read_mtp import read_mtp
@@ -37,6 +38,7 @@ from .dflash2 import DFlash2Drafter
 from .domino import DominoDrafter
 from .draft_model import DraftModelDrafter
 from .dspark import DSparkDrafter
+from .dspine import DSpineDrafter
 from .eagle3 import Eagle3Drafter, PEagleDrafter
 from .mtp import MtpDrafter
 from .none import WeightlessDrafter
@@ -96,6 +98,12 @@ FAMILIES = [
         DFlash2Reader.read,
         "DFlash-2 | z-lab, speculators | auxiliary hidden states | "
         "one pass over a block, then K steps over 16 candidates each",
+    ),
+    Family(
+        DSpineDrafter,
+        is_dspine,
+        DSpineReader.read,
+        "DSpine | SpecForge | auxiliary hidden states | one pass over a block, then K steps over 16 candidates each",
     ),
     Family(
         DSparkDrafter,
