@@ -29,7 +29,6 @@ from .kernels.linear_tiles import (
     choose_tiles,
 )
 from .kernels.random_reference import exponential_sample, row_seeds, uniform
-from .kernels.suffix_drafts_reference import LONGEST_MATCH
 from .kernels.types import DraftInputs, LinearTiles, RecurrenceRing, VerificationResult
 from .op_choice import (
     Op,
@@ -47,7 +46,6 @@ from .op_choice import (
 
 __all__ = [
     "FLOAT8",
-    "LONGEST_MATCH",
     "as_bytes",
     "attention",
     "batch_invariant",

@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .suffix_drafts_reference import LONGEST_MATCH, MOST_OCCURRENCES, PLACE_BITS
-from .types import NO_TOKEN
+from .types import LONGEST_MATCH, MOST_OCCURRENCES, NO_TOKEN, PLACE_BITS
 
 _BLOCK = 2048
 _NO_TOKEN = tl.constexpr(NO_TOKEN)

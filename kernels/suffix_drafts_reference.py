@@ -9,13 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from .types import NO_TOKEN
-
-# The longest match that is told from longer ones, and how many occurrences are looked at: those with the longest
-# matches, and of equal ones the latest.
-LONGEST_MATCH, MOST_OCCURRENCES = 16, 64
-# Bits of a place among tokens; the length of its match is in those above.
-PLACE_BITS = 40
+from .types import LONGEST_MATCH, MOST_OCCURRENCES, NO_TOKEN, PLACE_BITS
 
 
 def suffix_drafts(tokens: torch.Tensor, lengths: torch.Tensor, history: torch.Tensor, num_drafts: int) -> torch.Tensor:

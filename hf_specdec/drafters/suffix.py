@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..config import SuffixConfig
-from ..kernels.types import NO_TOKEN, Proposal, VerificationResult
-from ..ops import LONGEST_MATCH, suffix_drafts
+from ..kernels.types import LONGEST_MATCH, NO_TOKEN, Proposal, VerificationResult
+from ..ops import suffix_drafts
 from ..row_buffers import upload
 from ..state import DecodeState
 from .none import WeightlessDrafter, no_drafts

@@ -15,8 +15,7 @@ from transformers import ContinuousBatchingConfig
 from hf_specdec import AutoDrafter, NoDrafter, SuffixDrafter
 from hf_specdec.cli import main
 from hf_specdec.config import SuffixConfig
-from hf_specdec.kernels.suffix_drafts_reference import LONGEST_MATCH
-from hf_specdec.kernels.types import NO_TOKEN
+from hf_specdec.kernels.types import LONGEST_MATCH, NO_TOKEN
 
 NEW = 24
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None}

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from hf_specdec.kernels import suffix_drafts, suffix_drafts_reference
-from hf_specdec.kernels.suffix_drafts_reference import LONGEST_MATCH, MOST_OCCURRENCES
-from hf_specdec.kernels.types import NO_TOKEN
+from hf_specdec.kernels.types import LONGEST_MATCH, MOST_OCCURRENCES, NO_TOKEN
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = {"reference": suffix_drafts_reference.suffix_drafts, "kernel": suffix_drafts.suffix_drafts}
