@@ -16,6 +16,7 @@ from ..host.caches import given_cache, is_of_caller
 from ..host.modeling import attention_of
 from ..modules.layer_choice import DTYPES
 from ..parallel.tensor_parallel import tensor_parallel_group
+from ..patching.linear import computed_by_libraries
 from ..patching.mask_rules import why_not_kept
 from ..patching.support import (
     cache_layers,
@@ -185,6 +186,9 @@ def _why_not_invariant(call: Call, engine: str) -> str | None:
     longest = call.config.max_length - 1
     if (reason := first_reason(part.why_not_alone(model, longest) for part in parts(model))) is not None:
         return f"{reason}; expected shorter texts"
+    libraries = computed_by_libraries(model)
+    if libraries:
+        return f"{name} has layers of {', '.join(libraries)}, of which the kernels do not know the format"
     group = tensor_parallel_group(model)
     if group is not None:
         return f"{name} is split over {group.size()} processes; expected a target on one GPU"
