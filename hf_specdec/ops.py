@@ -28,6 +28,7 @@ from .kernels.linear_tiles import (
     choose_invariant_tiles,
     choose_tiles,
 )
+from .kernels.low_rank_reference import low_rank_places
 from .kernels.random_reference import exponential_sample, row_seeds, uniform
 from .kernels.types import DraftInputs, LinearTiles, RecurrenceRing, VerificationResult
 from .op_choice import (
@@ -46,6 +47,7 @@ from .op_choice import (
 
 __all__ = [
     "FLOAT8",
+    "add_low_rank",
     "as_bytes",
     "attention",
     "batch_invariant",
@@ -61,6 +63,7 @@ __all__ = [
     "invert_draft_vocabulary",
     "is_batch_invariant",
     "linear",
+    "low_rank_places",
     "over_vocabulary",
     "plan_experts",
     "prepare_inputs",
@@ -247,6 +250,13 @@ short_conv = kernel_op(
     "(Tensor inputs, Tensor(a!) ring, Tensor positions, int dummy, Tensor weight, Tensor? bias, bool silu) -> Tensor",
     lambda inputs, *rest: inputs.new_empty(inputs.shape),
     mutates_args=("ring",),
+)
+add_low_rank = kernel_op(
+    "low_rank.add_low_rank",
+    "(Tensor(a!) out, Tensor inputs, Tensor adapters, Tensor[] down, Tensor[] up, Tensor places, Tensor scales, "
+    "int[] sizes) -> ()",
+    None,
+    mutates_args=("out",),
 )
 plan_experts = kernel_op(
     "experts.plan_experts",

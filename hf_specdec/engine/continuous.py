@@ -415,6 +415,7 @@ class ContinuousRunner(Runner):
             [one.seed for one in requests],
             ends_of(requests, state.eos),
             prompt_lengths=[len(one.prompt) for one in requests],
+            adapters=self._target.adapters_of(requests),
         )
         if self._row_sampling is not None:
             state.set_row_sampling(list(rows), [one.sampling for one in requests])
