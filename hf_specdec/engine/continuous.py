@@ -63,7 +63,13 @@ def decode_continuously(call: Call, requests: Sequence[Request], settings: Conti
         runner = ContinuousRunner(call, settings, target)
         if arrivals is not None:
             arrived = arrivals(False, target.unpatch)
-            first = list(arrived.requests)
+            first = []
+            for one in arrived.requests:
+                one.error = target.why_no_adapter(one)
+                if one.error is None:
+                    first.append(one)
+                else:
+                    end(one, now, settings)
             if not first and not arrived.is_open:
                 return
         runner.open(first)

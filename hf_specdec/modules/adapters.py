@@ -163,9 +163,12 @@ def _names_of(hook: Any) -> Sequence[str] | None:
 
 def names_in_hooks(modules: Sequence[nn.Module]) -> list[str] | None:
     """The adapter of each row that PEFT's hooks (`adapter_names=` of `generate()`) give to `modules`; None without."""
-    hooks = chain.from_iterable(module._forward_pre_hooks.values() for module in modules)
-    names = next((names for hook in hooks if (names := _names_of(hook)) is not None), None)
-    return None if names is None else list(names)
+    for module in modules:
+        # PEFT leaves its hooks where they are if a call fails; the last one counts.
+        found = [names for hook in module._forward_pre_hooks.values() if (names := _names_of(hook)) is not None]
+        if found:
+            return list(found[-1])
+    return None
 
 
 def check_adapters(model: nn.Module, names: Sequence[str] | None) -> None:
