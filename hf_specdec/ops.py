@@ -15,6 +15,7 @@ from .kernels import (
     draft_inputs_reference,
     experts_reference,
     linear_reference,
+    low_rank_reference,
     recurrence_reference,
 )
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
@@ -155,6 +156,21 @@ def _(inputs, weight, bias, plan, rows, is_transposed):
     return inputs.new_empty(plan.shape[1], weight.shape[2 if is_transposed else 1])
 
 
+@register_op(
+    "hf_specdec::add_low_rank",
+    mutates_args=("out",),
+    schema="(Tensor(a!) out, Tensor inputs, Tensor adapters, Tensor[] down, Tensor[] up, Tensor places, Tensor scales, "
+    "int[] sizes) -> ()",
+)
+def _add_low_rank(out, *args):
+    # The reference reads on the host which adapters there are, as that of experts does its plan.
+    if not is_for_triton(out):
+        return low_rank_reference.add_low_rank(out, *args)
+    from .kernels.low_rank import add_low_rank
+
+    return add_low_rank(out, *args)
+
+
 @register_op("hf_specdec::linear", schema="(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor")
 def _linear(inputs, weight, bias):
     if is_batch_invariant():
@@ -251,13 +267,6 @@ short_conv = kernel_op(
     lambda inputs, *rest: inputs.new_empty(inputs.shape),
     mutates_args=("ring",),
 )
-add_low_rank = kernel_op(
-    "low_rank.add_low_rank",
-    "(Tensor(a!) out, Tensor inputs, Tensor adapters, Tensor[] down, Tensor[] up, Tensor places, Tensor scales, "
-    "int[] sizes) -> ()",
-    None,
-    mutates_args=("out",),
-)
 plan_experts = kernel_op(
     "experts.plan_experts",
     "(Tensor expert_ids, int num_experts, int rows) -> Tensor",
@@ -339,6 +348,11 @@ def recurrence(
 def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
     """See `kernels.experts_reference.expert_linear`; a Triton kernel on GPUs."""
     return _expert_linear(inputs, *args)
+
+
+def add_low_rank(out: torch.Tensor, *args: torch.Tensor | list[torch.Tensor] | list[int]) -> None:
+    """See `kernels.low_rank_reference.add_low_rank`; a Triton kernel on GPUs."""
+    _add_low_rank(out, *args)
 
 
 def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:

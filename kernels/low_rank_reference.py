@@ -30,15 +30,16 @@ def add_low_rank(
         sizes: output features of each layer.
     """
     dtype = torch.promote_types(torch.promote_types(inputs.dtype, down[0].dtype), torch.float32)
-    rows, count = inputs.to(dtype), len(down) // len(sizes)
-    for layer, part in enumerate(out.split(sizes, dim=1)):
-        total = torch.zeros_like(part, dtype=dtype)
-        for adapter in range(count):
+    total, count = torch.zeros_like(out, dtype=dtype), len(down) // len(sizes)
+    for adapter in range(count):
+        rows = (adapters >> adapter & 1).nonzero()[:, 0]
+        if len(rows) == 0:
+            continue
+        given = inputs[rows].to(dtype)
+        for layer, part in enumerate(total.split(sizes, dim=1)):
             at = layer * count + adapter
-            update = (rows @ down[at].to(dtype).T) @ up[at].to(dtype).T * scales[at]
-            has_it = (adapters >> adapter & 1).bool()[:, None]
-            total = torch.where(has_it, total + update, total)
-        part.copy_(part.to(dtype) + total)
+            part[rows] += given @ down[at].to(dtype).T @ up[at].to(dtype).T * scales[at]
+    out.copy_(out.to(dtype) + total)
 
 
 def low_rank_places(down: Sequence[torch.Tensor], up: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:

@@ -92,7 +92,7 @@ class Target:
             **{self.cache_name: state.cache},
         )
         if self.adapters is not None:
-            self.adapters.bits = None
+            self.adapters.bits, self.adapters.is_by_row = None, True
         if self.hidden_states is not None:
             self.hidden_states.store(out.hidden_states, slots, state.slots)
         logits = out.logits if columns is None else out.logits[:, columns]

@@ -26,8 +26,6 @@ class RowAdapters:
         is_by_row: whether all tokens of a row have the same.
     """
 
-    __slots__ = ("bits", "is_by_row")  # and no `__dict__`, which a pass would change
-
     def __init__(self) -> None:
         self.bits: torch.Tensor | None = None
         self.is_by_row = True
