@@ -251,21 +251,26 @@ def test_dtypes_that_peft_chooses():
     assert "differ in dtype" in Signature(target).adapters.why_not_by_row
 
 
-def test_compiled_and_batch_invariant(monkeypatch):
+def test_batch_invariant(monkeypatch):
     target, adapted = adapted_target()
     expected = say(adapted, adapter_names=NAMES)
     drafter = random_eagle3(target).configure(batch_invariant=True)
-    with monkeypatch.context() as patch:
-        set_policy(patch, "cpu", batch_invariant=True, layer_kernels=True)
-        patch.setattr("hf_specdec.hosting.eligibility.why_not_batch_invariant", lambda model: None)
-        assert say(adapted, drafter, adapter_names=NAMES) == expected
-        assert "batch-invariant" in drafter.stats.execution
-    drafter.configure(batch_invariant=False, compile_rounds=True)
+    set_policy(monkeypatch, "cpu", batch_invariant=True, layer_kernels=True)
+    monkeypatch.setattr("hf_specdec.hosting.eligibility.why_not_batch_invariant", lambda model: None)
+    assert say(adapted, drafter, adapter_names=NAMES) == expected
+    assert "batch-invariant" in drafter.stats.execution
+
+
+def test_compiled(monkeypatch):
+    """One that is active is not compiled in."""
+    target = copy.deepcopy(tiny_target("llama", num_layers=1))
+    target, adapted = adapted_target(target=target, target_modules=["q_proj", "down_proj"])
+    drafter = NoDrafter(target).configure(compile_rounds=True)
     replay_on_cpu(monkeypatch)
-    set_policy(monkeypatch, "cpu", compiler="aot_eager")
-    for names in (NAMES, NAMES[::-1]):
+    set_policy(monkeypatch, "cpu", compiler="eager")
+    for names in (NAMES, ["a", "__base__", "b"], ["__base__"] * 3):
         assert say(adapted, drafter, adapter_names=names) == say(adapted, adapter_names=names)
-    assert "compiled" in drafter.stats.execution and "not compiled" not in drafter.stats.execution
+    assert drafter.stats.execution == "captured in one graph, compiled"
 
 
 def test_triton_kernels(monkeypatch):
