@@ -324,9 +324,9 @@ class DecodeState:
         return torch.where(slots < self.dummy_slot, slots % self.row_slots + offsets, 0)
 
     def adapters_at(self, slots: torch.Tensor) -> torch.Tensor:
-        """`adapters` of the rows that the tokens at `slots` `[B, n]` int64 are in, `[B, n]` int64."""
+        """`adapters` of the rows that the tokens at `slots` `[B, n]` int64 are in, `[B, n]` int64, contiguous."""
         if self.row_slots == self.slots:
-            return self.adapters[:, None].expand(slots.shape)
+            return self.adapters[:, None].expand(slots.shape).contiguous()
         return self.adapters[slots // self.row_slots]  # of rows that are packed in one
 
     def last_tokens(self) -> torch.Tensor:

@@ -193,6 +193,7 @@ def add_low_rank(
     """See `low_rank_reference.add_low_rank`. Launches depend on shapes and strides only."""
     num_rows, size_in = inputs.shape
     assert inputs.stride(1) == out.stride(1) == 1, "rows must have unit stride"
+    assert adapters.is_contiguous() and len(adapters) == num_rows
     if num_rows == 0:
         return
     count, rank = len(down), max(16, triton.next_power_of_2(max(map(len, down))))

@@ -77,12 +77,12 @@ class Adapters:
         others = sorted(f"{kind.__module__}.{kind.__name__}" for kind in kinds if not is_lora_linear(kind))
         state = tuple([(_hashable(layer._active_adapter), layer._disable_adapters) for layer in layers])
         names = tuple(sorted(set(chain.from_iterable(layer._modules["lora_A"]._modules for layer in layers))))
-        reason = f"it has layers of the class {others[0]}" if others else None
+        reason, head = f"it has layers of the class {others[0]}" if others else None, _head_of(modules[0])
         if len(names) > MOST_ADAPTERS:
             reason = f"it has {len(names)} adapters, more than {MOST_ADAPTERS}"
         elif len(set(state)) > 1:
             reason = "other adapters are active in some layers than in others"
-        elif any(layer is _head_of(modules[0]) for layer in layers):
+        elif any([layer is head for layer in layers]):
             reason = "an adapter is on its language model head, which runs some tokens of a pass only"
         reason = reason or next(filter(None, map(_why_not_plain, layers)), None) or _why_not_weights(layers)
         found = cls(layers, names, 0, reason, state)
@@ -122,6 +122,9 @@ def _head_of(model: nn.Module) -> nn.Module | None:
 
 def _why_not_plain(layer: nn.Module) -> str | None:
     """Why a layer computes anything but its base layer and low-rank updates; None if it does not."""
+    attributes = vars(layer)
+    if not {"lora_variant", "lora_bias", "cast_input_dtype_enabled"} <= attributes.keys():
+        return "this version of PEFT has LoRA layers of another kind"
     for name, variant in layer.lora_variant.items():
         return f"the adapter {name!r} is a {type(variant).__name__}, no plain LoRA"
     if layer.merged_adapters:
@@ -131,7 +134,7 @@ def _why_not_plain(layer: nn.Module) -> str | None:
     parts = layer._modules
     if any([one.training and getattr(one, "p", 0) for one in parts["lora_dropout"]._modules.values()]):
         return "the dropout of an adapter is active"
-    if "forward" in vars(layer) or not layer.cast_input_dtype_enabled:
+    if "forward" in attributes or not layer.cast_input_dtype_enabled:
         return "a layer with adapters has a forward of its own"
     if isinstance(parts["base_layer"]._parameters.get("weight"), DTensor):
         return "its weights are split over processes"
@@ -147,7 +150,7 @@ def _why_not_weights(layers: Sequence[nn.Module]) -> str | None:
         own = any([one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in inner])
         if not own and PLAIN_WEIGHTS.issuperset(map(type, weights)) and all(map(torch.Tensor.is_contiguous, weights)):
             kinds = {(one.dtype, one.device) for one in weights}
-            if len(kinds) == 1:
+            if len(kinds) <= 1:
                 return None
             return f"weights of adapters differ in dtype or device ({', '.join(sorted(map(str, kinds)))})"
     return "a part of an adapter is no plain linear layer, or has hooks"

@@ -22,7 +22,7 @@ class RowAdapters:
     """The adapters of the tokens that a pass of the target runs.
 
     Attributes:
-        bits: `[B, n]` int64, see `DecodeState.adapters`; None outside of a pass.
+        bits: `[B, n]` int64, contiguous, see `DecodeState.adapters`; None outside of a pass.
         is_by_row: whether all tokens of a row have the same.
     """
 
@@ -38,7 +38,7 @@ class RowAdapters:
         """
         bits, shape = self.bits, inputs.shape[:-1]
         if shape != bits.shape and self.is_by_row and len(shape) == 2 and shape[0] == len(bits):
-            bits = bits[:, :1].expand(shape)
+            bits = bits[:, :1].expand(shape).contiguous()
         if shape != bits.shape:
             raise ValueError(
                 f"A layer with LoRA adapters is given tokens {list(shape)} in a pass of {list(bits.shape)}, so that it "
@@ -61,8 +61,9 @@ class low_rank_updates(Patch):
     def __init__(self, model: PreTrainedModel):
         adapters = signature_of(model).adapters
         layers = () if adapters.why_not_by_row is not None else adapters.layers
-        self._layers = [weakref.ref(layer) for layer in layers]
-        self._names, self.is_empty, self.rows = adapters.names, not layers, RowAdapters()
+        # Where all adapters were deleted PEFT leaves the layer, which computes its base layer.
+        self._layers = [weakref.ref(layer) for layer in layers if len(layer.lora_A)]
+        self._names, self.is_empty, self.rows = adapters.names, not self._layers, RowAdapters()
         # Addresses and scales on the device, by the layers of a group; graphs that were captured read them.
         self._tables: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 

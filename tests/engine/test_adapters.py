@@ -146,7 +146,7 @@ def test_adapters_that_come_and_go(tape):
     drafter = random_eagle3(target)
     before = same(adapted, drafter, adapter_names=NAMES)
     gone = [module.lora_A["b"].weight for module in target.modules() if hasattr(module, "lora_A")]
-    adapted.delete_adapter("b")
+    adapted.delete_adapter("b")  # of layers that another one is on, too
     for weight in gone:
         weight.data.fill_(float("nan"))
     del gone
@@ -281,6 +281,9 @@ def test_triton_kernels(monkeypatch):
     add = ops.add_low_rank
     monkeypatch.setattr(ops, "add_low_rank", lambda *args: (calls.append(len(args[-1])), add(*args))[1])
     assert say(adapted, random_eagle3(target), adapter_names=NAMES, max_new_tokens=4) == expected
+    alone = {name: one[:1] for name, one in padded_prompts([9]).items()}
+    expected = say(adapted, inputs=alone, adapter_names=["b"], max_new_tokens=4)
+    assert say(adapted, random_eagle3(target), inputs=alone, adapter_names=["b"], max_new_tokens=4) == expected
     assert {1, 2, 3} == set(calls)  # of query, key and value at once, of gate and up, of others
 
 
