@@ -19,8 +19,10 @@ import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
 
-# Rows and output features of a program, and input features that it multiplies at a time.
-_ROWS, _FEATURES, _DEPTH = 16, 64, 128
+# Rows of a program, and input features that it multiplies at a time.
+_ROWS, _DEPTH = 16, 128
+# Output features of a program, by how many a layer has at least: few programs, as each adapter has its own.
+_FEATURES = ((8192, 256), (2048, 128), (0, 64))
 # Input features of a part of the narrow sum, and most parts.
 _PART, _MOST_PARTS = 512, 16
 # Rows above which a program adds all parts itself.
@@ -223,7 +225,8 @@ def add_low_rank(
         num_warps=4,
         **common,
     )
-    _up_kernel[(blocks, count, triton.cdiv(max(sizes), _FEATURES))](
+    features = next(number for least, number in _FEATURES if max(sizes) >= least)
+    _up_kernel[(blocks, count, triton.cdiv(max(sizes), features))](
         out,
         adapters,
         places,
@@ -232,7 +235,7 @@ def add_low_rank(
         num_rows,
         out.stride(0),
         PARTS=parts,
-        FEATURES=_FEATURES,
+        FEATURES=features,
         num_warps=4,
         **common,
     )

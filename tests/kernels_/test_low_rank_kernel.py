@@ -12,9 +12,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
 EPSILON = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # Output features of the layers of a group, input features, ranks of adapters.
-SHAPES = [([40], 72, [3]), ([70, 24, 24], 600, [4, 0, 17]), ([130, 130], 1100, [8, 1])]
+SHAPES = [([40], 72, [3]), ([70, 24, 24], 600, [4, 0, 17]), ([130, 130], 1100, [8, 1]), ([2100], 40, [5])]
 if DEVICE == "cuda":
-    SHAPES += [([4096, 1024, 1024], 4096, [16] * 8), ([4096], 14336, [16, 64])]
+    SHAPES += [([4096, 1024, 1024], 4096, [16] * 8), ([4096], 14336, [16, 64]), ([14336] * 2, 4096, [16] * 3)]
 
 
 def example(rows, sizes, size_in, ranks, dtype, weights=None):
