@@ -15,6 +15,7 @@ from .kernels import (
     draft_inputs_reference,
     experts_reference,
     linear_reference,
+    low_rank_reference,
     recurrence_reference,
 )
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
@@ -28,6 +29,7 @@ from .kernels.linear_tiles import (
     choose_invariant_tiles,
     choose_tiles,
 )
+from .kernels.low_rank_reference import low_rank_places
 from .kernels.random_reference import exponential_sample, row_seeds, uniform
 from .kernels.types import DraftInputs, LinearTiles, RecurrenceRing, VerificationResult
 from .op_choice import (
@@ -46,6 +48,7 @@ from .op_choice import (
 
 __all__ = [
     "FLOAT8",
+    "add_low_rank",
     "as_bytes",
     "attention",
     "batch_invariant",
@@ -61,6 +64,7 @@ __all__ = [
     "invert_draft_vocabulary",
     "is_batch_invariant",
     "linear",
+    "low_rank_places",
     "over_vocabulary",
     "plan_experts",
     "prepare_inputs",
@@ -151,6 +155,21 @@ def _expert_linear(inputs, weight, bias, plan, rows, is_transposed):
 @_expert_linear.register_fake
 def _(inputs, weight, bias, plan, rows, is_transposed):
     return inputs.new_empty(plan.shape[1], weight.shape[2 if is_transposed else 1])
+
+
+@register_op(
+    "hf_specdec::add_low_rank",
+    mutates_args=("out",),
+    schema="(Tensor(a!) out, Tensor inputs, Tensor adapters, Tensor[] down, Tensor[] up, Tensor places, Tensor scales, "
+    "int[] sizes) -> ()",
+)
+def _add_low_rank(out, *args):
+    # The reference reads on the host which adapters there are, as that of experts does its plan.
+    if not is_for_triton(out):
+        return low_rank_reference.add_low_rank(out, *args)
+    from .kernels.low_rank import add_low_rank
+
+    return add_low_rank(out, *args)
 
 
 @register_op("hf_specdec::linear", schema="(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor")
@@ -335,6 +354,11 @@ def recurrence(
 def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
     """See `kernels.experts_reference.expert_linear`; a Triton kernel on GPUs."""
     return _expert_linear(inputs, *args)
+
+
+def add_low_rank(out: torch.Tensor, *args: torch.Tensor | list[torch.Tensor] | list[int]) -> None:
+    """See `kernels.low_rank_reference.add_low_rank`; a Triton kernel on GPUs."""
+    _add_low_rank(out, *args)
 
 
 def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ NUMBERS = {
     "draft_starts": 0,
     "position_offsets": 0,
     "prompt_length_gap": 0,
+    "adapters": 0,
 }
 # The rest of a row that is admitted, likewise.
 NEW_ROW = {"eos": NO_TOKEN, "row_temperatures": 1.0, "row_tail": 0.0, "finished": False}

@@ -67,6 +67,8 @@ class DecodeState:
         prompt_lengths: `[B]` int64, tokens of each prompt.
         prompt_length_gap: `[B]` int64, how many more tokens than a row's the longest prompt of its batch has, for RoPE
             that depends on length.
+        adapters: `[B]` int64, the LoRA adapters of the target that each row has: bit a for that at place a of
+            `Adapters.names`.
         aux_hidden_states: `[B, most_draft_tokens + 1, width]`, auxiliary hidden states of the target at the tokens of
             the last block; None before the first prefill, and for a drafter that reads none.
         result: of the last round's verification, for `most_draft_tokens` drafts; see `first_block_width` for after a
@@ -105,6 +107,7 @@ class DecodeState:
     position_offsets: torch.Tensor
     prompt_lengths: torch.Tensor
     prompt_length_gap: torch.Tensor
+    adapters: torch.Tensor
     cache: RaggedCache | None
     live: int
     result: VerificationResult
@@ -174,8 +177,8 @@ class DecodeState:
             rows: of the state; the first ones, if it is a `range`.
             prompts: `[length]` int64 each, without padding.
             eos: `[E]` int64, or `[len(rows), E]` with those of each row; None for no such tokens.
-            numbers: `cached`, `draft_starts`, `position_offsets` and `prompt_length_gap` of each row, 0 if not given;
-                `prompt_lengths` where the texts go on after their prompts.
+            numbers: `cached`, `draft_starts`, `position_offsets`, `prompt_length_gap` and `adapters` of each row, 0 if
+                not given; `prompt_lengths` where the texts go on after their prompts.
         """
         at = slice(len(rows)) if isinstance(rows, range) else upload(rows, self.lengths)
         for row, prompt in zip(rows, prompts, strict=True):
@@ -319,6 +322,12 @@ class DecodeState:
             return state_ops.position_ids(slots, self.position_offsets, self.dummy_slot)
         offsets = self.position_offsets[slots // self.row_slots]  # of rows that are packed in one
         return torch.where(slots < self.dummy_slot, slots % self.row_slots + offsets, 0)
+
+    def adapters_at(self, slots: torch.Tensor) -> torch.Tensor:
+        """`adapters` of the rows that the tokens at `slots` `[B, n]` int64 are in, `[B, n]` int64, contiguous."""
+        if self.row_slots == self.slots:
+            return self.adapters[:, None].expand(slots.shape).contiguous()
+        return self.adapters[slots // self.row_slots]  # of rows that are packed in one
 
     def last_tokens(self) -> torch.Tensor:
         """The last committed token of each row, `[B, 1]`."""

@@ -98,6 +98,7 @@ def _warn_once(message: str) -> None:
 def capture_round(session: Session, target: Target, drafter: Drafter, process: BlockProcessor) -> CapturedRound | None:
     """`run_round` as CUDA graphs; None, and a warning, if it does something that cannot be captured."""
     backend = policy_of(target.model.device).compiler if drafter.compiles_rounds else None
+    session.keep_patches(target.patches)
 
     def captured() -> CapturedRound:
         if backend is not None:
@@ -134,6 +135,7 @@ def capture_prefill(session: Session, target: Target, drafter: Drafter, columns:
     """
     if copies_experts(target.model, drafter):
         return None
+    session.keep_patches(target.patches)
 
     def captured() -> Callable[[], None]:
         return capture(

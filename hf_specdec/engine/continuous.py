@@ -63,7 +63,13 @@ def decode_continuously(call: Call, requests: Sequence[Request], settings: Conti
         runner = ContinuousRunner(call, settings, target)
         if arrivals is not None:
             arrived = arrivals(False, target.unpatch)
-            first = list(arrived.requests)
+            first = []
+            for one in arrived.requests:
+                one.error = target.why_no_adapter(one)
+                if one.error is None:
+                    first.append(one)
+                else:
+                    end(one, now, settings)
             if not first and not arrived.is_open:
                 return
         runner.open(first)
@@ -415,6 +421,7 @@ class ContinuousRunner(Runner):
             [one.seed for one in requests],
             ends_of(requests, state.eos),
             prompt_lengths=[len(one.prompt) for one in requests],
+            adapters=self._target.adapters_of(requests),
         )
         if self._row_sampling is not None:
             state.set_row_sampling(list(rows), [one.sampling for one in requests])

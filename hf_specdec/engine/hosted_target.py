@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..auto_k.round_costs import CostTable, find_table
 from ..calls.output import HiddenStates
+from ..calls.request import Request
 from ..drafters.base import Drafter
 from ..modules.module_hooks import has_hooks
 from ..modules.patch import engine, is_anything_replaced
@@ -35,6 +36,7 @@ class HostedTarget(ExitStack):
         eager_reason: why rounds are not captured; None if they are.
         is_captured: whether they are; then sessions are kept for other calls.
         keeps_hidden_states: whether the caller gets all hidden states.
+        adapters: the LoRA adapters of the target.
         num_captures: how many graphs the call has captured.
     """
 
@@ -46,6 +48,7 @@ class HostedTarget(ExitStack):
         self.eager_reason = why_not_captured(model, self.has_hooks, kept)
         self.is_captured = self.eager_reason is None
         self.keeps_hidden_states = "hidden_states" in kept
+        self.adapters = self._signatures[0].adapters
         self.num_captures = 0
         self._patches = ExitStack()
         self._patched: Target | None = None
@@ -63,6 +66,15 @@ class HostedTarget(ExitStack):
         """`captured`, which the call has captured; None where that could not be."""
         self.num_captures += captured is not None
         return captured
+
+    def adapters_of(self, requests: Sequence[Request]) -> list[int]:
+        """`DecodeState.adapters` of the rows of `requests`."""
+        adapters = self.adapters
+        return [adapters.active if one.adapter is None else adapters.bits([one.adapter]) for one in requests]
+
+    def why_no_adapter(self, request: Request) -> str | None:
+        """Why `request` cannot have its adapter; None if it can."""
+        return None if request.adapter is None else self.adapters.why_no_rows([request.adapter])
 
     def unpatch(self) -> None:
         """Let the target be as it was, until it is used again."""
@@ -90,7 +102,8 @@ class HostedTarget(ExitStack):
     def hosting(self) -> Hosting:
         """Of target and drafter as they are unpatched, with the weights where they are now."""
         if self._hosting is None:
-            fingerprint = Fingerprint.of(self.model.device, *self._signatures)
+            by_row = self._signatures[0] if self.adapters.why_not_by_row is None else None
+            fingerprint = Fingerprint.of(self.model.device, *self._signatures, by_row=by_row)
             self._hosting = sessions_of(self.drafter).hosting(fingerprint)
         return self._hosting
 

@@ -263,6 +263,9 @@ class SessionLease:
         mode = ", batch-invariant" if drafter.batch_invariant else ""
         if drafter.key_dtype is not None:
             mode += ", keys and values as float8"
+        by_peft = self._target.adapters.why_not_by_row
+        if by_peft is not None:
+            mode += f", adapters by PEFT's own layers: {by_peft}"
         if captured is not None:
             return captured.execution + mode
         return f"eager{mode}: {self._target.eager_reason or 'a round cannot be captured'}"

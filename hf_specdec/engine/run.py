@@ -276,9 +276,11 @@ class Run:
                 self._prefixes.forget()
             self._waiting.extend(arrived.requests)
             self._tokens_waiting += sum(one.remaining for one in arrived.requests)
-            for request, error in arrived.withdrawn:
+            errors = [(one, self._runner.why_no_adapter(one)) for one in arrived.requests]
+            withdrawn = [*arrived.withdrawn, *((one, error) for one, error in errors if error is not None)]
+            for request, error in withdrawn:
                 self._withdraw(request, error)
-            if arrived.withdrawn:
+            if withdrawn:
                 self._waiting = deque(one for one in self._waiting if not one.is_over)
                 self._give_up()
             self._refuse()

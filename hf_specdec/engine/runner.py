@@ -114,6 +114,10 @@ class Runner:
     def retire(self, row: int) -> None:
         """The request of `row` has ended, or waits again."""
 
+    def why_no_adapter(self, request: Request) -> str | None:
+        """Why `request` cannot have the LoRA adapter that it names; None if it can."""
+        return self._target.why_no_adapter(request)
+
     def why_refused(self, request: Request) -> str | None:
         """Why there is no room for `request`; None if there may be."""
         return None

@@ -221,6 +221,7 @@ class Lockstep(Runner):
             [one.remaining for one in requests],
             [one.seed for one in requests],
             ends_of(requests, state.eos),
+            adapters=self._target.adapters_of(requests),
             **{name: [values[one.index] for one in requests] for name, values in self._numbers.items()},
         )
         temperatures = self._call.row_temperatures

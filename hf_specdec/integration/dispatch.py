@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +27,11 @@ from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, assisted_decoding, make_cache, mask_length
 from ..hosting.eligibility import check_batch_invariant, check_key_dtype, empty_attentions, why_not_static
 from ..hosting.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
+from ..modules.adapters import names_in_hooks, names_of_rows, without_row_hooks
 from ..modules.evaluation import Evaluation
 from ..modules.locks import lock_of
 from ..modules.patch import engine as engine_context
-from ..modules.signature import looked_at_once
+from ..modules.signature import looked_at_once, signature_of
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, from_first_rank, tensor_parallel_group
 from ..patching.support import configured_layers
 from ..sampling.processors import check_processors, check_rows_are_apart
@@ -95,6 +97,30 @@ def _warn(message: str) -> None:
 
 def _on_static_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Call, str | None]:
     """`call` as the static engine is to run it, and the reason why it cannot; None if it can."""
+    with _rows_in_state(call):
+        found, obstacle = _without_row_hooks(call, model_kwargs, is_continuous)
+    if call.adapters is None or obstacle is not None or found.inputs is None:
+        return found, obstacle
+    # The target itself runs the prompts, with PEFT's hooks if it has them.
+    if names_in_hooks(signature_of(call.model).hooked) is None:
+        return call, "rows have adapters of their own, but the target itself runs the prompts of this call"
+    return _without_row_hooks(replace(call, adapters=None), model_kwargs, is_continuous)
+
+
+def _rows_in_state(call: Call) -> AbstractContextManager[None]:
+    """Context in which the target lacks PEFT's hooks for rows, if `call` has the adapters of its rows itself."""
+    layers = () if call.adapters is None else signature_of(call.model).adapters.layers
+    return without_row_hooks(layers)
+
+
+def row_adapters(model: PreTrainedModel, names: Sequence[str] | None, count: int) -> list[str] | None:
+    """`names_of_rows` of a call of `model`."""
+    signature = signature_of(model)
+    return names_of_rows(signature.adapters, signature.hooked, names, count)
+
+
+def _without_row_hooks(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Call, str | None]:
+    """`_on_static_engine`, for a call whose hooks are those to be called."""
     model, prompts = call.model, call.prompts
     obstacle = why_not_static(model, call.config, prompts, model_kwargs, is_continuous)
     if obstacle is not None:
@@ -152,6 +178,7 @@ def generate_with_drafter(
     seeds: int | Sequence[int] | torch.Tensor | None = None,
     generator: torch.Generator | None = None,
     return_logprobs: str | None = None,
+    adapter_names: Sequence[str] | None = None,
     on_begin: Callable[[], object] = bool,
     **model_kwargs: Any,
 ) -> GenerateOutput | torch.Tensor:
@@ -161,6 +188,7 @@ def generate_with_drafter(
         on_begin: called when the call was checked, before an engine runs it.
         seeds, generator: keywords of `generate()` that a call with a `Drafter` has besides, see `Randomness`.
         return_logprobs: another: `"processed"`, `"raw"` or `"both"`, see `SpeculativeOutput.logprobs`.
+        adapter_names: another: the LoRA adapter of each row, or `"__base__"`, as PEFT's own `generate()` takes it.
         input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, inputs_tensor,
             tokenizer, model_kwargs: as `generate()` passes them.
 
@@ -188,6 +216,7 @@ def generate_with_drafter(
         streamer=streamer,
         cache=cache if is_of_caller(cache) else None,
         logprobs=_logprobs(return_logprobs, generation_config),
+        adapters=row_adapters(model, adapter_names, len(input_ids)),
     )
     check_rows_are_apart(logits_processor, input_ids, _vocabulary_of(model))
     attentions = _drop_empty_attentions(call, model_kwargs)
@@ -199,8 +228,14 @@ def generate_with_drafter(
     if engine == "static":
         check_tokens(model, input_ids.cpu(), mask)
         on_begin()
-        output = decode(call)
+        with _rows_in_state(call):
+            output = decode(call)
     else:
+        if adapter_names is not None:
+            raise ValueError(
+                f"adapter_names is {list(adapter_names)!r:.200}, which the static engine has, but "
+                f"{type(model).__name__} runs on the stock engine: {call.reason}. Drop it, or the drafter."
+            )
         if call.logprobs:
             raise ValueError(
                 f"return_logprobs is {return_logprobs!r}, which the static engine has, but {type(model).__name__} runs "
