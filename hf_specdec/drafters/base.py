@@ -90,9 +90,11 @@ class Drafter(PreTrainedModel):
     attention_config: PreTrainedConfig | None = None
 
     # Attributes that a captured round does not depend on: settings that every call reads, and results that it stores.
+    # Shared weights stay where they are until `bind` releases what was captured; they count how often they were copied.
     unread_attributes = frozenset(
         {
             "_last_stats",
+            "_shared_weights",
             "compile_rounds",
             "draft_probs",
             "engine",

@@ -42,8 +42,8 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
     Hidden states and the target's distributions are those of these passes, so the target runs no further pass. The
     drafter learns where a pass is asked for logits: at the tokens before which `logits_to_keep` begins, or whose
     `labels` are not -100; else at all tokens. `step` trains a copy of the drafter in float32, and publishes it by
-    `Drafter.load_weights`, so nothing is captured anew. In several processes gradients are averaged, so all of them are
-    to call `step` equally often.
+    `Drafter.load_weights`, so nothing is captured anew. The training itself is as without it, random numbers included.
+    In several processes gradients are averaged, so all of them are to call `step` equally often.
 
     Args:
         drafter: bound to the target; of a family that is trained by `unroll` or `unroll_blocks`, such as EAGLE-3,
@@ -74,7 +74,8 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
     ):
         self.drafter, self._target = drafter, innermost(model)
         drafter.check_bound_to(self._target)
-        self._student = _copy_in_float32(drafter, self._target)
+        with self._random_numbers():
+            self._student = _copy_in_float32(drafter, self._target)
         self._teacher = Teacher(self._target, self._student, temperature=temperature)
         self._objective = _objective(self._student, num_steps or drafter.num_own_draft_tokens, step_decay)
         self._optimizer = torch.optim.AdamW(self._student.parameters(), lr=learning_rate, betas=(0.9, 0.95))
@@ -155,7 +156,7 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
                 # A trainer's autocast may have computed them in another dtype.
                 states = [None if state is None else state.to(self._target.dtype) for state in one[3:]]
                 learned = self._teacher.outputs(batch, *states)
-                with torch.enable_grad(), self._autocast():
+                with torch.enable_grad(), self._autocast(), self._random_numbers():
                     loss, counts = self._objective(learned)
                     (loss / len(passes)).backward()
                 self._counts = counts if self._counts is None else self._counts + counts
@@ -174,6 +175,11 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         """What `summarize` finds in the steps since the last call; empty if nothing was learned from."""
         counts, self._counts = self._counts, None
         return {} if counts is None else summarize(counts)
+
+    def _random_numbers(self) -> AbstractContextManager:
+        """Context after which the trainer's random numbers go on as if none had been drawn."""
+        device = self._target.device
+        return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
     def _autocast(self) -> AbstractContextManager:
         dtype, device = self._target.dtype, self._target.device.type

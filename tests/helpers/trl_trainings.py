@@ -41,6 +41,7 @@ class Training:
     Args:
         name: of the trainer.
         make: makes the drafter from the model; None to train without one.
+        learning: of its callback.
         settings: of its configuration.
 
     Attributes:
@@ -48,13 +49,13 @@ class Training:
         note: called after each step with the trainer's callback.
     """
 
-    def __init__(self, name, make=None, peft_config=None, note=None, family="llama", **settings):
+    def __init__(self, name, make=None, peft_config=None, note=None, family="llama", learning=False, **settings):
         self.model, words = new_target(family, num_layers=2), tokenizer()
         self.model.generation_config.eos_token_id = self.model.config.eos_token_id = 2
         self.texts, self.callback = [], None
         callbacks = []
         if make is not None:
-            self.callback = DrafterCallback(make(self.model))
+            self.callback = DrafterCallback(make(self.model), learning)
             callbacks.append(self.callback)
         if note is not None:
             callbacks.append(_Note(lambda: note(self)))

@@ -67,6 +67,21 @@ def test_defaults_of_trl_keep_graphs(monkeypatch, tmp_path):
     assert len(attachment.drafter.sessions) == 0, "detached"
 
 
+def test_a_drafter_that_learns_changes_no_training(tmp_path):
+    """Texts and weights are those without a drafter; acceptance and loss are logged."""
+    settings = {"output_dir": tmp_path, "bf16": False}
+    plain = Training("grpo", **settings)
+    learning = Training("grpo", eagle3, learning={"learning_rate": 1e-3}, **settings)
+    assert learning.texts == plain.texts
+    assert all(torch.equal(learning.weights[key], one) for key, one in plain.weights.items())
+    assert learning.callback.learner.skipped == 0
+    losses = [one["speculation/draft_loss"] for one in learning.trainer.state.log_history if "loss" in one]
+    assert len(losses) == STEPS and losses[-1] < losses[0]
+    student = learning.callback.learner._student
+    published = learning.callback.attachment.drafter.state_dict()
+    assert all(torch.equal(published[name], one) for name, one in student.named_parameters())
+
+
 def test_two_processes(tmp_path):
     """As those of one: texts of each process and weights are those of training without a drafter."""
     finish(launch(Path(trl_trainings.__file__), tmp_path))

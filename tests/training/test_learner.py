@@ -19,7 +19,8 @@ class Training:
 
     def __init__(self, family="eagle3", dtype=torch.float32, **settings):
         self.target = new_target("llama").to(dtype)
-        self.drafter = RANDOM_DRAFTERS[family](self.target)
+        self.drafter = RANDOM_DRAFTERS[family](self.target).to(dtype)
+        self.drafter.bind(self.target)
         self.drafter.num_assistant_tokens = 3
         self.attachment = self.drafter.attach(self.target)
         self.learner = DrafterLearner(self.drafter, self.target, learning_rate=5e-3, **settings)
