@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -14,10 +15,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache.layer_kinds import LayerKinds
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
-from ..checkpoints.tensors import KEY_MAPPING, check_tensors, rename
+from ..checkpoints.tensors import KEY_MAPPING, check_tensors, is_plain, rename
 from ..config import AUTO, DrafterConfig, check_num_or_auto
 from ..kernels.types import Proposal, VerificationResult
 from ..modules.hidden_states import find_decoder_layers
+from ..modules.locks import lock_of
 from ..ops import FLOAT8
 from ..state import DecodeState, Shape
 from .attachment import Attachment
@@ -27,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 # How many passes a round makes, and the weights that it reads, each with how often.
 Reads = tuple[int, list[tuple[int, Iterable[torch.Tensor]]]]
+
+# The targets that drafters are bound to; copies and pickles of a drafter do not have it.
+_targets: WeakKeyDictionary[nn.Module, ref[PreTrainedModel]] = WeakKeyDictionary()
 
 ENGINES = ("auto", "static", "stock")
 VERIFICATIONS = ("token", "block")
@@ -85,9 +90,11 @@ class Drafter(PreTrainedModel):
     attention_config: PreTrainedConfig | None = None
 
     # Attributes that a captured round does not depend on: settings that every call reads, and results that it stores.
+    # Shared weights stay where they are until `bind` releases what was captured; they count how often they were copied.
     unread_attributes = frozenset(
         {
             "_last_stats",
+            "_shared_weights",
             "compile_rounds",
             "draft_probs",
             "engine",
@@ -399,11 +406,51 @@ class Drafter(PreTrainedModel):
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement bind().")
 
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Write `weights` into the drafter's own, in place, so that captured rounds go on with them.
+
+        To be called at any time: it waits for a call that runs in another thread, and managers let it in between two
+        rounds. Texts stay those of the target.
+
+        Args:
+            weights: by their names in `state_dict()`, all or some, in any dtype and on any device.
+
+        Raises:
+            ValueError: a name is none of the drafter's, a shape is another one, the draft vocabulary (`d2t`) would
+                change, or the drafter is quantised; it is as it was.
+        """
+        own, problems = self.state_dict(keep_vars=True), []
+        for name, tensor in weights.items():
+            found = own.get(name)
+            if found is None:
+                problems.append(f"{name} is none of its weights")
+            elif found.shape != tensor.shape:
+                problems.append(f"{name} is {list(tensor.shape)}, expected {list(found.shape)}")
+            elif not is_plain(found):
+                problems.append(f"{name} is a {type(found).__name__}, which is quantised or sharded")
+            elif not found.is_floating_point() and not torch.equal(found, tensor.to(found)):
+                problems.append(f"{name} differs, which is fixed: shared weights are chosen by it")
+        if problems:
+            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise ValueError(
+                f"The weights do not fit {self.title}: {'; '.join(problems[:3])}{more}. Expected tensors of its "
+                "state_dict(), by their names there."
+            )
+        target = _targets.get(self, lambda: None)()
+        with nullcontext() if target is None else lock_of(target), torch.inference_mode():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+            self.update_derived()
+
+    def update_derived(self) -> None:
+        """Compute again, in place, what `bind` has computed of the drafter's own weights."""
+
     def _record_binding(self, target: PreTrainedModel) -> None:
         """Last step of `bind`. Releases captured rounds, which may read the weights that were shared before."""
         self._target_config = self.config.target = target.config
         self._bound_vocab_size = target.config.get_text_config().vocab_size
         self._bound_num_layers = len(find_decoder_layers(target) or ())
+        _targets[self] = ref(target)
         self.release()
 
     def sync_with(self, target: PreTrainedModel) -> None:

@@ -472,13 +472,14 @@ class Run:
             logprobs: `[B, n]` of the tokens of all rows, of which requests keep the first.
         """
         now, going_on, stopped = time.perf_counter(), [], []
+        of_rows = logprobs[0].tolist() if logprobs else None
         for row, request, new in found:
             has_failed = new[-1:] == [NO_TOKEN]
             if not request.tokens:
                 request.first_token = now
             is_ended = request.add(new[:-1] if has_failed else new, now)
-            if logprobs:
-                request.logprobs += logprobs[0][row, : len(request.tokens) - len(request.logprobs)].tolist()
+            if of_rows is not None:
+                request.logprobs += of_rows[row][: len(request.tokens) - len(request.logprobs)]
             if is_ended and request.criteria is not None:  # the device knows of tokens only
                 stopped.append(row)
             elif not is_ended and has_failed:

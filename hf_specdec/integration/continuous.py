@@ -194,8 +194,10 @@ def call_of(
 
 
 def with_logprobs(call: Call, settings: ContinuousBatchingConfig) -> Call:
-    """`call`, whose requests have log-probabilities of their tokens if `settings` ask for them."""
-    return replace(call, logprobs=("processed",)) if settings.return_logprobs else call
+    """`call`, whose requests have log-probabilities of their tokens if `settings` ask for them: `return_logprobs` is
+    True for processed ones, as transformers', or `"processed"` or `"raw"`, see `Call.logprobs`."""
+    asked = settings.return_logprobs
+    return replace(call, logprobs=("processed" if asked is True else asked,)) if asked else call
 
 
 def check_known(unknown: Mapping[str, Any], what: str) -> None:
