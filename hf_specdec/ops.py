@@ -81,17 +81,16 @@ __all__ = [
 @register_op(
     "hf_specdec::attention",
     schema="(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window, Tensor? sinks, "
-    "float? softcap, Tensor? starts, Tensor? ends, int? num_splits, int? chunk, Tensor? scales) -> Tensor",
+    "float? softcap, Tensor? starts, Tensor? ends, int? num_splits, int? chunk, Tensor? scales, Tensor? ancestors) "
+    "-> Tensor",
 )
-def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk, scales):
+def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, *others):
+    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
     if not is_for_triton(query):
-        return attention_reference.attention(
-            query, key, value, positions, scaling, window, sinks, softcap, starts, ends, chunk, scales
-        )
+        return attention_reference.attention(*args, *others)
     from .kernels.attention import attention
 
-    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk, scales)
-    return attention(*args, fixed_splits=is_batch_invariant())
+    return attention(*args, num_splits, *others, fixed_splits=is_batch_invariant())
 
 
 @_attention.register_fake
@@ -269,14 +268,15 @@ def attention(
     num_splits: int | None = None,
     chunk: int | None = None,
     scales: torch.Tensor | None = None,
+    ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `kernels.attention_reference.attention`; a Triton kernel on GPUs."""
     note_attended(key, value, *(() if scales is None else (scales,)))
     args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
     # The reference for packed prompts reads the starts on the host; so it is called inside the op.
     if is_for_triton(query) or is_batch_invariant() or (starts is not None and starts.dim() == 2):
-        return _attention(*args, num_splits, chunk, scales)
-    return attention_reference.attention(*args, chunk, scales)
+        return _attention(*args, num_splits, chunk, scales, ancestors)
+    return attention_reference.attention(*args, chunk, scales, ancestors)
 
 
 def prepare_inputs(
