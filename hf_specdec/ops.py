@@ -6,7 +6,7 @@ imported elsewhere, too. Triton is imported when the first kernel is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from .kernels import (
     draft_inputs_reference,
     experts_reference,
     linear_reference,
+    move_slots_reference,
     recurrence_reference,
 )
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
@@ -29,7 +30,7 @@ from .kernels.linear_tiles import (
     choose_tiles,
 )
 from .kernels.random_reference import exponential_sample, row_seeds, uniform
-from .kernels.types import DraftInputs, LinearTiles, RecurrenceRing, VerificationResult
+from .kernels.types import WORD_BITS, DraftInputs, LinearTiles, RecurrenceRing, VerificationResult
 from .op_choice import (
     Op,
     batch_invariant,
@@ -46,10 +47,13 @@ from .op_choice import (
 
 __all__ = [
     "FLOAT8",
+    "SlotMoves",
+    "add_target_noise",
     "as_bytes",
     "attention",
     "batch_invariant",
     "best_draft",
+    "best_paths",
     "dequantise",
     "draw_draft",
     "expert_linear",
@@ -74,6 +78,7 @@ __all__ = [
     "verify_block",
     "verify_greedy",
     "verify_sampling",
+    "verify_tree",
     "write_kv",
 ]
 
@@ -223,6 +228,30 @@ verify_block = kernel_op(
     _empty_result,
     result=VerificationResult,
 )
+verify_tree = kernel_op(
+    "verify_tree.verify_tree",
+    "(Tensor scores, Tensor drafts, Tensor? parents, Tensor? depths, Tensor? seeds, Tensor lengths, int depth) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    lambda scores, drafts, parents, depths, seeds, lengths, depth: (
+        drafts.new_empty(len(drafts), depth + 1),
+        *(drafts.new_empty(len(drafts)) for _ in range(2)),
+        drafts.new_empty(len(drafts), depth + 1),
+    ),
+)
+best_paths = kernel_op(
+    "draft_tree.best_paths",
+    "(Tensor logprobs, Tensor tokens, int num_nodes) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda logprobs, tokens, num_nodes: (
+        tokens.new_empty(len(tokens), num_nodes),
+        *(tokens.new_empty(len(tokens), num_nodes + 1) for _ in range(2)),
+        tokens.new_empty(len(tokens), num_nodes + 1, num_nodes // WORD_BITS + 1),
+    ),
+)
+add_target_noise = kernel_op(
+    "draft_sampling.add_target_noise",
+    "(Tensor logits, Tensor? target_ids, Tensor temperatures, Tensor seeds, Tensor lengths, int first) -> Tensor",
+    lambda logits, *rest: logits.new_empty(logits.shape, dtype=torch.float32),
+)
 token_logprobs = kernel_op(
     "token_logprobs.token_logprobs",
     "(Tensor scores, Tensor tokens) -> Tensor",
@@ -324,6 +353,28 @@ def recurrence(
     return recurrence_reference.recurrence(
         *inputs, ring, *bounds, delta=delta, normalize=normalize, scale=scale, rates=rates
     )
+
+
+class SlotMoves:
+    """`kernels.move_slots_reference.move_slots` of the same buffers, round after round; a Triton kernel on GPUs."""
+
+    def __init__(self) -> None:
+        self._key: tuple = ()
+        self._table: torch.Tensor | None = None
+
+    def __call__(
+        self, buffers: Sequence[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor, committed: torch.Tensor
+    ) -> None:
+        if not is_for_triton(path):
+            move_slots_reference.move_slots(buffers, path, lengths, committed)
+            return
+        from .kernels.move_slots import address_table, move_slots
+
+        with torch.cuda.device_of(path):
+            key = tuple((one.data_ptr(), one.stride()) for one in buffers)
+            if key != self._key:  # not while a round is captured, which was run before
+                self._key, self._table = key, address_table(buffers)
+            move_slots(buffers, self._table, path, lengths, committed)
 
 
 def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:

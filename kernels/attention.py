@@ -52,14 +52,13 @@ from .attention_splits import (
 )
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .float8 import first_of_pair, pairs_of, second_of_pair
+from .types import MOST_WORDS, WORD_BITS
 
 # Bytes of the keys, or of the values, of one block of slots; several blocks are in flight per program.
 _TILE_BYTES = 16384
 # With fixed splits, a program takes twice as many queries from so many queries of a key head on, since it is bound by
 # reading keys and values.
 MANY_QUERIES = 1024
-# Words of ancestors of a node: trees have up to 64 times as many nodes.
-MOST_WORDS = 2
 
 
 @triton.jit
@@ -524,7 +523,7 @@ def attention(
     assert chunk is None or not is_packed, "chunks are counted from slot 0"
     num_words = 0 if ancestors is None else ancestors.shape[2]
     assert not num_words or not (is_packed or fixed_splits or ends is not None or chunk is not None), "trees of rounds"
-    assert not num_words or (num_words <= MOST_WORDS and num_queries <= 64 * num_words), "a bit for each node"
+    assert not num_words or (num_words <= MOST_WORDS and num_queries <= WORD_BITS * num_words), "a bit for each node"
     size = window if chunk is None else chunk
     if query.stride(3) != 1:
         query = query.contiguous()

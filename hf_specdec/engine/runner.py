@@ -100,7 +100,7 @@ class Runner:
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill_next.")
 
     def _commit_first_tokens(self, rows: torch.Tensor | slice, known: torch.Tensor | None = None) -> FirstTokens:
-        result, logprobs, scores, logits = commit_first_token(self.state, self._process, rows, known)
+        result, logprobs, scores, logits, _ = commit_first_token(self.state, self._process, rows, known)
         return RoundReport(result, logprobs), {"scores": scores, "logits": logits}
 
     def finish(self, rows: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from ..patching.support import (
     parts,
     why_not_known_attention,
     why_not_supported,
+    why_not_used,
 )
+from ..sampling.processors import POINTWISE_PROCESSORS
 from .equivalence import why_not_batch_invariant
 
 # Caches that a call may ask for, of which its text does not depend: the engine has a cache of its own.
@@ -167,6 +170,45 @@ def check_key_dtype(call: Call, engine: str) -> None:
             f'kv_cache_dtype="{call.drafter.kv_cache_dtype}", but {reason}. Set '
             'drafter.configure(kv_cache_dtype="auto") to generate all the same.'
         )
+
+
+def with_tree(call: Call, engine: str) -> Call:
+    """`call`, whose drafts are to be trees, as the `engine` that is to run it does: with chains, and the reason of that,
+    where logits processors read the text, which is one text.
+
+    Raises:
+        ValueError: it cannot be run with trees.
+    """
+    if (reason := _why_no_tree(call, engine)) is not None:
+        raise ValueError(
+            f"Drafts are to be trees of {call.num_nodes} (tree), but {reason}. Set tree=0 for chains of drafts."
+        )
+    names = [type(one).__name__ for one in call.processors if type(one) not in POINTWISE_PROCESSORS]
+    if not names:
+        return call
+    reason = f"{call.reason}; drafts are chains, since {' and '.join(names)} may read the text"
+    return replace(call, num_nodes=0, reason=reason)
+
+
+def _why_no_tree(call: Call, engine: str) -> str | None:
+    """The reason why drafts of the call cannot be trees; None if they can."""
+    model, drafter, name = call.model, call.drafter, type(call.model).__name__
+    if engine != "static":
+        return f"the call runs on the {engine} engine ({call.reason}); expected the static engine"
+    if (reason := why_not_used(model, Use.TREES)) is not None:
+        return f"{name} has {reason}"
+    window = min(filter(None, cache_windows(model)), default=None)
+    if window is not None and window <= call.num_draft_tokens:
+        return f"{name} has windows of {window} tokens; expected more than num_assistant_tokens"
+    if call.is_auto:
+        return 'num_assistant_tokens is "auto", which chooses the length of chains; expected a number'
+    if drafter.batch_invariant:
+        return "batch_invariant is True, and keys of a tree are summed up in another order than those of a text"
+    if drafter.compiles_rounds:
+        return "rounds are to be compiled, which is not built for trees; expected compile=False"
+    if tensor_parallel_group(model) is not None:
+        return f"{name} is split over processes, for which trees are not built; expected a target on one GPU"
+    return "the hidden states of every step are returned" if "hidden_states" in call.kept else None
 
 
 def _why_not_invariant(call: Call, engine: str) -> str | None:

@@ -18,13 +18,13 @@ from ..calls.first_pass import for_static_engine
 from ..calls.prompts import read_prompts
 from ..calls.request import ContinuousBatching, Request
 from ..config import AUTO
-from ..drafters.base import Drafter
+from ..drafters.base import MATCH, Drafter
 from ..engine.continuous import check_continuous, decode_continuously
 from ..engine.static_engine import decode
 from ..graphs.cuda_graphs import on_device
 from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, assisted_decoding, make_cache, mask_length
-from ..hosting.eligibility import check_batch_invariant, check_key_dtype, empty_attentions, why_not_static
+from ..hosting.eligibility import check_batch_invariant, check_key_dtype, empty_attentions, why_not_static, with_tree
 from ..hosting.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
 from ..modules.evaluation import Evaluation
 from ..modules.locks import lock_of
@@ -71,7 +71,7 @@ def _call_of(call: Call, engine: str, prompts: Sequence[torch.Tensor] | None) ->
         "attention_mask": (own.padding, own.width),
         "requests": None if prompts is None else [one.tolist() for one in prompts],
         "cache": own.cached,
-        "num_assistant_tokens": (call.num_draft_tokens, call.is_auto),
+        "num_assistant_tokens": (call.num_draft_tokens, call.is_auto, call.num_nodes),
         "engine": engine,
         "kv_cache_dtype": call.drafter.kv_cache_dtype,
         "generation settings": {name: value for name, value in config.to_dict().items() if not name.startswith("_")},
@@ -152,6 +152,7 @@ def generate_with_drafter(
     seeds: int | Sequence[int] | torch.Tensor | None = None,
     generator: torch.Generator | None = None,
     return_logprobs: str | None = None,
+    tree: int | None = None,
     on_begin: Callable[[], object] = bool,
     **model_kwargs: Any,
 ) -> GenerateOutput | torch.Tensor:
@@ -161,6 +162,7 @@ def generate_with_drafter(
         on_begin: called when the call was checked, before an engine runs it.
         seeds, generator: keywords of `generate()` that a call with a `Drafter` has besides, see `Randomness`.
         return_logprobs: another: `"processed"`, `"raw"` or `"both"`, see `SpeculativeOutput.logprobs`.
+        tree: another, see `Drafter.configure`; the drafter's if None.
         input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, inputs_tensor,
             tokenizer, model_kwargs: as `generate()` passes them.
 
@@ -181,6 +183,7 @@ def generate_with_drafter(
         drafter,
         generation_config,
         Randomness(seeds, generator),
+        tree=tree,
         model=model,
         prompts=prompts,
         processors=logits_processor,
@@ -192,6 +195,8 @@ def generate_with_drafter(
     check_rows_are_apart(logits_processor, input_ids, _vocabulary_of(model))
     attentions = _drop_empty_attentions(call, model_kwargs)
     call, engine = _choose_engine(call, model_kwargs, False)
+    if call.num_nodes:
+        call = with_tree(call, engine)
     if engine == "stock" or call.inputs is not None:
         make_call_cache(model, generation_config, model_kwargs)
     call = _for_engine(call, engine)
@@ -230,9 +235,15 @@ def _logprobs(asked: str | None, config: GenerationConfig) -> tuple[str, ...]:
 
 
 def new_call(
-    drafter: Drafter, config: GenerationConfig, randomness: Randomness, is_continuous: bool = False, **others: Any
+    drafter: Drafter,
+    config: GenerationConfig,
+    randomness: Randomness,
+    is_continuous: bool = False,
+    tree: int | None = None,
+    **others: Any,
 ) -> Call:
-    """The call of `generate()`, or one by continuous batching, with its K; `others` are further fields of `Call`."""
+    """The call of `generate()`, or one by continuous batching, with its K and N; `others` are further fields of `Call`."""
+    num_nodes = drafter.tree if tree is None else drafter.check_tree(tree)
     asked = _num_draft_tokens(drafter, config, randomness, is_continuous)
     most = _most_draft_tokens(drafter) if asked == AUTO else asked
     return Call(
@@ -241,6 +252,8 @@ def new_call(
         randomness=randomness,
         num_draft_tokens=most,
         is_auto=asked == AUTO,
+        num_nodes=num_nodes,
+        verification=MATCH if num_nodes else drafter.verification,
         **others,
     )
 
