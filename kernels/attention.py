@@ -248,10 +248,11 @@ def _attention_kernel(
 
     Grid: (kv_heads * blocks of queries, B, programs that share the slots); a program has up to ROWS of the G * n
     queries of one key head. Reads those queries, their positions and last slots, or NUM_WORDS words of ancestors, the
-    start of the row, or of each query (IS_PACKED), and the keys and values of the slots of its splits. Writes `out` `[B, n, heads, Dv]`; with IS_SPLIT
-    float32 results of splits instead, `partial` `[B * n * heads, splits, Dv]` and `stats` `[B * n * heads, splits]`:
-    results and base-2 logarithms of the sums of exponentials, those only, -inf, of a split without slots. With splits
-    at fixed places (SPLIT, else 0) it writes sums of values and `stats` `[2, B * n * heads, splits]`, maxima and sums.
+    start of the row, or of each query (IS_PACKED), and the keys and values of the slots of its splits. Writes `out`
+    `[B, n, heads, Dv]`; with IS_SPLIT float32 results of splits instead, `partial` `[B * n * heads, splits, Dv]` and
+    `stats` `[B * n * heads, splits]`: results and base-2 logarithms of the sums of exponentials, those only, -inf, of a
+    split without slots. With splits at fixed places (SPLIT, else 0) it writes sums of values and `stats`
+    `[2, B * n * heads, splits]`, maxima and sums.
     """
     # Short rows use only the first splits; the split is the slowest index of the grid, so these start first.
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)

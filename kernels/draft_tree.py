@@ -71,7 +71,7 @@ def _best_paths_kernel(
     tl.store(ancestors_ptr, one)
     if NUM_WORDS > 1:
         tl.store(ancestors_ptr + 1, zero)
-    # Of the paths that are known: their scores and those without the last rank, depth, last rank, parent, its ancestors.
+    # Of known paths: scores, those without the last rank, depths, last ranks, parents and the ancestors of these.
     scores = tl.where(place == 0, _load(logprobs_ptr, 0, 0, True, WIDTH), float("-inf"))
     before = tl.zeros([PLACES], tl.float32)
     depths = tl.zeros([PLACES], tl.int32)

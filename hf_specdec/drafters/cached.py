@@ -257,22 +257,24 @@ class CachedDrafter(Drafter):
 
     def join(self, state: DecodeState, drafts: Sequence[Proposal]) -> Proposal:
         """The draft tokens of a round's steps, in order, as one proposal."""
-        if len(drafts) == 1:
-            return drafts[0]._replace(draft_ids=state.memory.draft_ids)
+        if state.num_nodes:
+            return drafts[0]
         tokens, probs, *_ = zip(*drafts, strict=True)
         return Proposal(
             torch.cat(tokens, dim=1), torch.cat(probs, dim=1) if state.draft_probs else None, state.memory.draft_ids
         )
 
     def draw(self, state: DecodeState, logits: torch.Tensor, first: int) -> Proposal:
-        """Draft tokens `first` to `first + n - 1` of the round, from their logits `[B, n, V_d]`; of a tree all of them."""
-        target_ids, temperatures = self.target_ids, state.temperature * state.row_temperatures
+        """Draft tokens `first` to `first + n - 1` of the round, from their logits `[B, n, V_d]`; or their tree."""
+        target_ids = self.target_ids
         if state.is_sampling and state.verification == MATCH:
+            temperatures = state.temperature * state.row_temperatures
             logits = ops.add_target_noise(logits, target_ids, temperatures, state.seeds, state.lengths, first)
         if state.num_nodes:
             return self._grow(logits, state.num_nodes)
         if not state.draft_probs:
             return Proposal(ops.best_draft(logits, target_ids), None)
+        temperatures = state.temperature * state.row_temperatures
         index, probs = draw_draft(logits, temperatures, state.seeds, state.lengths, first)
         return Proposal(index if target_ids is None else target_ids[index], probs)
 

@@ -94,7 +94,7 @@ def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
         its layout; None if something else than attention reads it, which may read slots that have no memory: as models
         do that store what keys and values are computed from.
     """
-    slots = max(64, 8 * (shape.num_draft_tokens + 1))
+    slots = max(64, 8 * (shape.num_draft_tokens + 1)) + shape.num_nodes
     model, drafter = target.model, target.drafter
     state = drafter.new_state(shape._replace(batch=1, slots=slots), cache_layers(model), model.device)
     with ops.references(), noting_attended() as attended:

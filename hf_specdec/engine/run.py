@@ -355,7 +355,8 @@ class Run:
 
     def reserve(self, ahead: int) -> bool:
         """Let rows have memory for `ahead` tokens more than are read; returns whether there is enough."""
-        return self._reserve({row: min(one.length + ahead, one.longest) for row, one in self._occupied})
+        nodes = self._runner.state.num_nodes
+        return self._reserve({row: min(one.length + ahead, one.longest) + nodes for row, one in self._occupied})
 
     def _reserve(self, lengths: Mapping[int, int], sources: Collection[int] = ()) -> bool:
         """Let rows have memory for texts of `lengths`; what others than `sources` hold is given back if need be."""

@@ -69,7 +69,9 @@ class Runner:
         self.lease, self.session, self.state = lease, lease.session, lease.session.state
         self.drafts = lease.drafts(self.acceptance, num_drafts)
         self.num_rows, self.memory = len(self.state.lengths), self.session.row_memory
-        self.capacity = self.state.slots - 1 if self.memory is None else self.memory.capacity
+        # The last drafts of a tree are behind the positions of its text.
+        slots = self.state.slots - 1 if self.memory is None else self.memory.capacity
+        self.capacity = slots - self.state.num_nodes
 
     @property
     def num_captures(self) -> int:

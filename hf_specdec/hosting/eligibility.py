@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from ..patching.support import (
     why_not_supported,
     why_not_used,
 )
-from ..sampling.processors import POINTWISE_PROCESSORS
 from .equivalence import why_not_batch_invariant
 
 # Caches that a call may ask for, of which its text does not depend: the engine has a cache of its own.
@@ -172,22 +170,12 @@ def check_key_dtype(call: Call, engine: str) -> None:
         )
 
 
-def with_tree(call: Call, engine: str) -> Call:
-    """`call`, whose drafts are to be trees, as the `engine` that is to run it does: with chains, and the reason of that,
-    where logits processors read the text, which is one text.
-
-    Raises:
-        ValueError: it cannot be run with trees.
-    """
-    if (reason := _why_no_tree(call, engine)) is not None:
+def check_tree(call: Call, engine: str) -> None:
+    """Raise `ValueError` unless drafts of a call can be the trees that they are to be, on the `engine` that runs it."""
+    if call.num_nodes and (reason := _why_no_tree(call, engine)) is not None:
         raise ValueError(
             f"Drafts are to be trees of {call.num_nodes} (tree), but {reason}. Set tree=0 for chains of drafts."
         )
-    names = [type(one).__name__ for one in call.processors if type(one) not in POINTWISE_PROCESSORS]
-    if not names:
-        return call
-    reason = f"{call.reason}; drafts are chains, since {' and '.join(names)} may read the text"
-    return replace(call, num_nodes=0, reason=reason)
 
 
 def _why_no_tree(call: Call, engine: str) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..auto_k.auto_drafts import CANDIDATES
 from ..calls.call import Call
@@ -24,7 +24,7 @@ from ..engine.static_engine import decode
 from ..graphs.cuda_graphs import on_device
 from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, assisted_decoding, make_cache, mask_length
-from ..hosting.eligibility import check_batch_invariant, check_key_dtype, empty_attentions, why_not_static, with_tree
+from ..hosting.eligibility import check_batch_invariant, check_key_dtype, check_tree, empty_attentions, why_not_static
 from ..hosting.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
 from ..modules.evaluation import Evaluation
 from ..modules.locks import lock_of
@@ -32,7 +32,7 @@ from ..modules.patch import engine as engine_context
 from ..modules.signature import looked_at_once
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, from_first_rank, tensor_parallel_group
 from ..patching.support import configured_layers
-from ..sampling.processors import check_processors, check_rows_are_apart
+from ..sampling.processors import POINTWISE_PROCESSORS, check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
 from ..stock.stock_engine import assist, check_stock_call
 from .validation import check_cache, check_prompts, check_same_device, check_tokens
@@ -134,6 +134,7 @@ def _choose_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool
     _log_engine(engine, reason)
     if engine == "stock" and drafter.verification != "token":
         _warn(f"verification={drafter.verification!r} has no effect on the stock engine, which judges token by token.")
+    reason = f"{reason}; {call.reason}" if call.reason else reason
     return replace(on_static if engine == "static" else call, reason=reason), engine
 
 
@@ -183,6 +184,7 @@ def generate_with_drafter(
         drafter,
         generation_config,
         Randomness(seeds, generator),
+        logits_processor,
         tree=tree,
         model=model,
         prompts=prompts,
@@ -195,8 +197,6 @@ def generate_with_drafter(
     check_rows_are_apart(logits_processor, input_ids, _vocabulary_of(model))
     attentions = _drop_empty_attentions(call, model_kwargs)
     call, engine = _choose_engine(call, model_kwargs, False)
-    if call.num_nodes:
-        call = with_tree(call, engine)
     if engine == "stock" or call.inputs is not None:
         make_call_cache(model, generation_config, model_kwargs)
     call = _for_engine(call, engine)
@@ -238,12 +238,21 @@ def new_call(
     drafter: Drafter,
     config: GenerationConfig,
     randomness: Randomness,
+    all_processors: Sequence[LogitsProcessor],
     is_continuous: bool = False,
     tree: int | None = None,
     **others: Any,
 ) -> Call:
-    """The call of `generate()`, or one by continuous batching, with its K and N; `others` are further fields of `Call`."""
+    """The call of `generate()`, or one by continuous batching, with its K and N.
+
+    Args:
+        all_processors: of the call, and of its requests. Where one of them reads the text, which is one text, drafts
+            are chains.
+        tree: of the call; the drafter's if None.
+        others: further fields of `Call`.
+    """
     num_nodes = drafter.tree if tree is None else drafter.check_tree(tree)
+    readers = [type(one).__name__ for one in all_processors if type(one) not in POINTWISE_PROCESSORS]
     asked = _num_draft_tokens(drafter, config, randomness, is_continuous)
     most = _most_draft_tokens(drafter) if asked == AUTO else asked
     return Call(
@@ -252,7 +261,8 @@ def new_call(
         randomness=randomness,
         num_draft_tokens=most,
         is_auto=asked == AUTO,
-        num_nodes=num_nodes,
+        num_nodes=0 if readers else num_nodes,
+        reason=f"drafts are chains, since {' and '.join(readers)} may read the text" if readers and num_nodes else "",
         verification=MATCH if num_nodes else drafter.verification,
         **others,
     )
@@ -312,6 +322,7 @@ def _check_engine(call: Call, engine: str, prompts: Sequence[torch.Tensor] | Non
         check_batch_invariant(call, engine)
     if drafter.key_dtype is not None:
         check_key_dtype(call, engine)
+    check_tree(call, engine)
     if engine == "static":
         check_same_device(model, drafter)
     drafter.sync_with(model)

@@ -6,7 +6,7 @@ from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, GreedyTexts, continuations
 from oracle import RANDOM_DRAFTERS, TreeOracle, random_dflash, random_draft_model, random_eagle3, random_peagle
 from targets import padded_prompts, set_policy, tiny_target
-from transformers import DynamicCache, RepetitionPenaltyLogitsProcessor
+from transformers import ContinuousBatchingConfig, DynamicCache, RepetitionPenaltyLogitsProcessor
 
 from hf_specdec.drafters.base import MOST_NODES
 from hf_specdec.drafters.none import NoDrafter
@@ -231,8 +231,27 @@ def test_calls_that_have_no_trees(family, settings, options, reason):
         target.generate(**inputs, assistant_model=drafter, **options)
 
 
-def test_continuous_batching_drafts_chains():
+@pytest.mark.parametrize("kind", ["p-eagle", "dflash"])
+def test_bulk_texts_are_those_of_generate_without_drafts(kind):
+    """More requests than rows, greedy and sampled; those whose processors read the text verify chains."""
+    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[8])
+    prompts = [row[mask != 0].tolist() for row, mask in zip(*inputs.values(), strict=True)]
+    few = ContinuousBatchingConfig(max_requests_per_batch=3)
+    drafter = RANDOM_DRAFTERS[kind](target).configure(4, tree=12)
+    for options in ({"do_sample": False}, {"do_sample": True, "seeds": [*range(8)]}):
+        for processors in ([], [RepetitionPenaltyLogitsProcessor(1.3)]):
+            options |= {"max_new_tokens": NEW, "logits_processor": processors}
+            plain = target.generate(**inputs, **options, assistant_model=NoDrafter(target))
+            options["continuous_batching_config"] = few
+            out = target.generate_batch(prompts, **options, assistant_model=drafter)
+            del options["continuous_batching_config"]
+            found = [one.generated_tokens for one in out.values()]
+            assert found == plain[:, -NEW:].tolist()
+            assert drafter.stats.tree == (0 if processors else 12)
+
+
+def test_managers_draft_chains():
     target = tiny_target("llama")
     drafter = random_peagle(target).configure(tree=8)
-    with pytest.raises(ValueError, match="Drafts are to be trees of 8"):
-        target.generate_batch([[3, 4, 5]], assistant_model=drafter, max_new_tokens=4)
+    with pytest.raises(ValueError, match="tree=0 for chains"):
+        target.init_continuous_batching(assistant_model=drafter)

@@ -7,6 +7,7 @@ import heapq
 
 import pytest
 import torch
+from chi_square import p_value
 
 from hf_specdec.kernels import (
     draft_sampling,
@@ -239,3 +240,36 @@ def test_accepted_nodes_are_moved_to_their_positions(dtypes):
     move_slots.move_slots(ours, move_slots.address_table(ours), path, lengths, committed)
     for right, *found in zip(expected, theirs, ours, strict=True):
         assert all(torch.equal(one.float(), right.float()) for one in found)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_the_law_of_texts_with_drafts_chosen_by_the_targets_noise(temperature):
+    """Texts of up to depth 3 of 8 drafts, of a drafter that is wrong, have the target's distribution."""
+    vocabulary, depth, rows = 3, 3, 20_000
+    generator = torch.Generator().manual_seed(0)
+    # Logits after every text, of which nodes are told apart by number: v's child w is 3 v + w + 1.
+    target = torch.randn(sum(vocabulary**n for n in range(depth + 1)), vocabulary, generator=generator).to(DEVICE)
+    drafter = torch.randn(1, depth, vocabulary, generator=generator).to(DEVICE).expand(rows, -1, -1)
+    seeds, lengths = torch.arange(rows, device=DEVICE), torch.full((rows,), 7, device=DEVICE)
+    temperatures = torch.full((rows,), temperature, device=DEVICE)
+    noisy = draft_sampling_reference.add_target_noise(drafter, None, temperatures, seeds, lengths, 0)
+    values, tokens = noisy.log_softmax(-1).sort(dim=-1, descending=True)
+    drafts, *tree = draft_tree_reference.best_paths(values, tokens, 8)
+    texts = torch.zeros(rows, 9, dtype=torch.int64, device=DEVICE)
+    for node in range(1, 9):
+        parent = texts.gather(1, tree[0][:, node, None].clamp(min=0))[:, 0]
+        texts[:, node] = vocabulary * parent + drafts[:, node - 1] + 1
+    scores = target[texts] / temperature
+    found, accepted, _, _ = verify_tree_reference.verify_tree(scores, drafts, *tree[:2], seeds, lengths, depth)
+    assert accepted.bincount(minlength=depth + 1).min() > 100
+    # Rounds go on until texts have as many tokens: without drafts, as far as the law is concerned.
+    at, text = torch.zeros_like(seeds), torch.zeros_like(seeds)
+    law = torch.ones(1, dtype=torch.float64, device=DEVICE)
+    probs = (target / temperature).softmax(-1)
+    for step in range(depth):
+        alone = random_reference.exponential_sample(probs[at], seeds, lengths + step, RandomStream.TARGET)
+        token = torch.where(step <= accepted, found[:, step], alone)
+        first = (vocabulary**step - 1) // (vocabulary - 1)
+        law = (law[:, None] * probs[first : first + vocabulary**step].double()).flatten()
+        at, text = vocabulary * at + token + 1, vocabulary * text + token
+    assert p_value(text.bincount(minlength=vocabulary**depth).cpu(), law.cpu()) > 1e-3
