@@ -90,6 +90,7 @@ def _attend_to_slots(
 ):
     """Continue the online softmax of a block of queries with the slots from `begin` to `stop - 1`.
 
+    With words of `ancestors`, and of `more_ancestors` or None, these are slots of nodes, from that of the `root` on.
     The pointers are those of the row and of the head. Returns the maxima, the sums and the sums of values.
     """
     dim = tl.arange(0, query.shape[1])
@@ -118,13 +119,12 @@ def _attend_to_slots(
         visible = (slot[None, :] <= last[:, None]) & is_slot[None, :]
         if window is not None:
             visible = visible & (slot[None, :] >= first_visible(position, window, IS_CHUNKED)[:, None])
-        if ancestors is not None:  # noqa: SIM102 (a constexpr branch)
-            if first + SLOT_BLOCK > root:
-                node = (slot - root)[None, :]
-                word = ancestors[:, None]
-                if more_ancestors is not None:
-                    word = tl.where(node < 64, word, more_ancestors[:, None])
-                visible = visible & ((node < 0) | (((word >> (node & 63).to(tl.int64)) & 1) != 0))
+        if ancestors is not None:
+            node = (slot - root)[None, :]
+            word = ancestors[:, None]
+            if more_ancestors is not None:
+                word = tl.where(node < 64, word, more_ancestors[:, None])
+            visible = visible & (((word >> (node & 63).to(tl.int64)) & 1) != 0)
         scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))
         # A query that has seen no slot yet has maximum -inf; 2^(-inf - -inf) would be NaN.
@@ -431,21 +431,48 @@ def _attention_kernel(
             position,
             last,
             begin,
-            stop,
+            tl.minimum(stop, root) if NUM_WORDS > 0 else stop,
             window,
             scaling,
             softcap,
             first_max,
             first_sum,
             none_acc,
-            root,
-            ancestors,
-            more_ancestors,
+            None,
+            None,
+            None,
             DIM,
             VALUE_DIM,
             SLOT_BLOCK,
             IS_CHUNKED,
         )
+        if NUM_WORDS > 0:  # the text is read as without a tree, which is faster; then the nodes
+            running_max, running_sum, acc = _attend_to_slots(
+                query,
+                key_ptr,
+                value_ptr,
+                scale_ptr,
+                key_stride_s,
+                value_stride_s,
+                scale_stride_s,
+                position,
+                last,
+                tl.maximum(begin, root),
+                stop,
+                window,
+                scaling,
+                softcap,
+                running_max,
+                running_sum,
+                acc,
+                root,
+                ancestors,
+                more_ancestors,
+                DIM,
+                VALUE_DIM,
+                SLOT_BLOCK,
+                IS_CHUNKED,
+            )
     if not (IS_SPLIT and SPLIT > 0):
         _store(
             running_max,
