@@ -9,7 +9,8 @@ result `[B, n]`, accepted and committed `[B]`. For position p = lengths[b] + fir
                     NO_TOKEN, that one included; 0 if finished[b]
 
 The drafts may be the nodes of a tree, see `Tree`, node i with slot lengths[b] - 1 + i and position
-p = lengths[b] - 1 + depths[b, i]; both are dummy if finished[b], if p > limits[b] - 2 and if the node is not used.
+p = lengths[b] - 1 + depths[b, i]; the position is dummy if finished[b], if p > limits[b] - 2 and if the node is not
+used, the slot if finished[b].
 
 Then tokens[b, lengths[b] + i] = max(result[b, i], 0) for i < committed'[b]. One program computes a row.
 """
@@ -62,15 +63,17 @@ def _slots_kernel(
     length = tl.load(lengths_ptr + row)
     is_finished = tl.load(finished_ptr + row)
     position = length + first + column
-    slot = position
+    last_position = tl.load(limits_ptr + row) - 2
     if depths_ptr is not None:
-        position = length - 1 + tl.load(depths_ptr + row * count + column, mask=is_column, other=0)
+        depth = tl.load(depths_ptr + row * count + column, mask=is_column, other=0)
         parent = tl.load(parents_ptr + row * count + column, mask=is_column, other=-1)
-        is_finished = is_finished | ((parent < 0) & (column > 0))
-    is_dummy = is_finished | (position > tl.load(limits_ptr + row) - 2)
-    if depths_ptr is not None:
-        tl.store(positions_ptr + row * count + column, tl.where(is_dummy, dummy, position), mask=is_column)
-    slot = tl.where(is_dummy, dummy, slot)
+        is_run = (length - 1 + depth <= last_position) & ((parent >= 0) | (column == 0))
+        node_position = tl.where(is_run & (is_finished == 0), length - 1 + depth, dummy)
+        tl.store(positions_ptr + row * count + column, node_position, mask=is_column)
+        is_dummy = is_finished | (length - 1 > last_position)
+    else:
+        is_dummy = is_finished | (position > last_position)
+    slot = tl.where(is_dummy, dummy, position)
     tl.store(slots_ptr + row * count + column, slot, mask=is_column)
     if HAS_BLOCK:
         last = tl.load(tokens_ptr + row * tokens_stride + length - 1)

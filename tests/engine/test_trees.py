@@ -40,15 +40,17 @@ def test_greedy_texts_with_trees_of_every_parallel_drafter(kind):
         assert drafter.stats.tree == tree
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_kernels_generate_the_same(family, monkeypatch):
-    expected = TEXTS.plain(family, PROMPTS[3])
-    set_policy(monkeypatch, "cpu", triton=True)
-    target, inputs = tiny_target(family), padded_prompts(PROMPTS[3])
-    drafter = tree_oracle(target, inputs, expected)
-    assert torch.equal(TEXTS.greedy(target, inputs, drafter, 4, tree=9), expected)
-    drafter = random_dflash(target)
-    assert torch.equal(TEXTS.greedy(target, inputs, drafter, 4, tree=9), expected)
+def test_kernels_generate_the_same(monkeypatch):
+    """Greedy texts, and those of seeds."""
+    target, inputs = tiny_target("llama"), padded_prompts([3, 5])
+    texts = []
+    for is_triton in (False, True):
+        set_policy(monkeypatch, "cpu", triton=is_triton)
+        for options in ({"do_sample": False}, {"do_sample": True, "seeds": [1, 2**40]}):
+            drafter = random_dflash(target) if is_triton else NoDrafter(target)
+            options |= {"num_assistant_tokens": 3, "tree": 5} if is_triton else {}
+            texts.append(target.generate(**inputs, **options, assistant_model=drafter, max_new_tokens=5))
+    assert torch.equal(texts[2], texts[0]) and torch.equal(texts[3], texts[1])
 
 
 def test_replayed_rounds_verify_other_trees(monkeypatch):
