@@ -16,6 +16,7 @@ __all__ = [
     "DrafterConfig",
     "NoDrafter",
     "SpeculationStats",
+    "SuffixDrafter",
     "install",
     "register_drafter",
     "uninstall",
@@ -26,7 +27,7 @@ from .host.parts import why_broken
 if why_broken() is None:
     from .auto import AutoDrafter
     from .config import DrafterConfig
-    from .drafters import Drafter, NoDrafter, register_drafter
+    from .drafters import Drafter, NoDrafter, SuffixDrafter, register_drafter
     from .install import install, uninstall
     from .stats import SpeculationStats
 

@@ -17,7 +17,7 @@ from .checkpoints.interpretation import Decision, Decisions, Overrides, check_ro
 from .checkpoints.tensors import plain_weight
 from .config import DrafterConfig
 from .drafters.base import Drafter
-from .drafters.registry import find_family, needed_by, refuse, registered_drafters
+from .drafters.registry import find_family, has_no_weights, needed_by, registered_drafters
 from .modules.hidden_states import device_of_last_layer
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def find_checkpoint(
     repo: str | Path, target: PreTrainedConfig | None, overrides: Overrides | None = None, **hub: Any
 ) -> Checkpoint:
     """`open_checkpoint` with the tensors that a drafter for `target` needs; unsupported families are refused."""
-    return open_checkpoint(repo, select=needed_by(target, overrides or {}), refuse=refuse, **hub)
+    select = needed_by(target, overrides or {})
+    return open_checkpoint(repo, select=select, has_no_weights=has_no_weights, **hub)
 
 
 def read_config(

@@ -595,6 +595,9 @@ class DFlash2Config(DFlashConfig):
                 f"conv_kernel_size is {self.conv_kernel_size}; expected at most block_size {self.block_size}."
             )
         super()._complete()
+        self._check_selector()
+
+    def _check_selector(self) -> None:
         if self.draft_vocab_size != self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size}, but {self.family} drafters select among all "
@@ -602,6 +605,33 @@ class DFlash2Config(DFlashConfig):
             )
         if self.selector_top_k > self.vocab_size:
             raise ValueError(f"selector_top_k is {self.selector_top_k}; expected at most {self.vocab_size} tokens.")
+
+
+class DSpineConfig(DFlashConfig):
+    """DSpine drafter (Tencent): DFlash whose tokens of a block tell the next one what they may be.
+
+    Args:
+        transfer_rank: width of the features of a token, and of the codes of the vocabulary.
+        message_size: width of what a token tells the next one.
+        selector_top_k: candidates of each draft token: the most likely ones by the head. It is one of them.
+    """
+
+    model_type = "hf_specdec_dspine"
+    family = "dspine"
+    least = {"transfer_rank": 1, "message_size": 1, "selector_top_k": 1}
+
+    transfer_rank: int = 1024
+    message_size: int = 512
+    selector_top_k: int = 16
+
+    def _complete(self) -> None:
+        super()._complete()
+        DFlash2Config._check_selector(self)
+        if self.anchor_first or self.logit_softcap is not None:
+            raise ValueError(
+                f"anchor_first is {self.anchor_first} and logit_softcap {self.logit_softcap}; expected False and None, "
+                f"as {self.family} drafters are published."
+            )
 
 
 class DominoConfig(DFlashConfig):
@@ -644,6 +674,24 @@ class DSparkConfig(DFlashConfig):
                 f"markov_type is {self.markov_type!r}; expected one of {', '.join(map(repr, MARKOV_TYPES))}."
             )
         super()._complete()
+
+
+class SuffixConfig(DrafterConfig):
+    """Settings of drafts by what followed the last tokens before.
+
+    Args:
+        history_size: how many tokens of earlier outputs are kept; 0 to draft from each text alone.
+    """
+
+    model_type = "hf_specdec_suffix"
+    family = "suffix"
+    least = {"history_size": 0}
+
+    num_assistant_tokens: int = 7
+    history_size: int = 32768
+
+    def report(self) -> dict[str, Any]:
+        return {"history_size": self.history_size}
 
 
 class DraftModelConfig(DrafterConfig):

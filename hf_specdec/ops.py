@@ -73,6 +73,7 @@ __all__ = [
     "references",
     "row_seeds",
     "short_conv",
+    "suffix_drafts",
     "token_logprobs",
     "uniform",
     "verify_block",
@@ -275,6 +276,11 @@ short_conv = kernel_op(
     "(Tensor inputs, Tensor(a!) ring, Tensor positions, int dummy, Tensor weight, Tensor? bias, bool silu) -> Tensor",
     lambda inputs, *rest: inputs.new_empty(inputs.shape),
     mutates_args=("ring",),
+)
+suffix_drafts = kernel_op(
+    "suffix_drafts.suffix_drafts",
+    "(Tensor tokens, Tensor lengths, Tensor history, int num_drafts) -> Tensor",
+    lambda tokens, lengths, history, num_drafts: tokens.new_empty(len(tokens), num_drafts),
 )
 plan_experts = kernel_op(
     "experts.plan_experts",

@@ -146,6 +146,12 @@ class RecurrenceRing(NamedTuple):
 # distribution to draw from.
 NO_TOKEN = -1
 
+# Of `suffix_drafts`: the longest match that is told from longer ones, and how many occurrences are looked at, those
+# with the longest matches, and of equal ones the latest.
+LONGEST_MATCH, MOST_OCCURRENCES = 16, 64
+# Bits of a place among tokens; the length of its match is in those above.
+PLACE_BITS = 40
+
 # In `DecodeState.row_top_k`: more than any vocabulary has.
 NO_TOP_K = 2**31 - 1
 

@@ -61,6 +61,7 @@ def test_public_names():
         "DrafterConfig",
         "NoDrafter",
         "SpeculationStats",
+        "SuffixDrafter",
         "install",
         "register_drafter",
         "uninstall",

@@ -204,7 +204,7 @@ def open_checkpoint(
     subfolder: str = "",
     revision: str | None = None,
     select: Selection | None = None,
-    refuse: Callable[[str, Mapping[str, Any]], None] | None = None,
+    has_no_weights: Callable[[str, Mapping[str, Any]], bool] = lambda name, config: False,
     **hub: Any,
 ) -> Checkpoint:
     """Find the files of a checkpoint, downloading those that are needed, and read the headers of its weight files.
@@ -213,8 +213,8 @@ def open_checkpoint(
         repo, subfolder, hub: folder, or repository on the Hub with `HubOptions`.
         revision: branch, tag or commit. All files are taken from the one commit that it stands for.
         select: which tensors are needed; all if None. Shards that hold none of them are not fetched.
-        refuse: called with the checkpoint's name and config.json where there is no weight file of a usual name, as
-            families have that are not supported; raises an error for these.
+        has_no_weights: called with the checkpoint's name and config.json where there is no weight file of a usual name:
+            whether none is needed; raises an error for families that are not supported.
 
     Raises:
         OSError: expected an existing folder or an accessible repository with a `config.json` and all weight files.
@@ -235,9 +235,9 @@ def open_checkpoint(
     try:
         weights = _fetch_weights(files, selected)
     except FileNotFoundError:
-        if refuse is not None:
-            refuse(files.name, config)
-        raise
+        if not has_no_weights(files.name, config):
+            raise
+        weights = []
     projection = files.fetch(PROJECTION_FILE) if has_projection(config) else None
     tensors = read_headers([*weights, *([projection] if projection is not None else [])])
     kept = set(selected(tensors.keys()))

@@ -37,8 +37,8 @@ def eagle_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def block_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The nested `dflash_config` of DFlash and what is made of it, with newer SpecForge's `dspark_config`."""
-    nested = [config.get(key) for key in ("dspark_config", "dflash_config")]
+    """The nested `dflash_config` of DFlash and what is made of it, with newer SpecForge's of others."""
+    nested = [config.get(key) for key in ("dspark_config", "dspine_config", "dflash_config")]
     return {key: value for part in nested if isinstance(part, Mapping) for key, value in part.items()}
 
 
@@ -98,8 +98,11 @@ class Signs(NamedTuple):
 
 
 _certainly_peagle = Signs(("peagle",), ("peagle",), tensors=("mask_hidden",))
-_has_block_name = Signs(("dflash", "dflash2", "dspark"), ("dflash", "dspark", "domino", "museglimmerassistant"))
+_has_block_name = Signs(
+    ("dflash", "dflash2", "dspark"), ("dflash", "dspark", "dspine", "domino", "museglimmerassistant")
+)
 _has_conv = Signs(("dflash2",), ("dflash2",), ("conv_kernel_size", "selector_rank"), ("candidate_selector.",))
+_has_injection = Signs(names=("dspine",), keys=("dspine_config",), tensors=("transfer_codes", "injection.readouts."))
 _has_medusa = Signs(keys=("medusa_num_heads",), tensors=("parallel_draft_heads.", "medusa_"))
 _is_deepseek_dspark = Signs(
     ("dsv4_dspark",), keys=("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids")
@@ -107,7 +110,7 @@ _is_deepseek_dspark = Signs(
 _lilicorr = Signs(("lilicorr",), ("lilicorr",), tensors=("lilicorr",))
 # Values of `projector_type` of Domino (now, and in its authors' first files) and of others.
 _DOMINO_PROJECTORS = ("domino", "causal_v5")
-_PROJECTORS = (None, "dflash", "dspark", *_DOMINO_PROJECTORS)
+_PROJECTORS = (None, "dflash", "dspark", "dspine", *_DOMINO_PROJECTORS)
 
 
 def is_pard2(found: Published) -> bool:
@@ -126,7 +129,7 @@ def is_block_drafter(found: Published) -> bool:
     if projector not in _PROJECTORS:
         raise ValueError(
             f"{found.name} is a drafter of blocks with the projector_type {projector!r}, which is not known here; "
-            "expected 'dflash', 'domino' or 'dspark'."
+            "expected 'dflash', 'domino', 'dspark' or 'dspine'."
         )
     return True
 
@@ -156,6 +159,11 @@ def is_domino(found: Published) -> bool:
 def is_dflash2(found: Published) -> bool:
     """Whether a drafter of blocks has convolutions or a selector of candidates, by name, config.json or tensors."""
     return is_block_drafter(found) and _has_conv(found)
+
+
+def is_dspine(found: Published) -> bool:
+    """Whether tokens of a block tell the next one what they may be, by name, config.json or tensors."""
+    return is_block_drafter(found) and _has_injection(found)
 
 
 def is_dspark(found: Published) -> bool:
@@ -285,10 +293,22 @@ REFUSALS = (
     Refusal("Medusa heads", "they are not supported; use an EAGLE-3 drafter for the same target", _is_medusa),
     Refusal("Hydra heads", "they are not supported; use an EAGLE-3 drafter", Signs(keys=("hydra_num_heads",))),
     Refusal("DFlare", _INSTEAD, Signs(names=("dflare",), tensors=("layer_fusion_weights",))),
+    Refusal(
+        "JetSpec with an adapter of hidden sizes",
+        "its weights are random by its authors; use one that was trained for the target",
+        Signs(tensors=("hidden_dim_adapter.",)),
+    ),
     Refusal("DFlash-2 with a beam", _NOT_YET, Signs(names=("dflash2beam",))),
     Refusal("Domino of speculators", _NOT_YET, Signs(speculators=("domino",))),
     Refusal("XPress", _INSTEAD, Signs(("xpress",), ("xpress",), tensors=("xpress_head.", "refiner_head."))),
-    Refusal("LiLiCorr", _INSTEAD, _is_lilicorr),
+    Refusal(
+        "LiLiCorr", "no checkpoint was published to check a reader with; use a DFlash or DSpark drafter", _is_lilicorr
+    ),
+    Refusal(
+        "EAGLE-4",
+        "which hidden states it reads is stated by code that is not open source; use an EAGLE-3 drafter",
+        Signs((), ("eagle4",), ("efficient_lm_head_config",), ("efficient_lm_head",)),
+    ),
     Refusal(
         "DSpark inside of a DeepSeek-V4 checkpoint",
         "it is not supported; expected a drafter with a checkpoint of its own",

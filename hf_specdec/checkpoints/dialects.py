@@ -3,8 +3,9 @@
 `read_eagle.py` and `read_blocks.py` read all of them into one normal form for each family. The rules
 follow the publishers' own code: SafeAILab/EAGLE (cnets.py), sgl-project/SpecForge (llama3_eagle.py, peagle.py),
 vllm-project/speculators (models/eagle3, models/peagle), NVIDIA/Model-Optimizer (export/plugins/hf_spec_export.py),
-NVIDIA-NeMo/Automodel (speculative/eagle), z-lab/dflash, deepseek-ai/DeepSpec (modeling/dspark) and vLLM's readers of
-them (llama_eagle3.py, qwen3_dflash.py, qwen3_dspark.py, configs/speculators/algos.py).
+NVIDIA-NeMo/Automodel (speculative/eagle), z-lab/dflash, deepseek-ai/DeepSpec (modeling/dspark), hao-ai-lab/JetSpec
+(models/draft_head.py) and vLLM's readers of them (llama_eagle3.py, qwen3_dflash.py, qwen3_dspark.py,
+configs/speculators/algos.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .detection import architectures, block_settings, eagle_settings, speculator
 
 SAFEAILAB, SPECFORGE, SPECULATORS, MODELOPT = "SafeAILab", "SpecForge", "speculators", "NVIDIA ModelOpt"
 AMAZON, AUTOMODEL = "Amazon", "NeMo Automodel"
-ZLAB, DEEPSPEC, TRANSFORMERS = "z-lab", "DeepSpec", "transformers"
+ZLAB, DEEPSPEC, TRANSFORMERS, JETSPEC = "z-lab", "DeepSpec", "transformers", "JetSpec"
 
 # Keys that only ModelOpt's export writes into `eagle_config`.
 _MODELOPT_KEYS = {
@@ -41,6 +42,7 @@ _ARCHITECTURES = {
     "qwen3dsparkmodel": DEEPSPEC,
     "dsparkdraftmodel": SPECFORGE,
     "dominodraftmodel": SPECFORGE,
+    "dspinedraftmodel": SPECFORGE,
 }
 
 
@@ -72,6 +74,8 @@ def detect_block_dialect(config: Mapping[str, Any]) -> str:
     if config.get("model_type") == "muse_glimmer_assistant":
         return TRANSFORMERS
     stated = block_settings(config)
+    if "causal_head" in stated:
+        return JETSPEC
     return MODELOPT if {"projector_type", "shift_label", "use_swa"} & stated.keys() else ZLAB
 
 

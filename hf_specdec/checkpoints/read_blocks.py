@@ -14,6 +14,7 @@ from ..config import (
     DFlashConfig,
     DominoConfig,
     DSparkConfig,
+    DSpineConfig,
     default_block_layer_ids,
 )
 from ..host.modeling import ACT2FN
@@ -50,13 +51,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "micro_block_size": (None,),
 }
 
-# Keys inside of `dflash_config` and `dspark_config` that are read, or of which drafting does not depend.
+# Keys inside of `dflash_config` and its like that are read, or of which drafting does not depend.
 _KNOWN = re.compile(
-    r"attention_(mode|sink_bias|value_scale)|block_size|causal|confidence_head_(alpha|with_markov)|num_anchors"
+    r"attention_(mode|sink_bias|value_scale)|block_size|causal(_head)?|confidence_head_(alpha|with_markov)|num_anchors"
     r"|conv_(group|kernel)_size|dflash_query_causal|dspark_bonus_anchor|emb_dim|(enable|use)_confidence_head"
     r"|final_logit_softcapping|gru_hidden_dim|input_embedding_scale|(target_)?layer_ids|logit_scale|markov_(head_type|rank)"
     r"|mask_token(_id)?|num_target_layers|output_multiplier|projector_type|pure_draft_prefix_len|sample_from_anchor"
-    r"|selector_(rank|top_k)|shift_label|(use_swa|swa_window_size)|target_hidden_size|use_aux_hidden_state"
+    r"|selector_(rank|top_k)|shift_label|transfer_rank|message_size|top_k|(ce|alignment)_weight|alignment_warmup_steps"
+    r"|replacement_(layers|probability|hold_ratio|end_ratio)|candidate_mass_threshold|(use_swa|swa_window_size)"
+    r"|target_hidden_size|use_aux_hidden_state"
 )
 
 
@@ -225,6 +228,7 @@ class DFlashReader(LayersReader):
         for key, stated in (
             ("is_causal", self.top.get("is_causal")),
             ("causal", self.nested.get("causal")),
+            ("causal_head", self.nested.get("causal_head")),
             ("dflash_query_causal", self._flag("dflash_query_causal")),
         ):
             if isinstance(stated, bool):
@@ -328,6 +332,26 @@ class DominoReader(DFlashReader):
         if self._stated_anchor_first() is not None:
             return super()._anchor_first()
         return self._decide("anchor_first", False, "shift_label is not in config.json; SpecForge's default", True)
+
+
+class DSpineReader(DFlashReader):
+    """Reads what DFlash checkpoints have, and the injections; their settings are those of SpecForge's DSpine."""
+
+    config_class = DSpineConfig
+    head = {"transfer_rank": ("transfer_codes", 2, 1), "message_size": ("injection.message.weight", 2, 0)}
+
+    def _head(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        stored = [name for name in self.checkpoint.tensors or () if name.endswith("transfer_ready")]
+        if stored and not self.checkpoint.only(stored).read()[stored[0]].all():
+            raise ValueError(f"{self.name} has transfer_ready false: its transfer_codes were not made yet.")
+        default = DSpineConfig.selector_top_k
+        top_k = self._decide("selector_top_k", self.nested.get("top_k", default), "top_k of dspine_config, 16 without")
+        return super()._head(fields) | {"selector_top_k": top_k}
+
+    def _causal(self, layer_types: list[str] | None) -> list[bool]:
+        if "causal" in self.given:
+            return super()._causal(layer_types)
+        return self._decide("causal", [True] * self._num_layers(), "DSpine's layers are causal inside of a block")
 
 
 class DSparkReader(DFlashReader):

@@ -55,7 +55,7 @@ class LayersReader:
     nested_settings: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
     def __init__(self, checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions):
-        self.name = checkpoint.name
+        self.checkpoint, self.name = checkpoint, checkpoint.name
         self.top = checkpoint.config
         self.dialect = type(self).detect_dialect(self.top)
         self.nested = type(self).nested_settings(self.top)

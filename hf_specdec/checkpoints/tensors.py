@@ -43,7 +43,9 @@ KEY_MAPPING = {
 
 # Not used when drafting: the training mask of the draft vocabulary, RoPE tables, the trainer's copy of the target, and
 # DSpark's estimate of how likely a draft token is to be accepted.
-_IGNORED = re.compile(r"t2d|(.*\.)?rotary_emb\.inv_freq|verifier_.*|confidence_(head\.)?proj\.(weight|bias)")
+_IGNORED = re.compile(
+    r"t2d|(.*\.)?rotary_emb\.inv_freq|verifier_.*|confidence_(head\.)?proj\.(weight|bias)|transfer_ready"
+)
 
 
 def rename(name: str, mapping: Mapping[str, str] = KEY_MAPPING) -> str:

@@ -8,17 +8,20 @@ from .dflash2 import DFlash2Drafter
 from .domino import DominoDrafter
 from .draft_model import DraftModelDrafter
 from .dspark import DSparkDrafter
+from .dspine import DSpineDrafter
 from .eagle3 import Eagle3Drafter, PEagleDrafter
 from .mtp import MtpDrafter
 from .none import NoDrafter
 from .pard2 import Pard2Drafter
 from .registry import register_drafter
+from .suffix import SuffixDrafter
 
 __all__ = [
     "CacheReaderDrafter",
     "DFlash2Drafter",
     "DFlashDrafter",
     "DSparkDrafter",
+    "DSpineDrafter",
     "DominoDrafter",
     "DraftModelDrafter",
     "Drafter",
@@ -28,5 +31,6 @@ __all__ = [
     "PEagleDrafter",
     "Pard2Drafter",
     "Proposal",
+    "SuffixDrafter",
     "register_drafter",
 ]

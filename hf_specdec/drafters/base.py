@@ -496,6 +496,14 @@ class Drafter(PreTrainedModel):
         """Allocate what the drafter keeps through one generation; stored as `state.memory`."""
         return None
 
+    def observe(self, prompt: torch.Tensor, tokens: list[int]) -> None:
+        """Called between two rounds with each text that has ended, to be drafted from in later rounds.
+
+        Args:
+            prompt: `[length]` int64.
+            tokens: that were generated after it.
+        """
+
     def copy_rows(
         self,
         state: DecodeState,

@@ -37,11 +37,12 @@ class CandidateSelector(nn.Module):
             hidden: `[..., r]`, `hidden_projection` of what the draft head reads.
             candidates: `[..., k]` int64.
         """
-        context = _widened(self.predecessor_codebook[tokens] * hidden)
+        context = widened(self.predecessor_codebook[tokens] * hidden)
         return (context[..., None, :] * self.successor_codebook[candidates]).sum(dim=-1)
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """In float32 or wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -65,7 +66,7 @@ class DFlash2Drafter(WalkingDrafter):
         return passes, [*reads, (1, self.candidate_selector.hidden_projection.parameters())]
 
     def walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        logits, last = _widened(self.logits(normed)), anchors
+        logits, last = widened(self.logits(normed)), anchors
         hidden = self.candidate_selector.hidden_projection(normed)
         values, candidates = logits.topk(self.config.selector_top_k, dim=-1)
         for step in range(normed.shape[-2]):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
 
+from ..checkpoints.checkpoint import Checkpoint
 from ..config import DrafterConfig
 from ..kernels.types import Proposal, VerificationResult
 from ..state import DecodeState
@@ -12,7 +15,37 @@ from .base import Drafter
 from .target_checks import generating_model
 
 
-class NoDrafter(Drafter):
+class WeightlessDrafter(Drafter):
+    """A drafter without weights, for any target; it is on the device of the one that it was bound to."""
+
+    packs_prompts = True
+    _device: torch.device | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.get_default_dtype()  # which transformers saves
+
+    @classmethod
+    def load_checkpoint(cls, checkpoint: Checkpoint, config: DrafterConfig, *weights: Any, **options: Any) -> Drafter:
+        return cls(config)
+
+    def bind(self, target: PreTrainedModel) -> None:
+        target = generating_model(target)
+        self._device = target.device
+        self.config.vocab_size = self.config.draft_vocab_size = target.config.get_text_config().vocab_size
+        self._record_binding(target)
+
+    def sync_with(self, target: PreTrainedModel) -> None:
+        if self._device != target.device:
+            self.bind(target)
+        super().sync_with(target)
+
+
+class NoDrafter(WeightlessDrafter):
     """Drafts nothing: K is 0, and a round is one decoding step of `target` on the static engine.
 
     For targets that have no drafter, and to compare with. It is not registered, since it is neither saved nor loaded.
@@ -22,25 +55,15 @@ class NoDrafter(Drafter):
         batch_invariant, kv_cache_dtype: see `Drafter.configure`.
     """
 
-    packs_prompts = True
-
     def __init__(self, target: PreTrainedModel, batch_invariant: bool = False, kv_cache_dtype: str = "auto"):
-        super().__init__(DrafterConfig(vocab_size=target.config.get_text_config().vocab_size))
+        super().__init__(DrafterConfig())
         self.configure(
             draft_probs=False, engine="static", batch_invariant=batch_invariant, kv_cache_dtype=kv_cache_dtype
         )
         self.bind(target)
 
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
     def num_draft_tokens(self, requested: int | str | None, is_bulk: bool = False) -> int:
         return 0
-
-    def bind(self, target: PreTrainedModel) -> None:
-        target = generating_model(target)
-        self._target_config, self._device = target.config, target.device
 
     def propose(
         self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult

@@ -17,6 +17,7 @@ from ..checkpoints.detection import (
     is_dflash2,
     is_domino,
     is_dspark,
+    is_dspine,
     is_eagle3,
     is_language_model,
     is_mtp,
@@ -25,7 +26,7 @@ from ..checkpoints.detection import (
 )
 from ..checkpoints.interpretation import Decisions, without_none
 from ..checkpoints.mtp_layouts import needed_tensors
-from ..checkpoints.read_blocks import DFlash2Reader, DFlashReader, DominoReader, DSparkReader
+from ..checkpoints.read_blocks import DFlash2Reader, DFlashReader, DominoReader, DSparkReader, DSpineReader
 from ..checkpoints.read_eagle import Eagle3Reader, PEagleReader
 from ..checkpoints.read_models import read_cache_reader, read_draft_model, read_pard2
 from ..checkpoints.read_mtp import read_mtp
@@ -37,9 +38,12 @@ from .dflash2 import DFlash2Drafter
 from .domino import DominoDrafter
 from .draft_model import DraftModelDrafter
 from .dspark import DSparkDrafter
+from .dspine import DSpineDrafter
 from .eagle3 import Eagle3Drafter, PEagleDrafter
 from .mtp import MtpDrafter
+from .none import WeightlessDrafter
 from .pard2 import Pard2Drafter
+from .suffix import SuffixDrafter
 
 
 def _all_tensors(found: Published) -> Collection[str]:
@@ -96,6 +100,12 @@ FAMILIES = [
         "one pass over a block, then K steps over 16 candidates each",
     ),
     Family(
+        DSpineDrafter,
+        is_dspine,
+        DSpineReader.read,
+        "DSpine | SpecForge | auxiliary hidden states | one pass over a block, then K steps over 16 candidates each",
+    ),
+    Family(
         DSparkDrafter,
         is_dspark,
         DSparkReader.read,
@@ -106,7 +116,8 @@ FAMILIES = [
         DFlashDrafter,
         is_block_drafter,
         DFlashReader.read,
-        "DFlash | z-lab, SpecForge, speculators, NVIDIA ModelOpt, DeepSpec, transformers (Muse Glimmer's assistant) | "
+        "DFlash, JetSpec | z-lab, SpecForge, speculators, NVIDIA ModelOpt, DeepSpec, transformers (Muse Glimmer's "
+        "assistant); hao-ai-lab, NeMo Automodel | "
         "auxiliary hidden states | one pass over a block",
     ),
     Family(
@@ -144,6 +155,11 @@ FAMILIES = [
         read_draft_model,
         "draft model, PARD | any `AutoModelForCausalLM` with the target's vocabulary; AMD's PARD | tokens | "
         "K steps; PARD: one pass, K - 1 mask tokens",
+    ),
+    Family(
+        SuffixDrafter,
+        row="suffix decoding, prompt lookup | `SuffixDrafter(model)`, no checkpoint | tokens | no model: "
+        "what followed the last tokens before",
     ),
 ]
 _registered: list[Family] = []  # the ones of others, which are tried first
@@ -210,7 +226,7 @@ def find_family(found: Published) -> Family:
         )
     check_not_refused(found)
     for family in FAMILIES:
-        if family.detect(found):
+        if family.detect is not None and family.detect(found):
             return family
     raise ValueError(
         f"{found.name} is a checkpoint of no known drafter dialect. Looked in config.json for a model_type of "
@@ -235,6 +251,11 @@ def needed_by(target: PreTrainedConfig | None, overrides: Mapping[str, Any]) -> 
     return select
 
 
-def refuse(name: str, config: Mapping[str, Any]) -> None:
-    """`check_not_refused` of a checkpoint without weights."""
+def has_no_weights(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a drafter is of a family without weights.
+
+    Raises:
+        ValueError: expected a supported family; names the one found.
+    """
     check_not_refused(Published(name, config))
+    return issubclass(registered_drafters().get(config.get("model_type"), Drafter), WeightlessDrafter)

@@ -109,6 +109,10 @@ class Runner:
         """Let `rows` be finished ones, which no later round gives tokens."""
         set_rows(self.state.finished, upload(rows, self.state.lengths), True)
 
+    def observe(self, request: Request) -> None:
+        """`request` has ended."""
+        self._call.drafter.observe(request.prompt, request.tokens)
+
     def retire(self, row: int) -> None:
         """The request of `row` has ended, or waits again."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import DFLASH, DFLASH2, DOMINO, DSPARK, LAYOUTS, Block, make_weights, specforge_config, write
+from blocks import DFLASH, DFLASH2, DOMINO, DSPARK, DSPINE, LAYOUTS, Block, make_weights, specforge_config, write
 from dialects import PLAIN, tiny_target
 from dialects import make_weights as make_eagle_weights
 from dialects import write as write_eagle
@@ -19,7 +19,14 @@ from transformers import LlamaConfig
 from hf_specdec import AutoDrafter
 from hf_specdec.auto import NormalizedCheckpoint, read_checkpoint
 from hf_specdec.checkpoints.checkpoint import open_checkpoint
-from hf_specdec.config import DFlash2Config, DFlashConfig, DominoConfig, DSparkConfig, default_block_layer_ids
+from hf_specdec.config import (
+    DFlash2Config,
+    DFlashConfig,
+    DominoConfig,
+    DSparkConfig,
+    DSpineConfig,
+    default_block_layer_ids,
+)
 
 EVERY = [(layout, number) for layout, specs in LAYOUTS.items() for number in range(len(specs))]
 DIALECTS = {
@@ -28,12 +35,14 @@ DIALECTS = {
     "modelopt-dflash": "NVIDIA ModelOpt",
     "deepspec-dflash": "DeepSpec",
     "muse": "transformers",
+    "jetspec": "JetSpec",
     "deepspec": "DeepSpec",
     "specforge": "SpecForge",
     "specforge-nested": "SpecForge",
     "z-lab-2": "z-lab",
     "speculators-dflash2": "speculators",
     "specforge-domino": "SpecForge",
+    "specforge-dspine": "SpecForge",
     "modelopt-domino": "NVIDIA ModelOpt",
     "modelopt": "NVIDIA ModelOpt",
     "speculators": "speculators",
@@ -67,6 +76,8 @@ def target():
 
 
 def config_class_of(spec: Block) -> type[DFlashConfig]:
+    if spec.transfer:
+        return DSpineConfig
     if spec.top_k:
         return DFlash2Config
     if spec.gru:
@@ -96,7 +107,10 @@ def test_every_layout_is_read(layout, number, tmp_path):
     if spec.gru:
         settings = (config.gru_hidden_dim, config.emb_dim, config.pure_draft_prefix_len)
         assert settings == (spec.gru, spec.emb, spec.prefix)
-    if spec.top_k:
+    if spec.transfer:
+        settings = (config.transfer_rank, config.message_size, config.selector_top_k)
+        assert settings == (spec.transfer, spec.message, spec.top_k)
+    elif spec.top_k:
         assert (config.conv_kernel_size, config.conv_group_size) == (spec.taps, spec.group)
         assert (config.selector_rank, config.selector_top_k) == (spec.rank, spec.top_k)
 
@@ -179,6 +193,7 @@ def test_causality_inside_dflash_config(tmp_path):
     nested = {"mask_token_id": 5, "target_layer_ids": [1, 3, 4], "causal": True}
     assert read(tmp_path / "a", "z-lab", DFLASH, dflash_config=nested).config.causal == [True, True]
     assert read(tmp_path / "b", "z-lab", DFLASH, dflash_config=nested, is_causal=False).config.causal == [False] * 2
+    assert read(tmp_path / "c", "jetspec", DFLASH, dflash_config=nested | {"causal_head": False}).config.causal
 
 
 @pytest.mark.parametrize(
@@ -382,6 +397,9 @@ def test_mask_token(tmp_path):
         ("speculators-dflash2", DFLASH2, {"selector_rank": 7}, "codebook is"),
         ("speculators-dflash2", DFLASH2, {"selector_top_k": 129}, "expected at most 128 tokens"),
         ("speculators-dflash2", DFLASH2, {"draft_vocab_size": 40}, "select among all 128 tokens"),
+        ("specforge-dspine", DSPINE, {"shift_label": True}, "anchor_first is True .*expected False"),
+        ("specforge-dspine", DSPINE, {"dspine_config": {"top_k": 129}}, "expected at most 128 tokens"),
+        ("specforge-dspine", DSPINE, {"dspine_config": {"transfer_rank": 12}}, "transfer_codes is"),
         (
             "modelopt-domino",
             DOMINO,
@@ -406,6 +424,8 @@ def test_what_is_not_supported_or_contradicts_itself(layout, spec, changes, mess
         ("z-lab-2", DFLASH2, "layers.1.mlp_conv.kernel_projection.weight"),
         ("specforge-domino", DOMINO, "prefix_gru.weight_hh_l0"),
         ("specforge-domino", DOMINO, "embed_proj.2.weight"),
+        ("specforge-dspine", DSPINE, "transfer_codes"),
+        ("specforge-dspine", DSPINE, "injection.writes.1.weight"),
     ],
 )
 def test_heads_and_convolutions_without_a_tensor(layout, spec, part, tmp_path):
@@ -426,6 +446,17 @@ def test_what_dflash2_and_domino_leave_open(tmp_path):
     assert (found.config.gru_hidden_dim, found.config.emb_dim) == (10, 7)
     assert found.config.pure_draft_prefix_len == 0 and decision(found, "pure_draft_prefix_len").doubtful
     assert not found.config.anchor_first and decision(found, "anchor_first").doubtful
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_codes_of_dspine_that_were_not_made(is_ready, target, tmp_path):
+    weights = make_weights(DSPINE) | {"transfer_ready": torch.tensor(is_ready)}
+    folder = write("specforge-dspine", tmp_path, DSPINE, weights, dspine_config={})
+    if is_ready:
+        assert AutoDrafter.from_pretrained(folder, target).config.selector_top_k == 16
+    else:
+        with pytest.raises(ValueError, match="transfer_ready false: its transfer_codes were not made"):
+            AutoDrafter.from_pretrained(folder, target)
 
 
 def test_codebooks_of_a_saved_zlab_model(target, tmp_path):

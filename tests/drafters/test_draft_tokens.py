@@ -117,6 +117,7 @@ CASES = {
     "dflash": lambda folder: block(folder, "z-lab", blocks.LAYOUTS["z-lab"][1]),
     "dspark": lambda folder: block(folder, "specforge", blocks.LAYOUTS["specforge"][1]),
     "domino": lambda folder: block(folder, "specforge-domino", blocks.DOMINO),
+    "dspine": lambda folder: block(folder, "specforge-dspine", blocks.DSPINE),
     "dflash2": lambda folder: block(folder, "z-lab-2", blocks.DFLASH2),
     "pard": lambda folder: draft_model(folder, is_parallel=True),
     "pard2": pard2,

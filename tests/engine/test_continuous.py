@@ -28,7 +28,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.logits_process import TopKLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec import NoDrafter
+from hf_specdec import NoDrafter, SuffixDrafter
 from hf_specdec.calls.request import ContinuousBatching, Request
 from hf_specdec.engine import groups, run
 from hf_specdec.engine.continuous import ContinuousRunner
@@ -39,7 +39,12 @@ from hf_specdec.stats import Counters
 
 LENGTHS = (5, 1, 9, 20, 3, 3, 7, 30, 2, 1, 4, 13)
 END, NEW = list(range(3, 96, 8)), 12
-KINDS = {**RANDOM_DRAFTERS, "noisy-copy": functools.partial(copy_of, noise=0.01), "none": NoDrafter}
+KINDS = {
+    **RANDOM_DRAFTERS,
+    "noisy-copy": functools.partial(copy_of, noise=0.01),
+    "none": NoDrafter,
+    "suffix": SuffixDrafter,
+}
 
 
 def prompts_of(lengths, seed=0):

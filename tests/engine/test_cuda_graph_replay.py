@@ -14,6 +14,7 @@ from targets import FAMILIES, PAD, STOCK_FAMILY, padded_prompts, set_policy, tin
 from torch.utils._python_dispatch import TorchDispatchMode
 from varying_drafts import vary_drafts
 
+from hf_specdec import SuffixDrafter
 from hf_specdec.bench.synthetic import scripted_acceptance
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine import hosted_target, lease, sessions
@@ -355,7 +356,7 @@ class NoHostReads(TorchDispatchMode):
 
 
 @pytest.mark.core_for(kind=["eagle3", "none"])
-@pytest.mark.parametrize("kind", [*RANDOM_DRAFTERS, "none"])
+@pytest.mark.parametrize("kind", [*RANDOM_DRAFTERS, "suffix", "none"])
 def test_captured_rounds_do_not_read_the_host(kind, monkeypatch):
     def watched(function, memory):
         with NoHostReads():
@@ -363,7 +364,7 @@ def test_captured_rounds_do_not_read_the_host(kind, monkeypatch):
 
     target = tiny_target("llama")
     capture = replay_on_cpu(monkeypatch, watched)
-    drafter = RANDOM_DRAFTERS.get(kind, NoDrafter)(target)
+    drafter = {**RANDOM_DRAFTERS, "suffix": SuffixDrafter, "none": NoDrafter}[kind](target)
     for option in ("greedy", "penalty", "sampling"):
         generate(target, drafter, [[9, 1, 5]], **OPTIONS[option])
     assert capture.count == 7

@@ -24,7 +24,7 @@ from targets import set_policy, tiny_target
 from torch._inductor.utils import run_and_get_code
 from transformers import ContinuousBatchingConfig
 
-from hf_specdec import NoDrafter, ops
+from hf_specdec import NoDrafter, SuffixDrafter, ops
 from hf_specdec.calls.request import Arrived, ContinuousBatching, Request
 from hf_specdec.engine import lease
 from hf_specdec.engine.run import Run, _Launched
@@ -40,7 +40,12 @@ from hf_specdec.stats import Counters
 
 CPU = torch.device("cpu")
 END, NEW = list(range(3, 96, 7)), 40
-KINDS = {**RANDOM_DRAFTERS, "noisy-copy": functools.partial(copy_of, noise=0.02), "none": NoDrafter}
+KINDS = {
+    **RANDOM_DRAFTERS,
+    "noisy-copy": functools.partial(copy_of, noise=0.02),
+    "none": NoDrafter,
+    "suffix": SuffixDrafter,
+}
 
 
 @pytest.fixture(autouse=True, scope="module")

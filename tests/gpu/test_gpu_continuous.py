@@ -12,7 +12,7 @@ from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from varying_drafts import vary_drafts
 
-from hf_specdec import NoDrafter
+from hf_specdec import NoDrafter, SuffixDrafter
 from hf_specdec.engine import lease
 from hf_specdec.engine.continuous import ContinuousRunner
 from hf_specdec.graphs import buckets
@@ -24,7 +24,12 @@ pytestmark = [
 
 END, NEW = list(range(3, 96, 8)), 16
 LENGTHS = [5, 1, 9, 20, 3, 3, 7, 30, 2, 1, 4, 13, 60, 2, 8, 11]
-KINDS = {**RANDOM_DRAFTERS, "noisy-copy": functools.partial(copy_of, noise=0.02), "none": NoDrafter}
+KINDS = {
+    **RANDOM_DRAFTERS,
+    "noisy-copy": functools.partial(copy_of, noise=0.02),
+    "none": NoDrafter,
+    "suffix": SuffixDrafter,
+}
 
 
 @functools.cache

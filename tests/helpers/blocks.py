@@ -1,7 +1,7 @@
 """Drafters of blocks: written to disk in every published layout, and what they draft, recomputed in float64.
 
 Layouts as the publishers' own code writes them: z-lab/dflash, sgl-project/SpecForge, vllm-project/speculators,
-NVIDIA/Model-Optimizer, deepseek-ai/DeepSpec, and transformers' assistant of Muse Glimmer.
+NVIDIA/Model-Optimizer, deepseek-ai/DeepSpec, hao-ai-lab/JetSpec, and transformers' assistant of Muse Glimmer.
 
 The recomputation shares no code with the package and has no cache: a block reads the vectors of all context positions
 before its first token, which stands at the position of the newest token.
@@ -26,7 +26,8 @@ class Block:
     """A drafter of blocks, described without any publisher's names. Its auxiliary hidden states enter layers 2, 4, 5.
 
     `windows` and `causal` are by layer; `markov` is the kind of Markov head, None for others than DSpark. With `taps`
-    of its convolutions and `top_k` candidates of each draft it is DFlash-2; with a width `gru` of its state, Domino.
+    of its convolutions and `top_k` candidates of each draft it is DFlash-2; with a width `gru` of its state, Domino;
+    with a width `transfer` of its features, DSpine.
     """
 
     hidden_size: int = 32
@@ -57,6 +58,8 @@ class Block:
     taps: int = 0
     group: int = 8
     top_k: int = 0
+    transfer: int = 0
+    message: int = 9
     gru: int = 0
     emb: int = 7
     prefix: int = 1
@@ -82,6 +85,7 @@ DFLASH = Block()
 DSPARK = Block(anchor_first=True, block_size=16, markov="vanilla")
 DOMINO = Block(anchor_first=True, block_size=16, gru=10)
 DFLASH2 = Block(windows=(4, 4), taps=2, top_k=5, multiplier=0.7, softcap=3.0)
+DSPINE = Block(causal=(True, True), transfer=11, top_k=6)
 # What each layout can state. The first of a layout is what its publisher trains by default.
 LAYOUTS: dict[str, list[Block]] = {
     "z-lab": [
@@ -97,6 +101,7 @@ LAYOUTS: dict[str, list[Block]] = {
     "modelopt-dflash": [DFLASH, Block(windows=(4, 4), causal=(False, False))],
     "deepspec-dflash": [Block(anchor_first=True, own_embedding=True, own_head=True)],
     "muse": [Block(windows=(4, 4), causal=(False, False))],
+    "jetspec": [Block(causal=(True, True)), Block(windows=(4, None), causal=(True, True)), DFLASH],
     "z-lab-2": [DFLASH2, Block(taps=3, group=4, top_k=1, embedding_scale=0.5)],
     "speculators-dflash2": [
         Block(windows=(None, 4), taps=2, top_k=8, group=16),
@@ -108,6 +113,7 @@ LAYOUTS: dict[str, list[Block]] = {
     ],
     "specforge": [DSPARK, Block(anchor_first=True, causal=(True, True), markov="rnn", confidence=True)],
     "specforge-nested": [DSPARK],
+    "specforge-dspine": [DSPINE, Block(windows=(None, 4), causal=(True, True), transfer=7, message=5, top_k=1)],
     "specforge-domino": [DOMINO, Block(gru=5, prefix=0, windows=(None, 4), causal=(False, True))],
     "modelopt-domino": [DOMINO, Block(gru=5, prefix=2)],
     "modelopt": [DSPARK, Block(anchor_first=True, markov="gated"), Block(anchor_first=True, markov="rnn")],
@@ -157,7 +163,15 @@ def make_weights(spec: Block, seed: int = 1) -> dict[str, torch.Tensor]:
         shapes["prefix_gru.weight_hh_l0"] = (3 * spec.gru, spec.gru)
         shapes["embed_proj.0.weight"] = (spec.emb, width + spec.gru)
         shapes["embed_proj.2.weight"] = (spec.draft_vocab_size, spec.emb)
-    if spec.top_k:
+    if spec.transfer:
+        shapes["transfer_codes"] = (spec.vocab_size, spec.transfer)
+        shapes["injection.bias"] = (spec.message,)
+        for name in ("message", "receiver_gate", "predecessor_gate"):
+            shapes[f"injection.{name}.weight"] = (spec.message, spec.transfer)
+        for index in range(spec.num_layers):
+            shapes[f"injection.readouts.{index}.weight"] = (spec.transfer, width)
+            shapes[f"injection.writes.{index}.weight"] = (width, spec.message)
+    elif spec.top_k:
         shapes["candidate_selector.hidden_projection.weight"] = (spec.rank, width)
         shapes["candidate_selector.predecessor_codebook"] = (spec.vocab_size, spec.rank)
         shapes["candidate_selector.successor_codebook"] = (spec.vocab_size, spec.rank)
@@ -232,6 +246,12 @@ def zlab_config(spec: Block) -> dict[str, Any]:
     }
 
 
+def jetspec_config(spec: Block) -> dict[str, Any]:
+    config = zlab_config(spec)
+    config["dflash_config"] |= {"causal_head": all(spec.causal), "target_hidden_size": spec.target_hidden_size}
+    return config
+
+
 def modelopt_dflash_config(spec: Block) -> dict[str, Any]:
     config = zlab_config(spec) | {"sliding_window": None, "use_sliding_window": False}
     config["layer_types"] = ["full_attention"] * spec.num_layers
@@ -289,6 +309,12 @@ def modelopt_domino_config(spec: Block) -> dict[str, Any]:
         "shift_label": spec.anchor_first,
     }
     return config
+
+
+def specforge_dspine_config(spec: Block) -> dict[str, Any]:
+    config = zlab_config(spec) | {"architectures": ["DSpineDraftModel"]}
+    settings = {"transfer_rank": spec.transfer, "message_size": spec.message, "top_k": spec.top_k}
+    return config | {"dspine_config": settings | {"ce_weight": 0.1, "replacement_layers": 3}}
 
 
 def specforge_nested_config(spec: Block) -> dict[str, Any]:
@@ -361,12 +387,14 @@ _CONFIGS = {
     "modelopt-dflash": modelopt_dflash_config,
     "deepspec-dflash": deepspec_config,
     "muse": muse_config,
+    "jetspec": jetspec_config,
     "z-lab-2": zlab2_config,
     "speculators-dflash2": speculators_config,
     "deepspec": deepspec_config,
     "specforge": specforge_config,
     "specforge-nested": specforge_nested_config,
     "specforge-domino": specforge_domino_config,
+    "specforge-dspine": specforge_dspine_config,
     "modelopt-domino": modelopt_domino_config,
     "modelopt": modelopt_config,
     "speculators": speculators_config,
@@ -473,6 +501,14 @@ def block_hidden_states(
         else:
             hidden = hidden + out
             hidden = hidden + _mlp(w, spec, hidden)
+        before = hidden.clone()
+        if spec.transfer:
+            features = [_code(weights, spec, tokens[0])]
+            features += [_features(weights, spec, index, one) for one in before[1:]]
+            for token in range(1, num_tokens):
+                hidden[token] = injected(weights, spec, index, before[token], features[token - 1])
+    if spec.transfer:
+        return torch.cat([_rms(hidden, weights["norm.weight"], spec.eps), before], dim=-1)
     return _rms(hidden, weights["norm.weight"], spec.eps)
 
 
@@ -496,6 +532,7 @@ def propose(
     own = draft_tokens(spec) if spec.draft_vocab_size < spec.vocab_size else torch.arange(spec.vocab_size)
     head = weights["lm_head.weight"] if spec.own_head else target.get_output_embeddings().weight.double()[own]
     for state in hidden:
+        state, before = state[: spec.hidden_size], state[spec.hidden_size :]
         scored = head @ state * spec.multiplier
         if spec.softcap is not None:
             scored = spec.softcap * torch.tanh(scored / spec.softcap)
@@ -504,7 +541,12 @@ def propose(
             scored = scored + bias
         if spec.gru and len(drafts) >= spec.prefix:
             scored = scored + correction(weights, spec, target, [int(token_ids[-1]), *drafts], state)
-        if spec.top_k:
+        if spec.transfer:
+            refined = injected(weights, spec, spec.num_layers - 1, before, _code(weights, spec, last))
+            exact = head @ _rms(refined, weights["norm.weight"], spec.eps) * spec.multiplier
+            kept = scored.argsort(descending=True)[: spec.top_k]
+            scored = torch.full_like(scored, float("-inf")).index_copy_(0, kept, exact[kept])
+        elif spec.top_k:
             scored = selected(weights, spec, last, state, scored)
         last = int(own[scored.argmax()])
         drafts.append(last)
@@ -538,6 +580,27 @@ def correction(
     _, memory = gru(table[before] * spec.embedding_scale)
     inner = weights["embed_proj.0.weight"] @ torch.cat([state, memory[0]])
     return weights["embed_proj.2.weight"] @ (inner * inner.sigmoid())
+
+
+def _features(weights: dict[str, torch.Tensor], spec: Block, layer: int, state: torch.Tensor) -> torch.Tensor:
+    """DSpine's features `[R]` of a hidden state `[H]` after a layer."""
+    read = weights[f"injection.readouts.{layer}.weight"] @ state
+    return read * (spec.transfer / (read * read).sum()) ** 0.5
+
+
+def _code(weights: dict[str, torch.Tensor], spec: Block, token: int) -> torch.Tensor:
+    return weights["transfer_codes"][token] * spec.transfer**0.5
+
+
+def injected(
+    weights: dict[str, torch.Tensor], spec: Block, layer: int, state: torch.Tensor, before: torch.Tensor
+) -> torch.Tensor:
+    """DSpine's hidden state `[H]` after a layer, given the features `[R]` of the token before."""
+    w = {name.removeprefix("injection."): value for name, value in weights.items()}
+    opened = w["receiver_gate.weight"] @ _features(weights, spec, layer, state)
+    opened = opened + w["predecessor_gate.weight"] @ before + w["bias"]
+    told = w[f"writes.{layer}.weight"] @ (torch.sigmoid(opened) * (w["message.weight"] @ before))
+    return state + (state * state).mean() ** 0.5 * told
 
 
 def selected(

@@ -14,6 +14,7 @@ from hf_specdec.config import (
     DominoConfig,
     DraftModelConfig,
     DSparkConfig,
+    DSpineConfig,
     Eagle3Config,
     MtpConfig,
     Pard2Config,
@@ -26,6 +27,7 @@ from hf_specdec.drafters import (
     DominoDrafter,
     DraftModelDrafter,
     DSparkDrafter,
+    DSpineDrafter,
     Eagle3Drafter,
     MtpDrafter,
     Pard2Drafter,
@@ -165,7 +167,8 @@ def random_peagle(target: PreTrainedModel, seed: int = 0, **options) -> PEagleDr
 
 def random_dflash(target: PreTrainedModel, seed: int = 0, **options) -> DFlashDrafter:
     """A random DFlash drafter for `target`, bound to it, whose layers are of every kind: windowed or not, causal or
-    not; with `markov_rank` a DSpark drafter, with `selector_rank` a DFlash-2, with `gru_hidden_dim` a Domino one."""
+    not; with `markov_rank` a DSpark drafter, with `selector_rank` a DFlash-2, with `gru_hidden_dim` a Domino, with
+    `transfer_rank` a DSpine one."""
     torch.manual_seed(seed)
     family, config_class = DFlashDrafter, DFlashConfig
     if "markov_rank" in options:
@@ -174,6 +177,9 @@ def random_dflash(target: PreTrainedModel, seed: int = 0, **options) -> DFlashDr
         family, config_class = DominoDrafter, DominoConfig
     if "selector_rank" in options:
         family, config_class = DFlash2Drafter, DFlash2Config
+        options["draft_vocab_size"] = target.config.get_text_config().vocab_size
+    if "transfer_rank" in options:
+        family, config_class = DSpineDrafter, DSpineConfig
         options["draft_vocab_size"] = target.config.get_text_config().vocab_size
     kinds = {
         "num_hidden_layers": 3,
@@ -190,6 +196,7 @@ def random_dflash(target: PreTrainedModel, seed: int = 0, **options) -> DFlashDr
 
 random_dspark = partial(random_dflash, markov_rank=12, markov_type="rnn")
 random_domino = partial(random_dflash, gru_hidden_dim=12, emb_dim=8, anchor_first=True)
+random_dspine = partial(random_dflash, transfer_rank=10, message_size=12, selector_top_k=6)
 random_dflash2 = partial(random_dflash, selector_rank=12, selector_top_k=6, conv_group_size=8)
 
 
@@ -281,8 +288,9 @@ RANDOM_DRAFTERS = {
     "dspark": random_dspark,
     "dflash2": random_dflash2,
     "domino": random_domino,
+    "dspine": random_dspine,
     "mtp": random_mtp,
     "mtp-by-target": partial(random_mtp, chaining="target"),
 }
 # These walk along a block by DSpark's code; tests of what surrounds a drafter leave them out unless they try all cases.
-SELDOM = () if tries_all else ("dflash2", "domino")
+SELDOM = () if tries_all else ("dflash2", "domino", "dspine")

@@ -25,7 +25,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from word_tokenizer import word_tokenizer
 
-from hf_specdec import NoDrafter
+from hf_specdec import NoDrafter, SuffixDrafter
 from hf_specdec.calls.request import Request
 from hf_specdec.engine import continuous, session_prefill
 from hf_specdec.engine.continuous import ContinuousRunner
@@ -86,10 +86,10 @@ def texts_of(manager, names):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "none"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "suffix", "none"])
 def test_requests_that_come_one_after_the_other(running, kind):
     target = tiny_target("llama")
-    manager = running(target, {**RANDOM_DRAFTERS, "none": NoDrafter}[kind](target))
+    manager = running(target, {**RANDOM_DRAFTERS, "none": NoDrafter, "suffix": SuffixDrafter}[kind](target))
     names = []
     for prompt in prompts():
         names.append(manager.add_request(prompt))

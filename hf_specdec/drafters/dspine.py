@@ -1,0 +1,111 @@
+"""DSpine (Tencent): DFlash whose tokens of a block tell the next one what they may be, and a walk over candidates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..config import DSpineConfig
+from .base import Reads
+from .dflash import WalkingDrafter
+from .dflash2 import widened
+from .layers import Attend
+
+
+class AdjacentInjection(nn.Module):
+    """Adds to the hidden state of a token what the one before it in the block says, after each layer.
+
+    With h `[H]` the hidden state after layer l, r its features and p those of the token before, `[R]` both, it is
+
+        h + |h| / sqrt(H) * writes_l(sigmoid(receiver_gate(r) + predecessor_gate(p) + bias) * message(p))
+
+    Features of h are sqrt(R) * readouts_l(h) / |readouts_l(h)|. Those of a token that is known are its code instead.
+    """
+
+    def __init__(self, config: DSpineConfig):
+        super().__init__()
+        width, rank, size = config.hidden_size, config.transfer_rank, config.message_size
+        layers = range(config.num_hidden_layers)
+        self.readouts = nn.ModuleList([nn.Linear(width, rank, bias=False) for _ in layers])
+        self.writes = nn.ModuleList([nn.Linear(size, width, bias=False) for _ in layers])
+        self.message = nn.Linear(rank, size, bias=False)
+        self.receiver_gate = nn.Linear(rank, size, bias=False)
+        self.predecessor_gate = nn.Linear(rank, size, bias=False)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def features(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
+        """Features `[..., R]` of hidden states `[..., H]` after layer number `layer`."""
+        read = F.normalize(widened(self.readouts[layer](hidden)), dim=-1)
+        return (math.sqrt(read.shape[-1]) * read).to(hidden.dtype)
+
+    def forward(self, hidden: torch.Tensor, features: torch.Tensor, before: torch.Tensor, layer: int) -> torch.Tensor:
+        """Hidden states `[..., H]`, given their features and those of the tokens before, `[..., R]`."""
+        gate = torch.sigmoid(self.receiver_gate(features) + self.predecessor_gate(before) + self.bias)
+        length = torch.linalg.vector_norm(widened(hidden), dim=-1, keepdim=True) / math.sqrt(hidden.shape[-1])
+        return hidden + length.to(hidden.dtype) * self.writes[layer](gate * self.message(before))
+
+
+class DSpineDrafter(WalkingDrafter):
+    """DSpine drafter: one pass over a block as DFlash's, with an injection after each layer, then a walk.
+
+    The candidates of a draft token are the most likely ones by the head. It is drawn from them by their logits after
+    the last injection was made anew, with the code of the draft token before it; all other tokens have probability 0.
+    """
+
+    config_class = DSpineConfig
+    _keys_to_ignore_on_load_unexpected = [*WalkingDrafter._keys_to_ignore_on_load_unexpected, r"^transfer_ready$"]
+
+    def __init__(self, config: DSpineConfig):
+        super().__init__(config)
+        self.injection = AdjacentInjection(config)
+        self.transfer_codes = nn.Parameter(torch.empty(config.vocab_size, config.transfer_rank))
+        nn.init.normal_(self.transfer_codes, std=config.transfer_rank**-0.5)
+        self.post_init()
+
+    def round_reads(self, num_draft_tokens: int) -> Reads:
+        passes, reads = super().round_reads(num_draft_tokens)
+        injection = self.injection
+        by_step = [one.weight for one in (injection.message, injection.predecessor_gate, injection.writes[-1])]
+        # Of codes and head few rows are read by a step.
+        return passes, [*reads, (1, injection.parameters()), (num_draft_tokens, by_step)]
+
+    def run(
+        self,
+        context: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        block_length: int,
+    ) -> torch.Tensor:
+        """As of DFlash; inputs of the head, and after them hidden states before the last injection, `[B, n, 2 H]`."""
+        hidden = before = self.embed(tokens)
+        rotary = self.rotary_emb(hidden, positions)
+        anchors = self._codes(tokens.unflatten(1, (-1, block_length))[..., :1])
+        for index, layer in enumerate(self.layers):
+            before = layer(context, hidden, rotary, attend, block_length)
+            blocks = before.unflatten(1, (-1, block_length))
+            features = self.injection.features(blocks, index)
+            known = torch.cat([anchors, features[..., 1:-1, :]], dim=-2)[..., : block_length - 1, :]
+            rest = self.injection(blocks[..., 1:, :], features[..., 1:, :], known, index)
+            hidden = torch.cat([blocks[..., :1, :], rest], dim=-2).flatten(1, 2)
+        return torch.cat([self.norm(hidden), before], dim=-1)
+
+    def walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        normed, hidden = normed.chunk(2, dim=-1)
+        logits, last = widened(self.logits(normed)), anchors
+        features = self.injection.features(hidden, -1)
+        candidates = logits.topk(self.config.selector_top_k, dim=-1).indices
+        weights = self.head_weight[candidates]
+        for step in range(normed.shape[-2]):
+            at = (..., slice(step, step + 1), slice(None))
+            refined = self.norm(self.injection(hidden[at], features[at], self._codes(last), -1))
+            scores = widened(weights[..., step : step + 1, :, :] @ refined[..., None])[..., 0] * self.config.logit_scale
+            last = choose(torch.full_like(logits[at], -torch.inf).scatter(-1, candidates[at], scores))
+
+    def _codes(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Features `[..., R]` of known tokens."""
+        return math.sqrt(self.config.transfer_rank) * self.transfer_codes[tokens]

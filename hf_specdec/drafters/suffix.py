@@ -1,0 +1,60 @@
+"""Suffix decoding (arXiv 2411.04975): drafts what followed the last tokens before, in this text and in earlier ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..config import SuffixConfig
+from ..kernels.types import LONGEST_MATCH, NO_TOKEN, Proposal, VerificationResult
+from ..ops import suffix_drafts
+from ..row_buffers import upload, upload_all
+from ..state import DecodeState
+from .none import WeightlessDrafter, no_drafts
+
+
+class SuffixDrafter(WeightlessDrafter):
+    """Drafts without a model, by `ops.suffix_drafts`: from the prompt, the output so far, and earlier outputs.
+
+    The rule is that of ArcticInference's and vLLM's suffix decoding, for a chain. Occurrences are searched for on the
+    device in every round; no tree of suffixes is kept, on the host or elsewhere. Earlier outputs are those of all calls
+    with this drafter, of whatever prompts, up to `history_size` tokens, the latest ones. They are forgotten when the
+    drafter is bound to another target.
+
+    Args:
+        target: to generate with; or a `SuffixConfig`, for a drafter that is bound later.
+        settings: of `SuffixConfig`.
+    """
+
+    config_class = SuffixConfig
+    varies_num_draft_tokens = True
+
+    def __init__(self, target: PreTrainedModel | SuffixConfig, **settings: Any):
+        is_config = isinstance(target, SuffixConfig)
+        super().__init__(target if is_config else SuffixConfig(**settings))
+        self._history: torch.Tensor | None = None
+        if not is_config:
+            self.bind(target)
+
+    def bind(self, target: PreTrainedModel) -> None:
+        super().bind(target)
+        with torch.inference_mode(False):
+            self._history = torch.full((self.config.history_size,), NO_TOKEN, device=self.device)
+
+    def observe(self, prompt: torch.Tensor, tokens: list[int]) -> None:
+        history = self._history
+        if not tokens or not len(history):
+            return
+        # What an output begins with is found by the end of its prompt.
+        (before,) = upload_all([prompt[-LONGEST_MATCH:]], history)
+        text = torch.cat([before, upload([*tokens, NO_TOKEN], history)])[-len(history) :]
+        history.copy_(torch.cat([history[len(text) :], text]))
+
+    def propose(
+        self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
+    ) -> Proposal:
+        if state.num_draft_tokens == 0:
+            return no_drafts(state)
+        return Proposal(suffix_drafts(state.tokens, state.lengths, self._history, state.num_draft_tokens), None)
