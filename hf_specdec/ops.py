@@ -6,7 +6,7 @@ imported elsewhere, too. Triton is imported when the first kernel is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,6 +16,7 @@ from .kernels import (
     experts_reference,
     linear_reference,
     low_rank_reference,
+    move_slots_reference,
     recurrence_reference,
 )
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
@@ -31,7 +32,7 @@ from .kernels.linear_tiles import (
 )
 from .kernels.low_rank_reference import low_rank_places
 from .kernels.random_reference import exponential_sample, row_seeds, uniform
-from .kernels.types import DraftInputs, LinearTiles, RecurrenceRing, VerificationResult
+from .kernels.types import WORD_BITS, DraftInputs, LinearTiles, RecurrenceRing, VerificationResult
 from .op_choice import (
     Op,
     batch_invariant,
@@ -48,11 +49,14 @@ from .op_choice import (
 
 __all__ = [
     "FLOAT8",
+    "SlotMoves",
     "add_low_rank",
+    "add_target_noise",
     "as_bytes",
     "attention",
     "batch_invariant",
     "best_draft",
+    "best_paths",
     "dequantise",
     "draw_draft",
     "expert_linear",
@@ -79,6 +83,7 @@ __all__ = [
     "verify_block",
     "verify_greedy",
     "verify_sampling",
+    "verify_tree",
     "write_kv",
 ]
 
@@ -86,17 +91,16 @@ __all__ = [
 @register_op(
     "hf_specdec::attention",
     schema="(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window, Tensor? sinks, "
-    "float? softcap, Tensor? starts, Tensor? ends, int? num_splits, int? chunk, Tensor? scales) -> Tensor",
+    "float? softcap, Tensor? starts, Tensor? ends, int? num_splits, int? chunk, Tensor? scales, Tensor? ancestors) "
+    "-> Tensor",
 )
-def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk, scales):
+def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, *others):
+    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
     if not is_for_triton(query):
-        return attention_reference.attention(
-            query, key, value, positions, scaling, window, sinks, softcap, starts, ends, chunk, scales
-        )
+        return attention_reference.attention(*args, *others)
     from .kernels.attention import attention
 
-    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk, scales)
-    return attention(*args, fixed_splits=is_batch_invariant())
+    return attention(*args, num_splits, *others, fixed_splits=is_batch_invariant())
 
 
 @_attention.register_fake
@@ -244,6 +248,30 @@ verify_block = kernel_op(
     _empty_result,
     result=VerificationResult,
 )
+verify_tree = kernel_op(
+    "verify_tree.verify_tree",
+    "(Tensor scores, Tensor drafts, Tensor? parents, Tensor? depths, Tensor? seeds, Tensor lengths, int depth) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    lambda scores, drafts, parents, depths, seeds, lengths, depth: (
+        drafts.new_empty(len(drafts), depth + 1),
+        *(drafts.new_empty(len(drafts)) for _ in range(2)),
+        drafts.new_empty(len(drafts), depth + 1),
+    ),
+)
+best_paths = kernel_op(
+    "draft_tree.best_paths",
+    "(Tensor logprobs, Tensor tokens, int num_nodes) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda logprobs, tokens, num_nodes: (
+        tokens.new_empty(len(tokens), num_nodes),
+        *(tokens.new_empty(len(tokens), num_nodes + 1) for _ in range(2)),
+        tokens.new_empty(len(tokens), num_nodes + 1, num_nodes // WORD_BITS + 1),
+    ),
+)
+add_target_noise = kernel_op(
+    "draft_sampling.add_target_noise",
+    "(Tensor logits, Tensor? target_ids, Tensor temperatures, Tensor seeds, Tensor lengths, int first) -> Tensor",
+    lambda logits, *rest: logits.new_empty(logits.shape, dtype=torch.float32),
+)
 token_logprobs = kernel_op(
     "token_logprobs.token_logprobs",
     "(Tensor scores, Tensor tokens) -> Tensor",
@@ -294,14 +322,15 @@ def attention(
     num_splits: int | None = None,
     chunk: int | None = None,
     scales: torch.Tensor | None = None,
+    ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `kernels.attention_reference.attention`; a Triton kernel on GPUs."""
     note_attended(key, value, *(() if scales is None else (scales,)))
     args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
     # The reference for packed prompts reads the starts on the host; so it is called inside the op.
     if is_for_triton(query) or is_batch_invariant() or (starts is not None and starts.dim() == 2):
-        return _attention(*args, num_splits, chunk, scales)
-    return attention_reference.attention(*args, chunk, scales)
+        return _attention(*args, num_splits, chunk, scales, ancestors)
+    return attention_reference.attention(*args, chunk, scales, ancestors)
 
 
 def prepare_inputs(
@@ -349,6 +378,28 @@ def recurrence(
     return recurrence_reference.recurrence(
         *inputs, ring, *bounds, delta=delta, normalize=normalize, scale=scale, rates=rates
     )
+
+
+class SlotMoves:
+    """`kernels.move_slots_reference.move_slots` of the same buffers, round after round; a Triton kernel on GPUs."""
+
+    def __init__(self) -> None:
+        self._key: tuple = ()
+        self._table: torch.Tensor | None = None
+
+    def __call__(
+        self, buffers: Sequence[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor, committed: torch.Tensor
+    ) -> None:
+        if not is_for_triton(path):
+            move_slots_reference.move_slots(buffers, path, lengths, committed)
+            return
+        from .kernels.move_slots import address_table, move_slots
+
+        with torch.cuda.device_of(path):
+            key = tuple((one.data_ptr(), one.stride()) for one in buffers)
+            if key != self._key:  # not while a round is captured, which was run before
+                self._key, self._table = key, address_table(buffers)
+            move_slots(buffers, self._table, path, lengths, committed)
 
 
 def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:

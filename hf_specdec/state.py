@@ -13,7 +13,7 @@ from . import state_ops
 from .cache.layer_kinds import LayerKinds
 from .cache.packed_cache import PackedCache
 from .cache.ragged_cache import RaggedCache
-from .kernels.types import NO_TOKEN, SamplingSettings, VerificationResult
+from .kernels.types import NO_TOKEN, Nodes, Proposal, SamplingSettings, VerificationResult
 from .row_buffers import NEW_ROW, NUMBERS, OF_ROWS, set_numbers, set_rows, upload
 
 
@@ -28,6 +28,7 @@ class Shape(NamedTuple):
         num_ends: entries for end-of-sequence tokens.
         verification: see `Drafter.configure`.
         logprobs: whether log-probabilities of tokens are computed: `"processed"`, `"raw"` or both, see `Call`.
+        num_nodes: N, the drafts of a round where they are a tree, of depth K; 0 where they are a chain.
     """
 
     batch: int
@@ -38,6 +39,7 @@ class Shape(NamedTuple):
     num_ends: int
     verification: str = "token"
     logprobs: tuple[str, ...] = ()
+    num_nodes: int = 0
 
 
 @dataclass
@@ -60,7 +62,7 @@ class DecodeState:
         num_draft_tokens: K of the next round.
         is_sampling: whether tokens are drawn; decoding is greedy otherwise.
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
-        verification, logprobs: see `Shape`.
+        verification, logprobs, num_nodes: see `Shape`.
         cached: `[B]` int64, positions of each row that are in the target's cache before prefill.
         draft_starts: `[B]` int64, the first position of each row that the drafter reads.
         position_offsets: `[B]` int64, position ids of each row minus its positions, from the end of the prompt on.
@@ -102,6 +104,7 @@ class DecodeState:
     draft_probs: bool
     verification: str
     logprobs: tuple[str, ...]
+    num_nodes: int
     cached: torch.Tensor
     draft_starts: torch.Tensor
     position_offsets: torch.Tensor
@@ -151,6 +154,7 @@ class DecodeState:
             draft_probs=shape.draft_probs,
             verification=shape.verification,
             logprobs=shape.logprobs,
+            num_nodes=shape.num_nodes,
             cache=cache,
             live=shape.slots,
             row_slots=shape.slots,
@@ -336,6 +340,12 @@ class DecodeState:
     def block(self, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens to verify, the last committed one and the `drafts` `[B, K]`, and their slots; both `[B, K + 1]`."""
         return state_ops.block(self.tokens, self.lengths, self.limits, self.finished, drafts, self.dummy_slot)
+
+    def tree_block(self, proposal: Proposal) -> tuple[torch.Tensor, torch.Tensor, Nodes]:
+        """`block` of a tree, `[B, N + 1]`, and its nodes: the root is the last committed token."""
+        given = self.tokens, self.lengths, self.limits, self.finished, proposal.tokens
+        block, slots, positions = state_ops.tree_block(*given, *proposal.tree[:2], self.dummy_slot)
+        return block, slots, Nodes(positions, proposal.tree.ancestors)
 
     def last_block(self, width: int) -> tuple[torch.Tensor | None, VerificationResult]:
         """The first `width` columns of what the last round leaves for drafting, at least `block_width`.

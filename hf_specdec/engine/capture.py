@@ -57,8 +57,8 @@ class CapturedRound:
                 self._scores = torch.zeros_like(logits, dtype=torch.float32)
 
                 def second_half() -> tuple:
-                    result = verify_and_commit(state, self._scores, proposal, aux_hidden_states)
-                    return result, logprobs_of(state, result, self._scores, logits)
+                    result, path = verify_and_commit(state, self._scores, proposal, aux_hidden_states)
+                    return result, logprobs_of(state, result, self._scores, logits, path)
 
                 self._verify_and_commit = graph(second_half)
         graphs = "one graph" if self._round is not None else "two graphs, processors between"

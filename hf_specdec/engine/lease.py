@@ -35,7 +35,7 @@ def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
         longest: most tokens of a row.
         is_captured: whether the buffers are kept for other calls, and therefore of a few sizes only.
     """
-    slots, positions = slots_for(longest, is_captured), stated_positions(call.model)
+    slots, positions = slots_for(longest + call.num_nodes, is_captured), stated_positions(call.model)
     if positions is not None and not uses_attention_interface(call.model):
         # Attention of its own may have tables of as many keys; it is given all slots but the dummy slot.
         slots = min(slots, max(longest, positions) + 1)
@@ -46,8 +46,9 @@ def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
         is_sampling=call.temperature is not None,
         draft_probs=call.draft_probs,
         num_ends=next_power_of_two(max(len(call.ends), 8)),
-        verification=call.drafter.verification,
+        verification=call.verification,
         logprobs=call.logprobs,
+        num_nodes=call.num_nodes,
     )
 
 
@@ -93,7 +94,7 @@ def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
         its layout; None if something else than attention reads it, which may read slots that have no memory: as models
         do that store what keys and values are computed from.
     """
-    slots = max(64, 8 * (shape.num_draft_tokens + 1))
+    slots = max(64, 8 * (shape.num_draft_tokens + 1)) + shape.num_nodes
     model, drafter = target.model, target.drafter
     state = drafter.new_state(shape._replace(batch=1, slots=slots), cache_layers(model), model.device)
     with ops.references(), noting_attended() as attended:
@@ -236,7 +237,7 @@ class SessionLease:
         if captured is not None:
             results = captured(self._process)
         else:
-            results = run_round(state, self._target(), self._target.drafter, self._process)
+            results = run_round(state, self._target(), self._target.drafter, self._process).along_path()
         state.block_width = num_drafts + 1
         return results
 

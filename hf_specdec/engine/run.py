@@ -131,6 +131,7 @@ class Run:
         rounds = self.rounds_by_k
         call.drafter._last_stats = stats = self._counters.summary(
             num_assistant_tokens=call.num_draft_tokens,
+            tree=call.num_nodes,
             engine="static",
             reason=call.reason,
             execution=self._runner.execution,
@@ -356,7 +357,8 @@ class Run:
 
     def reserve(self, ahead: int) -> bool:
         """Let rows have memory for `ahead` tokens more than are read; returns whether there is enough."""
-        return self._reserve({row: min(one.length + ahead, one.longest) for row, one in self._occupied})
+        nodes = self._runner.state.num_nodes
+        return self._reserve({row: min(one.length + ahead, one.longest) + nodes for row, one in self._occupied})
 
     def _reserve(self, lengths: Mapping[int, int], sources: Collection[int] = ()) -> bool:
         """Let rows have memory for texts of `lengths`; what others than `sources` hold is given back if need be."""
@@ -399,14 +401,14 @@ class Run:
         # Slots up to the tokens of rounds whose results are not read yet, and up to the drafts of this one.
         before = max([one.length for _, one in occupied], default=1)
         before += sum([one.num_drafts + 1 for one in self._launched])
-        runner.state.live = before + num_drafts
+        runner.state.live = before + max(num_drafts, runner.state.num_nodes)
         while not runner.lease.prepare(num_drafts):
             drafts.refuse(num_drafts)
             num_drafts = drafts.next(self.tokens_left)
-            runner.state.live = before + num_drafts
+            runner.state.live = before + max(num_drafts, runner.state.num_nodes)
         is_typical = last is not None and last[0] == num_drafts
         start = last[1] if is_typical else self._clock.mark()
-        result, logprobs, scores, logits = runner.lease.run_round(num_drafts)
+        result, logprobs, scores, logits, _ = runner.lease.run_round(num_drafts)
         end = self._clock.mark()
         records = {"scores": scores, "logits": logits}
         report = RoundReport(result, logprobs)

@@ -16,6 +16,7 @@ from ..cache.layer_kinds import PositionMarker, patches_of, plug_ins
 from ..calls.output import HiddenStates
 from ..drafters.base import Drafter
 from ..host.generation import keeps_logits
+from ..kernels.types import Nodes
 from ..modules.hidden_states import AuxHiddenStateRecorder
 from ..modules.patch import Patch, current_engine, engine, replaced
 from ..op_choice import without_dispatch_modes
@@ -59,9 +60,14 @@ class Target:
         self.adapters = next((one.rows for one in self.patches if isinstance(one, low_rank_updates)), None)
 
     def __call__(
-        self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: torch.Tensor | int = 0
+        self,
+        state: DecodeState,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        logits_to_keep: torch.Tensor | int = 0,
+        nodes: Nodes | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run `[B, n]` tokens at `[B, n]` slots.
+        """Run `[B, n]` tokens at `[B, n]` slots; `nodes` if they are those of a tree.
 
         Returns:
             logits `[B, n, V]`, those of columns `logits_to_keep` `[m]` int64 `[B, m, V]`, or with 1 `[B, 1, V]` of the
@@ -76,7 +82,8 @@ class Target:
             # Given a number, models whose last layers store no keys run those over as many tokens only.
             logits_to_keep = torch.full((1,), slots.shape[1] - 1, device=slots.device)
         state.cache.advance(slots, state.live, state.num_before)
-        position_ids = state.position_ids(slots)
+        state.cache.nodes = nodes
+        position_ids = state.position_ids(slots if nodes is None else nodes.positions)
         for mark in self.position_markers:
             position_ids = mark(position_ids, state.prompt_lengths, state.prompt_length_gap)
         if self.adapters is not None:

@@ -48,6 +48,7 @@ _OF_CALL = (
     "synced_gpus",
     "seeds",
     "generator",
+    "tree",
 )
 # Settings that are inputs of the target, too.
 _OUTPUTS = ("output_attentions", "output_hidden_states")
@@ -160,6 +161,7 @@ def call_of(
     synced_gpus: bool = False,
     seeds: Any = None,
     generator: torch.Generator | None = None,
+    tree: int | None = None,
 ) -> tuple[Call, dict[str, Any]]:
     """A call by continuous batching, checked and prepared as `generate()` does it, and inputs of the target.
 
@@ -190,7 +192,8 @@ def call_of(
     # Others are those of each request, see `ContinuousBatching.processors_of`.
     shared = LogitsProcessorList(one for one in found if are_of_all_rows([one]))
     fields = {"model": model, "prompts": read, "processors": shared, "criteria": criteria, "streamer": streamer}
-    return new_call(drafter, config, Randomness(seeds, generator), is_continuous=True, **fields), model_kwargs
+    options = {"is_continuous": True, "tree": tree}
+    return new_call(drafter, config, Randomness(seeds, generator), found, **options, **fields), model_kwargs
 
 
 def with_logprobs(call: Call, settings: ContinuousBatchingConfig) -> Call:

@@ -72,6 +72,11 @@ class SpeculativeBatchingManager:
         **kwargs: Any,
     ):
         check_length(model, generation_config, kwargs)
+        if drafter.tree:
+            raise ValueError(
+                f"The drafter's tree is {drafter.tree}, but requests of a manager may have logits processors that read "
+                "their text, for which chains are verified; expected tree=0 for chains of drafts (drafter.configure)."
+            )
         self.model, self.drafter = model, drafter
         self.continuous_batching_config = continuous_batching_config or ContinuousBatchingConfig()
         check_config(self.continuous_batching_config)
