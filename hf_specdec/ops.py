@@ -24,15 +24,17 @@ from .kernels.float8_reference import FLOAT8, as_bytes, dequantise, quantise
 from .kernels.linear_tiles import (
     MAX_GATED_ROWS,
     MAX_ROWS,
+    MAX_STORED_ROWS,
     ROWS_OF_LONG_PASSES,
     choose_descriptor_tiles,
     choose_gated_tiles,
     choose_invariant_tiles,
+    choose_stored_tiles,
     choose_tiles,
 )
 from .kernels.low_rank_reference import low_rank_places
 from .kernels.random_reference import exponential_sample, row_seeds, uniform
-from .kernels.types import WORD_BITS, DraftInputs, LinearTiles, RecurrenceRing, VerificationResult
+from .kernels.types import WORD_BITS, DraftInputs, LinearTiles, RecurrenceRing, StoredWeight, VerificationResult
 from .op_choice import (
     Op,
     batch_invariant,
@@ -212,6 +214,24 @@ def _gated_linear(inputs, weight, bias, activation):
 @_gated_linear.register_fake
 def _(inputs, weight, bias, activation):
     return inputs.new_empty(len(inputs), len(weight) // 2)
+
+
+@register_op(
+    "hf_specdec::stored_linear",
+    schema="(Tensor inputs, Tensor values, Tensor scales, Tensor? zeros, int rows, int group, bool rounds_inputs, "
+    "Tensor? bias, str? activation) -> Tensor",
+)
+def _stored_linear(inputs, *args):
+    from .kernels.linear import linear
+
+    *parts, bias, activation = args
+    weight = StoredWeight(*parts)
+    return linear(inputs, weight, bias, choose_stored_tiles(len(inputs), weight), activation)
+
+
+@_stored_linear.register_fake
+def _(inputs, values, *rest):
+    return inputs.new_empty(len(inputs), len(values) // (1 if rest[-1] is None else 2))
 
 
 write_kv = kernel_op(
@@ -412,21 +432,34 @@ def add_low_rank(out: torch.Tensor, *args: torch.Tensor | list[torch.Tensor] | l
     _add_low_rank(out, *args)
 
 
-def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `linear` of `[n, in]` by `[out, in]` is faster than PyTorch's, and computes what that computes.
+def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:
+    """Whether `linear` of `[n, in]` by `[out, in]` is faster than PyTorch's, or that of the library which stores the
+    weight, and computes what that computes.
 
     In the context `batch_invariant`: whether it computes that.
     """
+    is_stored = isinstance(weight, StoredWeight)
     if is_batch_invariant():
-        return not torch.is_autocast_enabled(inputs.device.type) and inputs.dtype == weight.dtype
+        return not torch.is_autocast_enabled(inputs.device.type) and (is_stored or inputs.dtype == weight.dtype)
+    if is_stored:
+        return len(inputs) <= MAX_STORED_ROWS and _is_fast_stored(inputs, weight)
     return len(inputs) <= MAX_ROWS and _has_tiles(choose_tiles, inputs, weight)
 
 
-def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
+def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:
     """Whether `gated_linear` of `[n, in]` by `[2 N, in]` is faster than `linear` and `layer_ops.gated_activation`, of
     whose results it has the bits.
     """
+    if isinstance(weight, StoredWeight):
+        return has_fast_linear(inputs, weight) and weight.shape[0] % 2 == 0 and is_for_triton(inputs)
     return len(inputs) <= MAX_GATED_ROWS and len(weight) % 2 == 0 and _has_tiles(choose_gated_tiles, inputs, weight)
+
+
+def _is_fast_stored(inputs: torch.Tensor, weight: StoredWeight) -> bool:
+    if inputs.dtype not in (torch.bfloat16, torch.float16) or not is_for_triton(inputs) or inputs.stride(1) != 1:
+        return False
+    is_aligned = weight.values.stride(0) % 16 == 0 and weight.values.data_ptr() % 16 == 0
+    return is_aligned and len(inputs) > 0 and not torch.is_autocast_enabled(inputs.device.type)
 
 
 def _has_tiles(
@@ -439,15 +472,19 @@ def _has_tiles(
     return choose_for(len(inputs), *weight.shape) is not None and not torch.is_autocast_enabled(inputs.device.type)
 
 
-def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """See `kernels.linear_reference.linear`; a Triton kernel on GPUs, where `has_fast_linear` says so."""
+    if isinstance(weight, StoredWeight) and is_for_triton(inputs):
+        return _stored_linear(inputs, *weight, bias, None)
     return _run(_linear, linear_reference.linear, inputs, weight, bias)
 
 
 def gated_linear(
-    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+    inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor:
     """See `kernels.linear_reference.gated_linear`; a Triton kernel, where `has_gated_linear` says so."""
+    if isinstance(weight, StoredWeight) and is_for_triton(inputs):
+        return _stored_linear(inputs, *weight, bias, activation)
     return _run(_gated_linear, linear_reference.gated_linear, inputs, weight, bias, activation)
 
 

@@ -18,7 +18,8 @@ import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .gated_activation import activate
-from .types import LinearTiles
+from .stored_weight import FORMATS, SPLITS, stored_sums
+from .types import LinearTiles, StoredWeight
 
 # Blocks of rows that programs which start together share with as few blocks of features, for the L2 cache.
 _GROUP = 8
@@ -42,6 +43,8 @@ def request_lines(first_row_ptr, stride_bytes, rows, ROWS: tl.constexpr, LINES: 
 def _linear_kernel(
     inputs_ptr,
     weight_ptr,
+    scales_ptr,
+    zeros_ptr,
     bias_ptr,
     out_ptr,
     num_rows,
@@ -49,6 +52,12 @@ def _linear_kernel(
     size_in,
     inputs_stride,
     weight_stride,
+    scales_stride,
+    FORMAT: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ROUNDS_INPUTS: tl.constexpr,
+    ASM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_EVEN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -87,22 +96,49 @@ def _linear_kernel(
         if IS_GATED:
             other_half = weight_ptr + size_out.to(tl.int64) * weight_stride
             request_lines(other_half, stride_bytes, size_out - first, OWN, LINES)
-    wait_for_inputs(PDL)
-
     # Features beyond the last one are computed as that one, and not written.
     own_feature = (tl.minimum(feature, size_out - 1) - first + index % PARTS * size_out).to(tl.int64)
-    weight = weight_ptr + own_feature[:, None] * weight_stride + depth[None, :]
-    inputs = inputs_ptr + first_row * inputs_stride + row[:, None] * inputs_stride + depth[None, :]
-    total = tl.zeros([FEATURES, ROWS], tl.float32)
-    for start in range(0, size_in, DEPTH):
-        if IS_EVEN:
-            w = tl.load(weight + start)
-            x = tl.load(inputs + start, mask=is_row[:, None], other=0.0)
-        else:
-            is_depth = (depth < size_in - start)[None, :]
-            w = tl.load(weight + start, mask=is_depth, other=0.0)
-            x = tl.load(inputs + start, mask=is_row[:, None] & is_depth, other=0.0)
-        total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
+    if FORMAT is None:
+        wait_for_inputs(PDL)
+        weight = weight_ptr + own_feature[:, None] * weight_stride + depth[None, :]
+        inputs = inputs_ptr + first_row * inputs_stride + row[:, None] * inputs_stride + depth[None, :]
+        total = tl.zeros([FEATURES, ROWS], tl.float32)
+        for start in range(0, size_in, DEPTH):
+            if IS_EVEN:
+                w = tl.load(weight + start)
+                x = tl.load(inputs + start, mask=is_row[:, None], other=0.0)
+            else:
+                is_depth = (depth < size_in - start)[None, :]
+                w = tl.load(weight + start, mask=is_depth, other=0.0)
+                x = tl.load(inputs + start, mask=is_row[:, None] & is_depth, other=0.0)
+            total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
+    else:
+        total = stored_sums(
+            weight_ptr,
+            scales_ptr,
+            zeros_ptr,
+            inputs_ptr + first_row * inputs_stride,
+            own_feature,
+            size_out,
+            first,
+            size_out - 1,
+            num_rows - row_block * ROWS,
+            size_in,
+            inputs_stride,
+            weight_stride,
+            scales_stride,
+            FORMAT,
+            SCALE_ROWS,
+            GROUP_SIZE,
+            ROUNDS_INPUTS,
+            ASM,
+            IS_EVEN,
+            PARTS,
+            ROWS,
+            FEATURES,
+            DEPTH,
+            PDL,
+        )
     if HAS_BIAS:
         total += tl.load(bias_ptr + first + own_feature).to(tl.float32)[:, None]
     result = total.to(out_ptr.dtype.element_ty)
@@ -117,33 +153,50 @@ def _linear_kernel(
 
 def linear(
     inputs: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | StoredWeight,
     bias: torch.Tensor | None,
     tiles: LinearTiles,
     activation: str | None = None,
 ) -> torch.Tensor:
     """See `linear_reference.linear`, or with `activation` its `gated_linear`, in tiles of `tiles`.
 
-    One launch that depends on shapes and strides only. A layer may be a part of the rows of a larger weight.
+    One launch that depends on shapes and strides only. A layer may be a part of the rows of a larger weight. Where a
+    weight is stored with scales for groups of inputs, a tile's depth divides the group.
     """
     num_rows, size_in = inputs.shape
-    size_out = len(weight)
-    assert weight.shape[1] == size_in and inputs.stride(1) == weight.stride(1) == 1, "rows must have unit stride"
-    assert inputs.dtype == weight.dtype and (bias is None or bias.is_contiguous())
+    size_out = weight.shape[0]
+    stored = weight if isinstance(weight, StoredWeight) else None
+    values, scales, zeros = (weight, None, None) if stored is None else stored[:3]
+    is_grouped = stored is not None and stored.group < size_in
+    assert weight.shape[1] == size_in and inputs.stride(1) == values.stride(1) == 1, "rows must have unit stride"
+    assert bias is None or bias.is_contiguous()
+    assert inputs.dtype == values.dtype if stored is None else values.dtype in FORMATS
+    assert not is_grouped or stored.group % tiles.depth == 0, "a tile has one scale for a row"
+    assert stored is None or tiles.num_warps == SPLITS.value, "a split is a warp's"
+    assert scales is None or scales.stride(1) == 1 or scales.shape[1] == 1
+    assert zeros is None or zeros.stride() == scales.stride()
     assert activation is None or size_out % 2 == 0, "gate and up must have as many features each"
     out = inputs.new_empty(num_rows, size_out if activation is None else size_out // 2)
     _linear_kernel[(triton.cdiv(size_out, tiles.features), triton.cdiv(num_rows, tiles.rows))](
         inputs,
-        weight,
+        values if stored is None else values.view(torch.uint8),
+        scales,
+        zeros,
         bias,
         out,
         num_rows,
         size_out,
         size_in,
         inputs.stride(0),
-        weight.stride(0),
+        values.stride(0),
+        0 if stored is None else scales.stride(0),
+        FORMAT=None if stored is None else FORMATS[values.dtype],
+        SCALE_ROWS=1 if stored is None else stored.rows,
+        GROUP_SIZE=stored.group if is_grouped else None,
+        ROUNDS_INPUTS=stored is not None and stored.rounds_inputs,
+        ASM=inputs.is_cuda and torch.version.hip is None and inputs.dtype == torch.bfloat16,
         HAS_BIAS=bias is not None,
-        IS_EVEN=size_in % tiles.depth == 0,
+        IS_EVEN=size_in % (tiles.depth if stored is None else SPLITS.value * tiles.depth) == 0,
         GROUP=_GROUP,
         ROWS=tiles.rows,
         FEATURES=tiles.features,

@@ -7,21 +7,27 @@ from __future__ import annotations
 import torch
 
 from .gated_activation_reference import gated_activation
+from .stored_weight_reference import dequantise, round_inputs
+from .types import StoredWeight
 
 
-def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """A linear layer with sums in float32 at least.
 
     Args:
         inputs: `[n, in]`.
-        weight: `[out, in]`, of the same dtype.
+        weight: `[out, in]`, of the same dtype, or stored as numbers of few bits.
         bias: `[out]`, or None.
 
     Returns:
         `[n, out]` in the inputs' dtype.
     """
     dtype = torch.promote_types(inputs.dtype, torch.float32)
-    out = inputs.to(dtype) @ weight.to(dtype).T
+    if isinstance(weight, StoredWeight):
+        inputs_of_products = round_inputs(inputs, weight.group) if weight.rounds_inputs else inputs
+        out = inputs_of_products.to(dtype) @ dequantise(weight, dtype).T
+    else:
+        out = inputs.to(dtype) @ weight.to(dtype).T
     if bias is not None:
         out = out + bias.to(dtype)
     return out.to(inputs.dtype)

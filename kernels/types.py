@@ -192,6 +192,31 @@ class LinearTiles(NamedTuple):
     num_stages: int
 
 
+class StoredWeight(NamedTuple):
+    """A weight `[out, in]` as numbers of few bits, each times a scale; see `stored_weight_reference.dequantise`.
+
+    Attributes:
+        values: `[out, in]` float8 (e4m3) or int8; or `[out, in / 2]` uint8, of which each holds two numbers of 4 bits
+            without sign, the first one in its low half.
+        scales: `[ceil(out / rows), ceil(in / group)]` in floating point, for blocks of the weight.
+        zeros: of the shape of `scales`, the numbers of 4 bits that stand for 0; None if that is 8.
+        rows, group: output and input features of a block.
+        rounds_inputs: whether the layer's inputs are rounded to e4m3 before, each row's in groups of `group`.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    rows: int
+    group: int
+    rounds_inputs: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Output and input features."""
+        return self.values.shape[0], self.values.shape[1] * (2 if self.values.dtype == torch.uint8 else 1)
+
+
 class NormKind(NamedTuple):
     """How a norm over the last dimension differs from an RMSNorm in float32 whose result is cast at the end.
 

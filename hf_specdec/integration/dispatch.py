@@ -33,6 +33,7 @@ from ..modules.locks import lock_of
 from ..modules.patch import engine as engine_context
 from ..modules.signature import looked_at_once, signature_of
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, from_first_rank, tensor_parallel_group
+from ..patching.linear import computed_by_libraries
 from ..patching.support import configured_layers
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
@@ -157,6 +158,9 @@ def _choose_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool
         engine, reason = drafter.engine, f"forced by engine={drafter.engine!r}"
     else:
         engine, reason = ("static", "the target and the call fit") if obstacle is None else ("stock", obstacle)
+        libraries = computed_by_libraries(call.model) if obstacle is None else ()
+        if libraries:
+            reason += f"; {', '.join(libraries)} of it compute as they do by themselves"
     _log_engine(engine, reason)
     if engine == "stock" and drafter.verification != "token":
         _warn(f"verification={drafter.verification!r} has no effect on the stock engine, which judges token by token.")

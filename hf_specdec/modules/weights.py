@@ -1,10 +1,20 @@
-"""Weights of modules: parameters, or shards of them."""
+"""Weights of linear layers: parameters, shards of them, and kinds of quantised weights that the kernels know.
+
+A kind is told by the class that a library gives a layer or its weight, and read from what that holds: the memory stays
+the library's, and there is no second copy. What no kind reads is computed by the library's own `forward`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..host.quantised import FP8_BLOCK, FP8_INPUTS, FP8_LINEAR, FP8_SCALES
+from ..kernels.types import StoredWeight
 
 # Types of weights that are neither quantised nor sharded: parameters, and the local shards that `local_linears` sets.
 PLAIN_WEIGHTS = frozenset({nn.Parameter, torch.Tensor})
@@ -13,3 +23,107 @@ PLAIN_WEIGHTS = frozenset({nn.Parameter, torch.Tensor})
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of `tensor`, sharing its memory; `tensor` itself if it is not a `DTensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# Zero points, and whether they were all zero, with the version of the tensor that was looked at.
+_zeros: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+_Reader = Callable[[nn.Module], StoredWeight | None]
+_readers: dict[str, _Reader] = {}
+
+
+def register_weight_kind(name: str) -> Callable[[_Reader], _Reader]:
+    """Decorator: let linear layers of a kind run the project's kernels.
+
+    Args:
+        name: package and class, such as `torchao.Int8Tensor`, of a layer that is no `nn.Linear`, or of the weight of
+            one that is.
+
+    The decorated function is given a layer, and returns its weight, or None if it is of another form. It may run
+    between any two passes, and when it is captured: what it reads on the host it has read before.
+    """
+
+    def register(read: _Reader) -> _Reader:
+        _readers[name] = read
+        return read
+
+    return register
+
+
+def quantised_class(module: nn.Module) -> str | None:
+    """Package and class of a quantised linear layer or of its weight; None for plain weights and other modules."""
+    weight = getattr(module, "weight", None)
+    if not (isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor)):
+        return None
+    if isinstance(weight, DTensor) or (
+        type(weight) in PLAIN_WEIGHTS and weight.is_floating_point() and weight.itemsize > 1
+    ):
+        return None
+    kind = type(weight) if type(module) is nn.Linear else type(module)
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+
+
+def weight_of(module: nn.Module) -> torch.Tensor | StoredWeight | None:
+    """The weight of a linear layer as the kernels take it; None if they do not."""
+    if type(module) is nn.Linear and type(module.weight) in PLAIN_WEIGHTS:
+        return module.weight
+    read = _readers.get(quantised_class(module))
+    stored = None if read is None else read(module)
+    return stored if stored is not None and _is_known(stored) else None
+
+
+def _is_known(stored: StoredWeight) -> bool:
+    """Whether the parts of `stored` have the dtypes, shapes and strides that the kernels take."""
+    (size_out, size_in), values, scales = stored.shape, stored.values, stored.scales
+    shape = (-(-size_out // stored.rows), -(-size_in // stored.group))
+    return (
+        values.dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8)
+        and scales.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and tuple(scales.shape) == shape
+        and values.stride(1) == 1
+        and (scales.stride(1) == 1 or shape[1] == 1)
+        and (stored.group >= size_in or (stored.group & (stored.group - 1) == 0 and stored.group >= 32))
+    )
+
+
+@register_weight_kind("torchao.Int8Tensor")
+def _int8(module: nn.Linear) -> StoredWeight | None:
+    weight = module.weight
+    if weight.act_quant_kwargs is not None or weight.act_pre_scale is not None or _has_zeros(weight):
+        return None
+    return StoredWeight(weight.qdata, weight.scale, None, *weight.block_size)
+
+
+@register_weight_kind("torchao.Float8Tensor")
+def _float8(module: nn.Linear) -> StoredWeight | None:
+    weight = module.weight
+    if weight.act_quant_kwargs is not None:
+        return None
+    return StoredWeight(weight.qdata, weight.scale, None, *weight.block_size)
+
+
+@register_weight_kind("torchao.IntxUnpackedToInt8Tensor")
+def _intx(module: nn.Linear) -> StoredWeight | None:
+    weight = module.weight
+    if weight.activation_quantization is not None or _has_zeros(weight):
+        return None
+    return StoredWeight(weight.qdata, weight.scale, None, *weight.block_size)
+
+
+def _has_zeros(weight: torch.Tensor) -> bool:
+    """Whether a weight of torchao has zero points other than 0, which symmetric configurations have."""
+    zeros = weight.zero_point
+    if zeros is None:
+        return False
+    known = _zeros.get(zeros)
+    if known is None or known[0] != zeros._version:
+        known = _zeros[zeros] = zeros._version, bool(zeros.any())
+    return known[1]
+
+
+@register_weight_kind(f"transformers.{FP8_LINEAR}")
+def _fine_grained(module: nn.Linear) -> StoredWeight | None:
+    block, scales = getattr(module, FP8_BLOCK), getattr(module, FP8_SCALES)
+    if module.weight.itemsize > 1 or block is None or getattr(module, FP8_INPUTS) != "dynamic":
+        return None
+    return StoredWeight(module.weight, scales, None, *block, rounds_inputs=True)

@@ -17,7 +17,7 @@ from ..modules.adapters import base_layer
 from ..modules.hidden_states import modules_of
 from ..modules.module_hooks import has_hooks
 from ..modules.patch import Patch, replaced, runs_engine
-from ..modules.weights import PLAIN_WEIGHTS
+from ..modules.weights import PLAIN_WEIGHTS, weight_of
 from .linear import linear, runs_linear
 
 # Names of children of one module that are called with the same input, in the order in which they are called.
@@ -84,7 +84,8 @@ def fused_parameters(gate: nn.Module, up: nn.Module) -> tuple[torch.Tensor, torc
     none does.
     """
     if gate is up:
-        return (gate.weight, gate.bias) if runs_linear(gate) and not has_hooks([gate]) else None
+        weight = weight_of(gate) if runs_linear(gate) and not has_hooks([gate]) else None
+        return None if weight is None else (weight, gate.bias)
     fused = getattr(vars(gate).get("forward"), "fused", None)
     return (fused.weight, fused.bias) if fused is not None and fused.computes(gate, up) else None
 

@@ -19,7 +19,7 @@ from ..modules.patch import Replacements
 from ..modules.weights import PLAIN_WEIGHTS
 from .fused_linear import fused_parameters
 from .layer_probes import Angles, GatedMlp, Norm, Probes
-from .linear import gated_linear
+from .linear import computes, gated_linear
 
 
 def _norm_forward(module: nn.Module, norm: Norm, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -38,7 +38,7 @@ def _mlp_forward(module: nn.Module, mlp: GatedMlp, *args: torch.Tensor, **kwargs
 
 def _activated(children: dict[str, nn.Module], mlp: GatedMlp, inputs: torch.Tensor) -> torch.Tensor:
     parameters = fused_parameters(children[mlp.gate], children[mlp.up]) if mlp.gate_first else None
-    if parameters is not None:
+    if parameters is not None and computes(inputs, parameters[0]):
         return gated_linear(inputs, *parameters, mlp.activation)
     return layer_ops.gated_activation(*mlp.gate_and_up(children, inputs), mlp.activation)
 

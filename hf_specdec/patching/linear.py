@@ -11,19 +11,22 @@ from transformers import PreTrainedModel
 
 from .. import layer_ops, ops
 from ..device_policy import DEFAULT_POLICY, DEVICE_POLICIES, policy_of
+from ..kernels.types import StoredWeight
 from ..modules.hidden_states import modules_of
 from ..modules.patch import Replacements, this_thread
-from ..modules.weights import PLAIN_WEIGHTS
+from ..modules.signature import fact
+from ..modules.weights import quantised_class, weight_of
 
 # Rows up to which `linear` computes the transposed matmul.
 MAX_TRANSPOSED_ROWS = 16
 
 
-def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`inputs @ weight.T + bias`, `[..., in]` by `[out, in]`.
 
     A few rows in 16-bit floating point on a GPU, and all where the pass is batch-invariant, are computed by
-    `ops.linear`, a few float32 rows on a CPU as `(weight @ inputs.T).T`.
+    `ops.linear`, a few float32 rows on a CPU as `(weight @ inputs.T).T`. A stored
+    weight is one that it `computes` by.
 
     On a CPU, matmuls that are bound by reading the weight run about twice as fast when transposed: on two cores the
     linear layers of a 135M-parameter model take 31 ms instead of 71 ms at 5 rows (torch 2.13, SmolLM2 shapes). One row
@@ -32,24 +35,10 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     Rows are flattened first, because `F.linear` of a non-contiguous `[B, n, in]` by a weight without gradient runs one
     matmul for each of the B batch rows and reads the weight B times.
     """
-    return _linear(None, inputs, weight, bias)
-
-
-def _linear(
-    module: nn.Linear | None,
-    inputs: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`linear`; with a `module` its `forward`, which outside of an engine's passes computes as it always does."""
-    if module is not None:
-        if not torch.compiler.is_compiling() and this_thread.engine is None:
-            return nn.Linear.forward(module, inputs)
-        weight, bias = module.weight, module.bias
     rows = inputs.numel() // inputs.shape[-1]
     flat = inputs.reshape(rows, inputs.shape[-1])
     policy = DEVICE_POLICIES.get(inputs.device.type, DEFAULT_POLICY)
-    if policy.few_row_linear and ops.has_fast_linear(flat, weight):
+    if isinstance(weight, StoredWeight) or (policy.few_row_linear and ops.has_fast_linear(flat, weight)):
         out = ops.linear(flat, weight, bias)
     elif rows > MAX_TRANSPOSED_ROWS or not policy.transposed_linear or weight.dtype != torch.float32:
         out = F.linear(flat, weight, bias)
@@ -60,8 +49,28 @@ def _linear(
     return out.reshape(*inputs.shape[:-1], out.shape[-1])
 
 
+def computes(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:
+    """Whether `linear` computes `[..., in]` by `weight`, as always if that is plain; else its library does."""
+    if not isinstance(weight, StoredWeight):
+        return True
+    policy = DEVICE_POLICIES.get(inputs.device.type, DEFAULT_POLICY)
+    if torch.compiler.is_compiling() or not policy.few_row_linear:
+        return False
+    return ops.has_fast_linear(inputs.reshape(-1, inputs.shape[-1]), weight)
+
+
+def _forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+    """`linear` as the `forward` of a module, which outside of an engine's passes computes as it always does."""
+    if not torch.compiler.is_compiling() and this_thread.engine is None:
+        return type(module).forward(module, inputs)
+    weight = weight_of(module)
+    if weight is None or not computes(inputs, weight):
+        return type(module).forward(module, inputs)
+    return linear(inputs, weight, module.bias)
+
+
 def gated_linear(
-    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+    inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor:
     """`activation(gate) * up` of `[..., in]`, with gate and up the halves of what `linear` gives, `[..., N]`."""
     flat = inputs.reshape(-1, inputs.shape[-1])
@@ -74,7 +83,7 @@ def gated_linear(
 
 def runs_linear(module: nn.Module) -> bool:
     """Whether a forward pass of `module` is one of `linear` with its weight and bias."""
-    return getattr(vars(module).get("forward"), "func", None) is _linear
+    return getattr(vars(module).get("forward"), "func", None) is _forward
 
 
 def _has_own(device: torch.device) -> bool:
@@ -83,21 +92,41 @@ def _has_own(device: torch.device) -> bool:
     return policy.few_row_linear or policy.transposed_linear
 
 
+@fact
+def computed_by_libraries(model: PreTrainedModel) -> tuple[str, ...]:
+    """Package and class of the quantised linear layers of `model` that are not computed by `linear`, by their names."""
+    layers = [one for one in model.modules() if isinstance(one, nn.Linear) and quantised_class(one) is not None]
+    return tuple(
+        sorted(
+            {
+                quantised_class(one)
+                for one in layers
+                if weight_of(one) is None or not policy_of(one.weight.device).few_row_linear
+            }
+        )
+    )
+
+
 def patched_linear(*models: nn.Module) -> Replacements:
-    """Context in which the `nn.Linear` layers of `models` compute by `linear`.
+    """Context in which the linear layers of `models` compute by `linear`.
 
     On devices for which `linear` has nothing of its own these are the heads only.
 
-    Layers whose weights are quantised or sharded, and layers with a `forward` attribute, are left as they are.
+    Layers whose weights are sharded or quantised in a way that the kernels do not know, and layers with a `forward`
+    attribute, are left as they are.
     """
     modules = modules_of(*models)
     heads = {id(module.get_output_embeddings()) for module in modules if isinstance(module, PreTrainedModel)}
     chosen = (
         module
         for module in modules
-        if type(module) is nn.Linear
-        and type(module.weight) in PLAIN_WEIGHTS
+        if isinstance(module, nn.Linear)
         and ("forward" not in vars(module) or runs_linear(module))
-        and (_has_own(module.weight.device) or id(module) in heads)
+        and (weight := weight_of(module)) is not None
+        and (
+            policy_of(module.weight.device).few_row_linear
+            if isinstance(weight, StoredWeight)
+            else _has_own(module.weight.device) or id(module) in heads
+        )
     )
-    return Replacements({"forward": [(module, functools.partial(functools.partial, _linear)) for module in chosen]})
+    return Replacements({"forward": [(module, functools.partial(functools.partial, _forward)) for module in chosen]})

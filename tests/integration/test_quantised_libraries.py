@@ -1,0 +1,218 @@
+"""Targets that libraries have quantised, each by its own package: texts with a drafter are those without one.
+
+Where a kernel knows how a library stores weights, the same is asked of it, in Triton's interpreter or the reference.
+"""
+
+import pytest
+import torch
+from lossless import PROMPTS, greedy
+from oracle import random_draft_model, random_eagle3
+from targets import padded_prompts, set_policy
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    TorchAoConfig,
+)
+from transformers.integrations import finegrained_fp8
+
+from hf_specdec import ops
+from hf_specdec.kernels import linear_reference
+from hf_specdec.kernels.stored_weight_reference import dequantise
+from hf_specdec.kernels.types import StoredWeight
+from hf_specdec.modules.weights import _readers as readers
+from hf_specdec.modules.weights import quantised_class, register_weight_kind, weight_of
+
+SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.1}
+IDS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+
+
+def torchao(name, **options):
+    quantization = pytest.importorskip("torchao.quantization")
+    if options.pop("group", None):
+        options["granularity"] = quantization.PerGroup(32)
+    return TorchAoConfig(getattr(quantization, name)(**options))
+
+
+def bitsandbytes(**options):
+    pytest.importorskip("bitsandbytes")
+    return BitsAndBytesConfig(**options)
+
+
+# By library and format: its configuration, the class that tells the kind, and whether the kernels know it.
+LIBRARIES = {
+    "torchao int8": (lambda: torchao("Int8WeightOnlyConfig"), "torchao.Int8Tensor", True),
+    "torchao float8": (lambda: torchao("Float8WeightOnlyConfig"), "torchao.Float8Tensor", True),
+    "torchao int4 groups": (
+        lambda: torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4, group=32),
+        "torchao.IntxUnpackedToInt8Tensor",
+        True,
+    ),
+    "torchao int8, inputs too": (
+        lambda: torchao("Int8DynamicActivationInt8WeightConfig"),
+        "torchao.Int8Tensor",
+        False,
+    ),
+    "bitsandbytes nf4": (
+        lambda: bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32),
+        "bitsandbytes.Linear4bit",
+        False,
+    ),
+    "bitsandbytes int8": (lambda: bitsandbytes(load_in_8bit=True), "bitsandbytes.Linear8bitLt", False),
+}
+
+
+# Inputs are rounded by what all tokens of a pass are: by one scale, or with the columns apart in which one is large. So
+# texts depend on how many tokens a pass has, without a drafter, too.
+OF_ALL_TOKENS = {"torchao int8, inputs too", "bitsandbytes int8"}
+
+
+@pytest.fixture(autouse=True)
+def without_compilers():
+    """bitsandbytes compiles what its layers do on a CPU, which takes minutes."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory):
+    """Targets by library and family, loaded once."""
+    loaded, folders = {}, {}
+
+    def target(library, family):
+        settings = LIBRARIES[library][0]()
+        if family not in folders:
+            torch.manual_seed(0)
+            folders[family] = tmp_path_factory.mktemp(family)
+            config = FAMILIES[family](**SIZES, **HEADS, **IDS)
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folders[family])
+        if (library, family) not in loaded:
+            options = {"quantization_config": settings, "dtype": torch.float32}
+            model = AutoModelForCausalLM.from_pretrained(folders[family], **options).eval()
+            model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+            loaded[library, family] = model
+        return loaded[library, family]
+
+    return target
+
+
+def prompts_for(lengths):
+    inputs = padded_prompts(lengths)
+    return inputs | {"input_ids": inputs["input_ids"] % SIZES["vocab_size"]}
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    return [one for one in model.model.layers.modules() if isinstance(one, nn.Linear)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_texts_are_those_without_a_drafter(library, family, targets):
+    target = targets(library, family)
+    assert {quantised_class(one) for one in layers_of(target)} == {LIBRARIES[library][1]}
+    for lengths, drafter in (
+        (PROMPTS[1], random_eagle3(target, own_embedding=False, own_head=False)),
+        (PROMPTS[3], random_draft_model(target)),
+    ):
+        inputs = prompts_for(lengths)
+        found = greedy(target, inputs, drafter, 3)
+        assert drafter.stats.engine == "static" and LIBRARIES[library][1] in drafter.stats.reason, drafter.stats.reason
+        plain, width = greedy(target, inputs), inputs["input_ids"].shape[1]
+        end = width + 1 if library in OF_ALL_TOKENS else None
+        assert torch.equal(found[:, :end], plain[:, :end])
+    assert {quantised_class(one) for one in layers_of(target)} == {LIBRARIES[library][1]}, "they stay quantised"
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_kinds_are_read_without_a_copy(library, targets):
+    target = targets(library, "llama")
+    for layer in layers_of(target):
+        stored = weight_of(layer)
+        assert (stored is not None) == LIBRARIES[library][2]
+        if stored is not None:
+            assert stored.values.data_ptr() == layer.weight.qdata.data_ptr() and stored.shape == layer.weight.shape
+            torch.testing.assert_close(dequantise(stored, torch.float32), layer.weight.dequantize())
+    assert type(weight_of(target.lm_head)) is nn.Parameter
+
+
+@pytest.mark.parametrize("library", [name for name, (_, _, is_known) in LIBRARIES.items() if is_known])
+@pytest.mark.parametrize("triton", [False, True])
+def test_kernels_take_the_place_of_the_library(library, triton, targets, monkeypatch):
+    """In rounds; prompts of many rows are the library's."""
+    set_policy(monkeypatch, "cpu", few_row_linear=True, fused_linear=True, transposed_linear=False, triton=triton)
+    target, inputs, rows = targets(library, "llama"), prompts_for(PROMPTS[1]), []
+    plain, original = greedy(target, inputs, max_new_tokens=6), ops.linear
+    monkeypatch.setattr(ops, "has_fast_linear", lambda inputs, _: len(inputs) <= 8)
+
+    def linear(inputs, weight, bias=None):
+        if isinstance(weight, StoredWeight):
+            rows.append(len(inputs))
+        return original(inputs, weight, bias)
+
+    monkeypatch.setattr(ops, "linear", linear)
+    assert torch.equal(greedy(target, inputs, random_eagle3(target), 3, max_new_tokens=6), plain)
+    assert rows and max(rows) <= 8
+    rows.clear()
+    assert torch.equal(greedy(target, inputs, max_new_tokens=6), plain) and not rows
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_batch_invariant_calls(library, targets, monkeypatch):
+    """Prompts and rounds by the kernels, here their reference; what they do not know is refused by its name."""
+    policy = {"batch_invariant": True, "layer_kernels": True, "few_row_linear": True, "fused_linear": True}
+    set_policy(monkeypatch, "cpu", **policy)
+    monkeypatch.setattr("hf_specdec.hosting.eligibility.why_not_batch_invariant", lambda model: None)
+    target, inputs = targets(library, "llama"), prompts_for(PROMPTS[3])
+    drafter = random_eagle3(target).configure(batch_invariant=True)
+    if LIBRARIES[library][2]:
+        assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
+        assert drafter.stats.batch_invariant and drafter.stats.reason == "the target and the call fit"
+    else:
+        with pytest.raises(ValueError, match="batch_invariant=True, but"):
+            greedy(target, inputs, drafter, 3)
+
+
+def test_blocks_of_float8_of_transformers():
+    """Its layer computes by kernels that it fetches for a GPU, so only what it holds is compared here."""
+    layer = finegrained_fp8.FP8Linear(320, 200, block_size=(128, 128))
+    assert weight_of(layer)._replace(values=0, scales=0) == (0, 0, None, 128, 128, True)
+    generator = torch.Generator().manual_seed(0)
+    weight, scales = torch.randn(200, 320, generator=generator), torch.rand(2, 3, generator=generator)
+    layer.weight.data, layer.weight_scale_inv.data = weight.to(torch.float8_e4m3fn), scales
+    factors = scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :320]
+    assert torch.equal(dequantise(weight_of(layer), torch.float32), layer.weight.float() * factors)
+    inputs = torch.randn(3, 320, generator=generator)
+    found = linear_reference.linear(inputs, weight_of(layer))
+    parts = [one / (one.abs().amax(1, keepdim=True) / 448) for one in inputs.split(128, 1)]
+    rounded = [one.to(torch.float8_e4m3fn).float() for one in parts]
+    inner = [
+        one * part.abs().amax(1, keepdim=True) / 448 for one, part in zip(rounded, inputs.split(128, 1), strict=True)
+    ]
+    torch.testing.assert_close(found, torch.cat(inner, 1) @ (layer.weight.float() * factors).T)
+    layer.weight = nn.Parameter(weight)
+    assert quantised_class(layer) is None and weight_of(layer) is None
+    for other in ({"activation_scheme": "static"}, {"block_size": None}, {"block_size": (16, 24)}):
+        assert weight_of(finegrained_fp8.FP8Linear(320, 200, **{"block_size": (128, 128)} | other)) is None
+
+
+def test_kinds_are_registered_from_outside(monkeypatch):
+    class Halves(nn.Linear):
+        """A layer whose weight is int8 with one scale for every row."""
+
+    layer = Halves(64, 48, bias=False)
+    assert quantised_class(layer) is None
+    layer.weight = nn.Parameter(torch.zeros(48, 64, dtype=torch.int8), requires_grad=False)
+    name = f"{__name__.partition('.')[0]}.Halves"
+    assert quantised_class(layer) == name and weight_of(layer) is None
+    monkeypatch.setattr("hf_specdec.modules.weights._readers", dict(readers))
+    values, scales = torch.randint(-9, 9, (48, 64), dtype=torch.int8), torch.rand(48, 1)
+    register_weight_kind(name)(lambda module: StoredWeight(values, scales, None, 1, 64))
+    assert torch.equal(dequantise(weight_of(layer), torch.float32), values * scales)
+    for wrong in (scales[:-1], scales.double(), scales.expand(48, 2)):
+        register_weight_kind(name)(lambda module, wrong=wrong: StoredWeight(values, wrong, None, 1, 64))
+        assert weight_of(layer) is None
