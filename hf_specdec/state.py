@@ -14,7 +14,7 @@ from .cache.layer_kinds import LayerKinds
 from .cache.packed_cache import PackedCache
 from .cache.ragged_cache import RaggedCache
 from .kernels.types import NO_TOKEN, Nodes, Proposal, SamplingSettings, VerificationResult
-from .row_buffers import NEW_ROW, NUMBERS, OF_ROWS, set_numbers, set_rows, upload
+from .row_buffers import NEW_ROW, NUMBERS, blank_numbers, set_numbers, set_rows, upload
 
 
 class Shape(NamedTuple):
@@ -48,6 +48,7 @@ class DecodeState:
 
     Attributes:
         tokens: `[B, slots]` int64, committed tokens; the prompt without padding comes first.
+        numbers: `row_buffers.NUMBERS` of each row, of which `lengths` and the other `[B]` int64 buffers are views.
         lengths: `[B]` int64, committed tokens of each row. The target has processed all of them but the last.
         limits: `[B]` int64, length at which a row ends.
         finished: `[B]` bool; a finished row computes on the dummy slot and commits nothing.
@@ -88,6 +89,7 @@ class DecodeState:
     """
 
     tokens: torch.Tensor
+    numbers: torch.Tensor
     lengths: torch.Tensor
     limits: torch.Tensor
     finished: torch.Tensor
@@ -136,10 +138,9 @@ class DecodeState:
             device: of all buffers.
         """
         batch = shape.batch
-        numbers = {
-            name: torch.full((batch,), value, dtype=torch.int64, device=device) for name, value in NUMBERS.items()
-        }
-        cache = RaggedCache(layers, shape.slots, None, numbers["lengths"], shape.num_draft_tokens) if layers else None
+        numbers = blank_numbers(batch, device)
+        views = dict(zip(NUMBERS, numbers, strict=True))
+        cache = RaggedCache(layers, shape.slots, None, views["lengths"], shape.num_draft_tokens) if layers else None
         return cls(
             tokens=torch.zeros(batch, shape.slots, dtype=torch.int64, device=device),
             finished=torch.ones(batch, dtype=torch.bool, device=device),
@@ -158,7 +159,8 @@ class DecodeState:
             cache=cache,
             live=shape.slots,
             row_slots=shape.slots,
-            **numbers,
+            numbers=numbers,
+            **views,
             result=VerificationResult(
                 tokens=torch.zeros(batch, shape.num_draft_tokens + 1, dtype=torch.int64, device=device),
                 accepted=torch.zeros(batch, dtype=torch.int64, device=device),
@@ -178,21 +180,26 @@ class DecodeState:
         """Put prompts into `rows`, whatever was there before; they are to be prefilled.
 
         Args:
-            rows: of the state; the first ones, if it is a `range`.
+            rows: of the state; if it is a `range`, the first ones of a state in which no other row holds a text.
             prompts: `[length]` int64 each, without padding.
             eos: `[E]` int64, or `[len(rows), E]` with those of each row; None for no such tokens.
             numbers: `cached`, `draft_starts`, `position_offsets`, `prompt_length_gap` and `adapters` of each row, 0 if
                 not given; `prompt_lengths` where the texts go on after their prompts.
         """
-        at = slice(len(rows)) if isinstance(rows, range) else upload(rows, self.lengths)
-        for row, prompt in zip(rows, prompts, strict=True):
-            self.tokens[row, : len(prompt)] = prompt
+        count = len(rows)
+        at = slice(count) if isinstance(rows, range) else upload(rows, self.lengths)
         lengths = list(map(len, prompts))
         limits = [length + new for length, new in zip(lengths, max_new_tokens, strict=True)]
-        numbers = {"prompt_lengths": lengths, **numbers}
-        set_numbers(self, at, len(rows), lengths=lengths, limits=limits, seeds=seeds, **numbers)
-        for name, value in NEW_ROW.items():
-            set_rows(getattr(self, name), at, value)
+        given = {"lengths": lengths, "limits": limits, "seeds": seeds, "prompt_lengths": lengths, **numbers}
+        if isinstance(rows, range):
+            self.clear(**given)
+            self.finished[at] = False
+        else:
+            set_numbers(self.numbers, at, count, **given)
+            for name, value in NEW_ROW.items():
+                set_rows(getattr(self, name), at, value)
+        texts = upload(torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True), self.tokens)
+        self.tokens[at, : texts.shape[1]] = texts
         if eos is not None:
             self.eos[at, : eos.shape[-1]] = eos.to(self.eos.device)
         self.live = max([self.live, *lengths])
@@ -212,15 +219,12 @@ class DecodeState:
             memory=memory,
         )
 
-    def clear(self) -> None:
-        """Make all rows finished ones, of one token."""
-        self.tokens.zero_()
-        for part in self.result:
-            part.zero_()
-        set_numbers(self, slice(None), len(self.lengths))
-        for name, value in NEW_ROW.items():
+    def clear(self, **numbers: Sequence[int]) -> None:
+        """Make all rows finished ones, of one token; `numbers` of the first rows as of `set_numbers`."""
+        self.result.committed.zero_()
+        set_numbers(self.numbers, slice(None), len(self.lengths), **numbers)
+        for name, value in {**NEW_ROW, "finished": True}.items():
             getattr(self, name).fill_(value)
-        self.finished.fill_(True)
         self.block_width = self.live = 1
 
     def set_temperature(self, temperature: float | None) -> None:
@@ -249,7 +253,8 @@ class DecodeState:
         """
         taken = slice(len(rows)) if source_rows is None else source_rows
         self.tokens[rows, :slots] = source.tokens[taken, :slots]
-        for name in OF_ROWS:
+        self.numbers[:, rows] = source.numbers[:, taken]
+        for name in NEW_ROW:
             getattr(self, name)[rows] = getattr(source, name)[taken]
         self.cache.copy_rows(rows, source.cache, slots, source_rows)
         for ours, theirs in zip(self.result, source.result, strict=True):

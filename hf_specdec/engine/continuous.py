@@ -26,7 +26,7 @@ from ..memory.virtual_memory import allocating, slots_in_memory
 from ..modules.patch import user_code
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import stated_positions
-from ..row_buffers import set_rows, upload, upload_all
+from ..row_buffers import set_rows, upload
 from ..sampling.logits import RowSampling
 from ..sampling.processors import BlockProcessor
 from ..sampling.row_processors import RowsProcessor
@@ -416,7 +416,7 @@ class ContinuousRunner(Runner):
         """Put `requests` into `rows` of `state`, not prefilled."""
         state.admit(
             rows,
-            upload_all([one.text[: one.num_prefilled] for one in requests], state.tokens),
+            [one.text[: one.num_prefilled] for one in requests],
             [one.longest - one.num_prefilled for one in requests],
             [one.seed for one in requests],
             ends_of(requests, state.eos),

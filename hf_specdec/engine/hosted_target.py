@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import TypeVar
@@ -13,12 +13,13 @@ from ..auto_k.round_costs import CostTable, find_table
 from ..calls.output import HiddenStates
 from ..calls.request import Request
 from ..drafters.base import Drafter
+from ..memory.virtual_memory import taken_bytes
 from ..modules.module_hooks import has_hooks
 from ..modules.patch import engine, is_anything_replaced
 from ..modules.signature import Fingerprint, signature_of
 from ..patching.batch_invariance import batch_invariant
 from .capture import why_not_captured
-from .sessions import Hosting, sessions_of
+from .sessions import Hosting, Session, sessions_of
 from .target import Target, patched_target
 
 _T = TypeVar("_T")
@@ -62,8 +63,11 @@ class HostedTarget(ExitStack):
         self.callback(self._patches.close)
         return self
 
-    def counted(self, captured: _T) -> _T:
-        """`captured`, which the call has captured; None where that could not be."""
+    def counted(self, session: Session, capture: Callable[[], _T]) -> _T:
+        """What `capture` captures for `session`, None where that cannot be; counted, as is the memory that it takes."""
+        before = taken_bytes(self.model.device)
+        captured = capture()
+        session.num_bytes += max(taken_bytes(self.model.device) - before, 0)
         self.num_captures += captured is not None
         return captured
 

@@ -142,12 +142,12 @@ class SessionLease:
     def take(self) -> Session:
         """A session for the shape, ready to be used; it is also `session`."""
         target = self._target
-        self._taken_before = taken_bytes(target.model.device)
-        session = None
-        if target.is_captured:
-            session = self._pool.take(self._key())
-            if session is None:
-                target()  # patching may move weights, which the key names
+        session = self._pool.take(self._key()) if target.is_captured else None
+        # Of a new session all that it takes is counted. torch's own count takes the host long.
+        self._taken_before = None
+        if session is None and target.is_captured:
+            self._taken_before = taken_bytes(target.model.device)
+            target()  # patching may move weights, which the key names
         if session is None:
             state = target.drafter.new_state(self.shape, cache_layers(target.model), target.model.device)
             if self._grows:
@@ -186,8 +186,10 @@ class SessionLease:
         session.state.num_draft_tokens = num_drafts
         key = self._round_key(num_drafts)
         with session.state.spanning(key[-1]):
-            captured = capture_round(session, self._target(), self._target.drafter, self._process)
-        session.rounds.add(key, self._target.counted(captured))
+            captured = self._target.counted(
+                session, lambda: capture_round(session, self._target(), self._target.drafter, self._process)
+            )
+        session.rounds.add(key, captured)
         session.capture_seconds = time.perf_counter() - start
 
     def captured_round(self, num_drafts: int) -> CapturedRound | None:
@@ -247,8 +249,10 @@ class SessionLease:
         span = span_for(session.state.live, session.state.slots) if self._grows else session.state.slots
         if self._target.is_captured and (width, span) not in session.catch_ups:
             with session.state.spanning(span):
-                captured = capture_catch_up(session, self._target(), drafter, width)
-            session.catch_ups.add((width, span), self._target.counted(captured))
+                captured = self._target.counted(
+                    session, lambda: capture_catch_up(session, self._target(), drafter, width)
+                )
+            session.catch_ups.add((width, span), captured)
         replay = session.catch_ups.get((width, span))
         if replay is not None:
             replay()
@@ -281,7 +285,8 @@ class SessionLease:
         if self._call.is_auto:
             self._target.costs.save()
         if self._target.is_captured:
-            self.session.num_bytes += max(taken_bytes(self._target.model.device) - self._taken_before, 0)
+            if self._taken_before is not None:
+                self.session.num_bytes = max(taken_bytes(self._target.model.device) - self._taken_before, 0)
             self._pool.keep(self._key(), self.session)
         else:
             self.session.free_rows()
