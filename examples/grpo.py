@@ -3,6 +3,7 @@
     pip install -e ".[rl]"
     python examples/grpo.py                       # with the EAGLE-3 drafter in model_cards/
     python examples/grpo.py --drafter none        # the engine without drafts
+    python examples/grpo.py --learn               # the drafter learns from each step
     python examples/grpo.py --plain               # transformers alone, to compare with
 
 The trainer is TRL's, unchanged: `DrafterCallback` attaches the drafter for the time of the training, and adds
@@ -52,6 +53,7 @@ def main(arguments: list[str] | None = None) -> GRPOTrainer:
     parser.add_argument("--drafter", default=str(DRAFTER), help='folder or Hub repository; "none" for no drafts')
     parser.add_argument("--plain", action="store_true", help="generate as transformers does")
     parser.add_argument("--continuous-batching", action="store_true")
+    parser.add_argument("--learn", action="store_true", help="train the drafter, too")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=4, help="of a step, on each process")
     parser.add_argument("--num-generations", type=int, default=4)
@@ -67,7 +69,7 @@ def main(arguments: list[str] | None = None) -> GRPOTrainer:
         if args.drafter != "none":
             options = {"target": model, "num_assistant_tokens": args.num_assistant_tokens}
             drafter = AutoDrafter.from_pretrained(args.drafter, **options)
-        callbacks.append(DrafterCallback(drafter))
+        callbacks.append(DrafterCallback(drafter, learning=args.learn))
     questions = [question.format(subject) for question in QUESTIONS for subject in SUBJECTS]
     prompts = [[{"role": "user", "content": question}] for question in questions]
     with tempfile.TemporaryDirectory() as folder:

@@ -26,7 +26,6 @@ from tqdm import tqdm
 from training.card import write_card
 from training.data import Documents, draft_vocabulary, shard_counts, written_options
 from training.drafters import DEFAULTS, choose_mask_token, new_drafter, start_from
-from training.objective import BlockObjective, DraftObjective, Objective, Teacher, compile_layers, summarize
 from training.prompts import PromptFilter
 from training.targets import load_target
 from training.writing import WriteOptions, Writer, write_data
@@ -35,6 +34,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specdec import AutoDrafter
 from hf_specdec.drafters.cached import CachedDrafter
 from hf_specdec.prompt_sources import load_prompts
+from hf_specdec.training.objective import (
+    BlockObjective,
+    DraftObjective,
+    Objective,
+    Teacher,
+    compile_layers,
+    summarize,
+)
 
 PROMPTS = Path(__file__).parent / "prompts"
 WARMUP, FINAL_LR = 0.02, 0.02

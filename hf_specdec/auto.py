@@ -119,6 +119,7 @@ class AutoDrafter:
         batch_invariant: bool = False,
         draft_window_size: int | str | None = None,
         kv_cache_dtype: str = "auto",
+        tree: int = 0,
         dtype: str | torch.dtype | None = None,
         device_map: Any = None,
         **keywords: Unpack[CheckpointKeywords],
@@ -130,8 +131,8 @@ class AutoDrafter:
                 only their tensors are read, and only the shards that hold them are fetched.
             target: the model whose generation is to be accelerated.
             num_assistant_tokens: draft tokens a round (K), or `"auto"`; the checkpoint's own if None.
-            draft_probs, engine, verification, compile, batch_invariant, draft_window_size, kv_cache_dtype: see
-                `Drafter.configure`, where `compile` is `compile_rounds`.
+            draft_probs, engine, verification, compile, batch_invariant, draft_window_size, kv_cache_dtype, tree:
+                see `Drafter.configure`, where `compile` is `compile_rounds`.
             dtype: the target's if None.
             device_map: the device of the target's last layer if None.
             revision, subfolder, token, cache_dir, local_files_only, force_download: the checkpoint's location on the
@@ -185,6 +186,7 @@ class AutoDrafter:
             batch_invariant,
             draft_window_size,
             kv_cache_dtype,
+            tree,
         )
         _log(checkpoint.name, found)
         return drafter.eval()

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 _ASKED = ("num_assistant_tokens", "use_cache", *UNUSED_SETTINGS)
 
 # Keywords of `generate()` that only a call with a `Drafter` has.
-_OF_CALL = (*(field.name for field in fields(Randomness)), "return_logprobs")
+_OF_CALL = (*(field.name for field in fields(Randomness)), "return_logprobs", "adapter_names", "tree")
 
 # By owner and name: what takes the place of transformers' methods, which get those as their first argument.
 _METHODS: dict[tuple[type, str], Callable] = {}

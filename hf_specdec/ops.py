@@ -6,7 +6,7 @@ imported elsewhere, too. Triton is imported when the first kernel is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,6 +15,8 @@ from .kernels import (
     draft_inputs_reference,
     experts_reference,
     linear_reference,
+    low_rank_reference,
+    move_slots_reference,
     recurrence_reference,
 )
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
@@ -30,8 +32,9 @@ from .kernels.linear_tiles import (
     choose_stored_tiles,
     choose_tiles,
 )
+from .kernels.low_rank_reference import low_rank_places
 from .kernels.random_reference import exponential_sample, row_seeds, uniform
-from .kernels.types import DraftInputs, LinearTiles, RecurrenceRing, StoredWeight, VerificationResult
+from .kernels.types import WORD_BITS, DraftInputs, LinearTiles, RecurrenceRing, StoredWeight, VerificationResult
 from .op_choice import (
     Op,
     batch_invariant,
@@ -48,10 +51,14 @@ from .op_choice import (
 
 __all__ = [
     "FLOAT8",
+    "SlotMoves",
+    "add_low_rank",
+    "add_target_noise",
     "as_bytes",
     "attention",
     "batch_invariant",
     "best_draft",
+    "best_paths",
     "dequantise",
     "draw_draft",
     "expert_linear",
@@ -63,6 +70,7 @@ __all__ = [
     "invert_draft_vocabulary",
     "is_batch_invariant",
     "linear",
+    "low_rank_places",
     "over_vocabulary",
     "plan_experts",
     "prepare_inputs",
@@ -77,6 +85,7 @@ __all__ = [
     "verify_block",
     "verify_greedy",
     "verify_sampling",
+    "verify_tree",
     "write_kv",
 ]
 
@@ -84,17 +93,16 @@ __all__ = [
 @register_op(
     "hf_specdec::attention",
     schema="(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window, Tensor? sinks, "
-    "float? softcap, Tensor? starts, Tensor? ends, int? num_splits, int? chunk, Tensor? scales) -> Tensor",
+    "float? softcap, Tensor? starts, Tensor? ends, int? num_splits, int? chunk, Tensor? scales, Tensor? ancestors) "
+    "-> Tensor",
 )
-def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk, scales):
+def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, *others):
+    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
     if not is_for_triton(query):
-        return attention_reference.attention(
-            query, key, value, positions, scaling, window, sinks, softcap, starts, ends, chunk, scales
-        )
+        return attention_reference.attention(*args, *others)
     from .kernels.attention import attention
 
-    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, chunk, scales)
-    return attention(*args, fixed_splits=is_batch_invariant())
+    return attention(*args, num_splits, *others, fixed_splits=is_batch_invariant())
 
 
 @_attention.register_fake
@@ -153,6 +161,21 @@ def _expert_linear(inputs, weight, bias, plan, rows, is_transposed):
 @_expert_linear.register_fake
 def _(inputs, weight, bias, plan, rows, is_transposed):
     return inputs.new_empty(plan.shape[1], weight.shape[2 if is_transposed else 1])
+
+
+@register_op(
+    "hf_specdec::add_low_rank",
+    mutates_args=("out",),
+    schema="(Tensor(a!) out, Tensor inputs, Tensor adapters, Tensor[] down, Tensor[] up, Tensor places, Tensor scales, "
+    "int[] sizes) -> ()",
+)
+def _add_low_rank(out, *args):
+    # The reference reads on the host which adapters there are, as that of experts does its plan.
+    if not is_for_triton(out):
+        return low_rank_reference.add_low_rank(out, *args)
+    from .kernels.low_rank import add_low_rank
+
+    return add_low_rank(out, *args)
 
 
 @register_op("hf_specdec::linear", schema="(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor")
@@ -245,6 +268,30 @@ verify_block = kernel_op(
     _empty_result,
     result=VerificationResult,
 )
+verify_tree = kernel_op(
+    "verify_tree.verify_tree",
+    "(Tensor scores, Tensor drafts, Tensor? parents, Tensor? depths, Tensor? seeds, Tensor lengths, int depth) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    lambda scores, drafts, parents, depths, seeds, lengths, depth: (
+        drafts.new_empty(len(drafts), depth + 1),
+        *(drafts.new_empty(len(drafts)) for _ in range(2)),
+        drafts.new_empty(len(drafts), depth + 1),
+    ),
+)
+best_paths = kernel_op(
+    "draft_tree.best_paths",
+    "(Tensor logprobs, Tensor tokens, int num_nodes) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda logprobs, tokens, num_nodes: (
+        tokens.new_empty(len(tokens), num_nodes),
+        *(tokens.new_empty(len(tokens), num_nodes + 1) for _ in range(2)),
+        tokens.new_empty(len(tokens), num_nodes + 1, num_nodes // WORD_BITS + 1),
+    ),
+)
+add_target_noise = kernel_op(
+    "draft_sampling.add_target_noise",
+    "(Tensor logits, Tensor? target_ids, Tensor temperatures, Tensor seeds, Tensor lengths, int first) -> Tensor",
+    lambda logits, *rest: logits.new_empty(logits.shape, dtype=torch.float32),
+)
 token_logprobs = kernel_op(
     "token_logprobs.token_logprobs",
     "(Tensor scores, Tensor tokens) -> Tensor",
@@ -295,14 +342,15 @@ def attention(
     num_splits: int | None = None,
     chunk: int | None = None,
     scales: torch.Tensor | None = None,
+    ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `kernels.attention_reference.attention`; a Triton kernel on GPUs."""
     note_attended(key, value, *(() if scales is None else (scales,)))
     args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
     # The reference for packed prompts reads the starts on the host; so it is called inside the op.
     if is_for_triton(query) or is_batch_invariant() or (starts is not None and starts.dim() == 2):
-        return _attention(*args, num_splits, chunk, scales)
-    return attention_reference.attention(*args, chunk, scales)
+        return _attention(*args, num_splits, chunk, scales, ancestors)
+    return attention_reference.attention(*args, chunk, scales, ancestors)
 
 
 def prepare_inputs(
@@ -352,9 +400,36 @@ def recurrence(
     )
 
 
+class SlotMoves:
+    """`kernels.move_slots_reference.move_slots` of the same buffers, round after round; a Triton kernel on GPUs."""
+
+    def __init__(self) -> None:
+        self._key: tuple = ()
+        self._table: torch.Tensor | None = None
+
+    def __call__(
+        self, buffers: Sequence[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor, committed: torch.Tensor
+    ) -> None:
+        if not is_for_triton(path):
+            move_slots_reference.move_slots(buffers, path, lengths, committed)
+            return
+        from .kernels.move_slots import address_table, move_slots
+
+        with torch.cuda.device_of(path):
+            key = tuple((one.data_ptr(), one.stride()) for one in buffers)
+            if key != self._key:  # not while a round is captured, which was run before
+                self._key, self._table = key, address_table(buffers)
+            move_slots(buffers, self._table, path, lengths, committed)
+
+
 def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
     """See `kernels.experts_reference.expert_linear`; a Triton kernel on GPUs."""
     return _expert_linear(inputs, *args)
+
+
+def add_low_rank(out: torch.Tensor, *args: torch.Tensor | list[torch.Tensor] | list[int]) -> None:
+    """See `kernels.low_rank_reference.add_low_rank`; a Triton kernel on GPUs."""
+    _add_low_rank(out, *args)
 
 
 def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:

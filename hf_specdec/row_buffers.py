@@ -19,18 +19,24 @@ NUMBERS = {
     "draft_starts": 0,
     "position_offsets": 0,
     "prompt_length_gap": 0,
+    "adapters": 0,
 }
 # The rest of a row that is admitted, likewise.
 NEW_ROW = {"eos": NO_TOKEN, "row_temperatures": 1.0, "row_tail": 0.0, "finished": False}
-# All buffers with an entry for each row but tokens and caches.
-OF_ROWS = (*NUMBERS, *NEW_ROW)
 
 
-def set_numbers(state: object, rows: torch.Tensor | slice, count: int, **given: Sequence[int]) -> None:
-    """Set the int64 buffers `[B]` of `count` rows of the `DecodeState` `state`, in one upload, by their names."""
-    numbers = upload([given.get(name, [default] * count) for name, default in NUMBERS.items()], state.lengths)
-    for name, values in zip(NUMBERS, numbers, strict=True):
-        getattr(state, name)[rows] = values
+def blank_numbers(batch: int, device: torch.device) -> torch.Tensor:
+    """`[len(NUMBERS), batch]` int64: the numbers of rows without a text, in one buffer that one copy sets."""
+    # Kernels are given a `[batch]` each; Triton would compile another one for an address that 16 does not divide.
+    numbers = torch.empty(len(NUMBERS), batch + batch % 2, dtype=torch.int64, device=device)[:, :batch]
+    return numbers.copy_(upload([[default] * batch for default in NUMBERS.values()], numbers))
+
+
+def set_numbers(numbers: torch.Tensor, rows: torch.Tensor | slice, count: int, **given: Sequence[int]) -> None:
+    """Set `rows`, which are `count`, of `blank_numbers` in one upload, by names; rows beyond those given are blank."""
+    values = [given.get(name, ()) for name in NUMBERS]
+    lists = zip(values, NUMBERS.values(), strict=True)
+    numbers[:, rows] = upload([[*some, *[default] * (count - len(some))] for some, default in lists], numbers)
 
 
 def set_rows(buffer: torch.Tensor, rows: torch.Tensor | slice, value: float | bool) -> None:
@@ -47,16 +53,11 @@ def set_rows(buffer: torch.Tensor, rows: torch.Tensor | slice, value: float | bo
 
 def upload(values: int | Sequence | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`values` in the dtype and on the device of `like`; a GPU is not waited for."""
+    if isinstance(values, torch.Tensor) and values.device == like.device:
+        return values.to(like.dtype)
     if isinstance(values, torch.Tensor):
         host = values.to(like.dtype)
         host = host.pin_memory() if like.is_cuda else host
     else:
         host = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
     return host.to(like.device, non_blocking=True)
-
-
-def upload_all(values: Sequence[torch.Tensor], like: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Tensors `[n]`, all of the host or all on the device of `like`, on the latter, in one upload."""
-    if all(one.device == like.device for one in values):
-        return values
-    return upload(torch.cat(list(values)), like).split([len(one) for one in values])

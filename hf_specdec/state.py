@@ -13,8 +13,8 @@ from . import state_ops
 from .cache.layer_kinds import LayerKinds
 from .cache.packed_cache import PackedCache
 from .cache.ragged_cache import RaggedCache
-from .kernels.types import NO_TOKEN, SamplingSettings, VerificationResult
-from .row_buffers import NEW_ROW, NUMBERS, OF_ROWS, set_numbers, set_rows, upload
+from .kernels.types import NO_TOKEN, Nodes, Proposal, SamplingSettings, VerificationResult
+from .row_buffers import NEW_ROW, NUMBERS, blank_numbers, set_numbers, set_rows, upload
 
 
 class Shape(NamedTuple):
@@ -28,6 +28,7 @@ class Shape(NamedTuple):
         num_ends: entries for end-of-sequence tokens.
         verification: see `Drafter.configure`.
         logprobs: whether log-probabilities of tokens are computed: `"processed"`, `"raw"` or both, see `Call`.
+        num_nodes: N, the drafts of a round where they are a tree, of depth K; 0 where they are a chain.
     """
 
     batch: int
@@ -38,6 +39,7 @@ class Shape(NamedTuple):
     num_ends: int
     verification: str = "token"
     logprobs: tuple[str, ...] = ()
+    num_nodes: int = 0
 
 
 @dataclass
@@ -46,6 +48,7 @@ class DecodeState:
 
     Attributes:
         tokens: `[B, slots]` int64, committed tokens; the prompt without padding comes first.
+        numbers: `row_buffers.NUMBERS` of each row, of which `lengths` and the other `[B]` int64 buffers are views.
         lengths: `[B]` int64, committed tokens of each row. The target has processed all of them but the last.
         limits: `[B]` int64, length at which a row ends.
         finished: `[B]` bool; a finished row computes on the dummy slot and commits nothing.
@@ -60,13 +63,15 @@ class DecodeState:
         num_draft_tokens: K of the next round.
         is_sampling: whether tokens are drawn; decoding is greedy otherwise.
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
-        verification, logprobs: see `Shape`.
+        verification, logprobs, num_nodes: see `Shape`.
         cached: `[B]` int64, positions of each row that are in the target's cache before prefill.
         draft_starts: `[B]` int64, the first position of each row that the drafter reads.
         position_offsets: `[B]` int64, position ids of each row minus its positions, from the end of the prompt on.
         prompt_lengths: `[B]` int64, tokens of each prompt.
         prompt_length_gap: `[B]` int64, how many more tokens than a row's the longest prompt of its batch has, for RoPE
             that depends on length.
+        adapters: `[B]` int64, the LoRA adapters of the target that each row has: bit a for that at place a of
+            `Adapters.names`.
         aux_hidden_states: `[B, most_draft_tokens + 1, width]`, auxiliary hidden states of the target at the tokens of
             the last block; None before the first prefill, and for a drafter that reads none.
         result: of the last round's verification, for `most_draft_tokens` drafts; see `first_block_width` for after a
@@ -84,6 +89,7 @@ class DecodeState:
     """
 
     tokens: torch.Tensor
+    numbers: torch.Tensor
     lengths: torch.Tensor
     limits: torch.Tensor
     finished: torch.Tensor
@@ -100,11 +106,13 @@ class DecodeState:
     draft_probs: bool
     verification: str
     logprobs: tuple[str, ...]
+    num_nodes: int
     cached: torch.Tensor
     draft_starts: torch.Tensor
     position_offsets: torch.Tensor
     prompt_lengths: torch.Tensor
     prompt_length_gap: torch.Tensor
+    adapters: torch.Tensor
     cache: RaggedCache | None
     live: int
     result: VerificationResult
@@ -130,10 +138,9 @@ class DecodeState:
             device: of all buffers.
         """
         batch = shape.batch
-        numbers = {
-            name: torch.full((batch,), value, dtype=torch.int64, device=device) for name, value in NUMBERS.items()
-        }
-        cache = RaggedCache(layers, shape.slots, None, numbers["lengths"], shape.num_draft_tokens) if layers else None
+        numbers = blank_numbers(batch, device)
+        views = dict(zip(NUMBERS, numbers, strict=True))
+        cache = RaggedCache(layers, shape.slots, None, views["lengths"], shape.num_draft_tokens) if layers else None
         return cls(
             tokens=torch.zeros(batch, shape.slots, dtype=torch.int64, device=device),
             finished=torch.ones(batch, dtype=torch.bool, device=device),
@@ -148,10 +155,12 @@ class DecodeState:
             draft_probs=shape.draft_probs,
             verification=shape.verification,
             logprobs=shape.logprobs,
+            num_nodes=shape.num_nodes,
             cache=cache,
             live=shape.slots,
             row_slots=shape.slots,
-            **numbers,
+            numbers=numbers,
+            **views,
             result=VerificationResult(
                 tokens=torch.zeros(batch, shape.num_draft_tokens + 1, dtype=torch.int64, device=device),
                 accepted=torch.zeros(batch, dtype=torch.int64, device=device),
@@ -171,21 +180,26 @@ class DecodeState:
         """Put prompts into `rows`, whatever was there before; they are to be prefilled.
 
         Args:
-            rows: of the state; the first ones, if it is a `range`.
+            rows: of the state; if it is a `range`, the first ones of a state in which no other row holds a text.
             prompts: `[length]` int64 each, without padding.
             eos: `[E]` int64, or `[len(rows), E]` with those of each row; None for no such tokens.
-            numbers: `cached`, `draft_starts`, `position_offsets` and `prompt_length_gap` of each row, 0 if not given;
-                `prompt_lengths` where the texts go on after their prompts.
+            numbers: `cached`, `draft_starts`, `position_offsets`, `prompt_length_gap` and `adapters` of each row, 0 if
+                not given; `prompt_lengths` where the texts go on after their prompts.
         """
-        at = slice(len(rows)) if isinstance(rows, range) else upload(rows, self.lengths)
-        for row, prompt in zip(rows, prompts, strict=True):
-            self.tokens[row, : len(prompt)] = prompt
+        count = len(rows)
+        at = slice(count) if isinstance(rows, range) else upload(rows, self.lengths)
         lengths = list(map(len, prompts))
         limits = [length + new for length, new in zip(lengths, max_new_tokens, strict=True)]
-        numbers = {"prompt_lengths": lengths, **numbers}
-        set_numbers(self, at, len(rows), lengths=lengths, limits=limits, seeds=seeds, **numbers)
-        for name, value in NEW_ROW.items():
-            set_rows(getattr(self, name), at, value)
+        given = {"lengths": lengths, "limits": limits, "seeds": seeds, "prompt_lengths": lengths, **numbers}
+        if isinstance(rows, range):
+            self.clear(**given)
+            self.finished[at] = False
+        else:
+            set_numbers(self.numbers, at, count, **given)
+            for name, value in NEW_ROW.items():
+                set_rows(getattr(self, name), at, value)
+        texts = upload(torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True), self.tokens)
+        self.tokens[at, : texts.shape[1]] = texts
         if eos is not None:
             self.eos[at, : eos.shape[-1]] = eos.to(self.eos.device)
         self.live = max([self.live, *lengths])
@@ -205,15 +219,12 @@ class DecodeState:
             memory=memory,
         )
 
-    def clear(self) -> None:
-        """Make all rows finished ones, of one token."""
-        self.tokens.zero_()
-        for part in self.result:
-            part.zero_()
-        set_numbers(self, slice(None), len(self.lengths))
-        for name, value in NEW_ROW.items():
+    def clear(self, **numbers: Sequence[int]) -> None:
+        """Make all rows finished ones, of one token; `numbers` of the first rows as of `set_numbers`."""
+        self.result.committed.zero_()
+        set_numbers(self.numbers, slice(None), len(self.lengths), **numbers)
+        for name, value in {**NEW_ROW, "finished": True}.items():
             getattr(self, name).fill_(value)
-        self.finished.fill_(True)
         self.block_width = self.live = 1
 
     def set_temperature(self, temperature: float | None) -> None:
@@ -242,7 +253,8 @@ class DecodeState:
         """
         taken = slice(len(rows)) if source_rows is None else source_rows
         self.tokens[rows, :slots] = source.tokens[taken, :slots]
-        for name in OF_ROWS:
+        self.numbers[:, rows] = source.numbers[:, taken]
+        for name in NEW_ROW:
             getattr(self, name)[rows] = getattr(source, name)[taken]
         self.cache.copy_rows(rows, source.cache, slots, source_rows)
         for ours, theirs in zip(self.result, source.result, strict=True):
@@ -320,6 +332,12 @@ class DecodeState:
         offsets = self.position_offsets[slots // self.row_slots]  # of rows that are packed in one
         return torch.where(slots < self.dummy_slot, slots % self.row_slots + offsets, 0)
 
+    def adapters_at(self, slots: torch.Tensor) -> torch.Tensor:
+        """`adapters` of the rows that the tokens at `slots` `[B, n]` int64 are in, `[B, n]` int64, contiguous."""
+        if self.row_slots == self.slots:
+            return self.adapters[:, None].expand(slots.shape).contiguous()
+        return self.adapters[slots // self.row_slots]  # of rows that are packed in one
+
     def last_tokens(self) -> torch.Tensor:
         """The last committed token of each row, `[B, 1]`."""
         return self.tokens.gather(1, (self.lengths - 1)[:, None])
@@ -327,6 +345,12 @@ class DecodeState:
     def block(self, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens to verify, the last committed one and the `drafts` `[B, K]`, and their slots; both `[B, K + 1]`."""
         return state_ops.block(self.tokens, self.lengths, self.limits, self.finished, drafts, self.dummy_slot)
+
+    def tree_block(self, proposal: Proposal) -> tuple[torch.Tensor, torch.Tensor, Nodes]:
+        """`block` of a tree, `[B, N + 1]`, and its nodes: the root is the last committed token."""
+        given = self.tokens, self.lengths, self.limits, self.finished, proposal.tokens
+        block, slots, positions = state_ops.tree_block(*given, *proposal.tree[:2], self.dummy_slot)
+        return block, slots, Nodes(positions, proposal.tree.ancestors)
 
     def last_block(self, width: int) -> tuple[torch.Tensor | None, VerificationResult]:
         """The first `width` columns of what the last round leaves for drafting, at least `block_width`.

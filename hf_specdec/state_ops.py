@@ -11,7 +11,7 @@ from .kernels import round_state_reference
 from .kernels.types import VerificationResult
 from .op_choice import is_for_triton, kernel_op, register_op
 
-__all__ = ["block", "commit", "next_slots", "position_ids", "row_uniform"]
+__all__ = ["block", "commit", "next_slots", "position_ids", "row_uniform", "tree_block"]
 
 next_slots = kernel_op(
     "round_state.next_slots",
@@ -23,6 +23,14 @@ block = kernel_op(
     "(Tensor tokens, Tensor lengths, Tensor limits, Tensor finished, Tensor drafts, int dummy) -> (Tensor, Tensor)",
     lambda tokens, lengths, limits, finished, drafts, dummy: tuple(
         lengths.new_empty(len(lengths), drafts.shape[1] + 1) for _ in range(2)
+    ),
+)
+tree_block = kernel_op(
+    "round_state.tree_block",
+    "(Tensor tokens, Tensor lengths, Tensor limits, Tensor finished, Tensor drafts, Tensor parents, Tensor depths, "
+    "int dummy) -> (Tensor, Tensor, Tensor)",
+    lambda tokens, lengths, limits, finished, drafts, parents, *rest: tuple(
+        parents.new_empty(parents.shape) for _ in range(3)
     ),
 )
 position_ids = kernel_op(

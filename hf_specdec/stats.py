@@ -73,6 +73,7 @@ class SpeculationStats(RowStats):
     Attributes:
         rows: the counts of each row.
         num_assistant_tokens: K, draft tokens a round; the largest K where it is chosen round by round.
+        tree: drafts of a round where they were verified as a tree of depth K; 0 of chains.
         engine: `"static"` or `"stock"`.
         reason: why that engine ran.
         execution: how its rounds were run: captured or not, compiled or not, batch-invariant or not.
@@ -86,6 +87,7 @@ class SpeculationStats(RowStats):
 
     rows: list[RowStats] = field(default_factory=list)
     num_assistant_tokens: int = 0
+    tree: int = 0
     engine: str = ""
     reason: str = ""
     execution: str = ""
@@ -102,9 +104,10 @@ class SpeculationStats(RowStats):
 
     def __str__(self) -> str:
         positions = " ".join(f"{share:.2f}" for share in self.acceptance_per_position)
+        tree = f", trees of {self.tree}" if self.tree else ""
         return (
             f"{self.engine} engine ({self.reason}): {self.committed} tokens in {self.rounds} rounds of "
-            f"{self.num_assistant_tokens} drafts, acceptance length {self.acceptance_length:.2f}, "
+            f"{self.num_assistant_tokens} drafts{tree}, acceptance length {self.acceptance_length:.2f}, "
             f"per position [{positions}], {self.milliseconds_per_round:.1f} ms a round"
         )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .drafters.attachment import Attachment
 from .drafters.base import Drafter
+from .training.learner import DrafterLearner
 
 
 class DrafterCallback(TrainerCallback):
@@ -19,24 +21,34 @@ class DrafterCallback(TrainerCallback):
     report logs elsewhere see it if they come after this one.
 
     Args:
+        drafter: bound to the model.
+        learning: whether the drafter learns from each step, see `DrafterLearner`: True, or arguments of it. The logs
+            have `speculation/draft_loss` and `.../draft_acceptance`, of the first draft token, then.
         options: arguments of `attach`.
 
     Attributes:
         attachment: of the training that runs, or ran last; None before.
+        learner: the same, if the drafter learns.
     """
 
-    def __init__(self, drafter: Drafter, **options: Any):
-        self._drafter, self._options = drafter, options
+    def __init__(self, drafter: Drafter, learning: bool | Mapping[str, Any] = False, **options: Any):
+        self._drafter, self._learning, self._options = drafter, learning, options
         self.attachment: Attachment | None = None
+        self.learner: DrafterLearner | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.attachment = self._drafter.attach(kwargs["model"], **self._options)
         self._logged = copy.copy(self.attachment.stats), 0
+        if self._learning:
+            settings = {} if self._learning is True else self._learning
+            self.learner = DrafterLearner(self._drafter, kwargs["model"], **settings).__enter__()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.attachment.note_step()
+        if self.learner is not None:
+            self.learner.step()
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
@@ -56,10 +68,15 @@ class DrafterCallback(TrainerCallback):
             "captures": stats.captures - before.captures,
             "refusals": refused - refused_before,
         }
+        learned = self.learner.metrics() if self.learner is not None else {}
+        if learned:
+            found |= {"draft_loss": learned["loss"][0], "draft_acceptance": learned["acceptance"][0]}
         for one in (logs, *state.log_history[-1:]):
             one.update({f"speculation/{name}": value for name, value in found.items()})
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if self.learner is not None:
+            self.learner.__exit__()
         self.attachment.detach()

@@ -11,6 +11,9 @@ Slot s is visible iff starts[b, n] <= s <= ends[b, n], where ends is positions i
 s > positions[b, n] - window, or, with chunks, s >= floor(positions[b, n] / chunk) chunk. Starts are `[B]` or `[B, n]`;
 chunks are for starts `[B]`. A sink adds exp(sinks[h]) to the denominator of the softmax.
 
+Queries may be the nodes of a tree (ancestors `[B, n, W]`): node i has slot f + i, where f is positions[b, 0], and
+position f + its depth. Then of the slots from f on those are visible of which ancestors[b, i] has the bit s - f.
+
 Keys and values may be float8 with scales `[B, kv_heads, slots, 2]`, see `float8_reference`. They are widened in
 registers, which is exact, and scores and weights are multiplied by the scales.
 
@@ -49,6 +52,7 @@ from .attention_splits import (
 )
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .float8 import first_of_pair, pairs_of, second_of_pair
+from .types import MOST_WORDS, WORD_BITS
 
 # Bytes of the keys, or of the values, of one block of slots; several blocks are in flight per program.
 _TILE_BYTES = 16384
@@ -76,6 +80,9 @@ def _attend_to_slots(
     running_max,
     running_sum,
     acc,
+    root,
+    ancestors,
+    more_ancestors,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
@@ -83,6 +90,7 @@ def _attend_to_slots(
 ):
     """Continue the online softmax of a block of queries with the slots from `begin` to `stop - 1`.
 
+    With words of `ancestors`, and of `more_ancestors` or None, these are slots of nodes, from that of the `root` on.
     The pointers are those of the row and of the head. Returns the maxima, the sums and the sums of values.
     """
     dim = tl.arange(0, query.shape[1])
@@ -111,6 +119,12 @@ def _attend_to_slots(
         visible = (slot[None, :] <= last[:, None]) & is_slot[None, :]
         if window is not None:
             visible = visible & (slot[None, :] >= first_visible(position, window, IS_CHUNKED)[:, None])
+        if ancestors is not None:
+            node = (slot - root)[None, :]
+            word = ancestors[:, None]
+            if more_ancestors is not None:
+                word = tl.where(node < 64, word, more_ancestors[:, None])
+            visible = visible & (((word >> (node & 63).to(tl.int64)) & 1) != 0)
         scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))
         # A query that has seen no slot yet has maximum -inf; 2^(-inf - -inf) would be NaN.
@@ -169,6 +183,9 @@ def _store(
         "starts_stride_b",
         "starts_stride_n",
         "ends_stride_b",
+        "ancestors_stride_b",
+        "ancestors_stride_n",
+        "ancestors_stride_w",
         "num_queries",
         "num_slots",
         "num_splits",
@@ -183,6 +200,7 @@ def _attention_kernel(
     positions_ptr,
     starts_ptr,
     ends_ptr,
+    ancestors_ptr,
     sinks_ptr,
     out_ptr,
     partial_ptr,
@@ -202,6 +220,9 @@ def _attention_kernel(
     starts_stride_b,
     starts_stride_n,
     ends_stride_b,
+    ancestors_stride_b,
+    ancestors_stride_n,
+    ancestors_stride_w,
     num_queries,
     num_slots,
     num_splits,
@@ -220,16 +241,18 @@ def _attention_kernel(
     IS_PACKED: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The attention of a block of queries, or a part of its splits, with an online softmax in float32.
 
     Grid: (kv_heads * blocks of queries, B, programs that share the slots); a program has up to ROWS of the G * n
-    queries of one key head. Reads those queries, their positions and last slots, the start of the row, or of each query
-    (IS_PACKED), and the keys and values of the slots of its splits. Writes `out` `[B, n, heads, Dv]`; with IS_SPLIT
-    float32 results of splits instead, `partial` `[B * n * heads, splits, Dv]` and `stats` `[B * n * heads, splits]`:
-    results and base-2 logarithms of the sums of exponentials, those only, -inf, of a split without slots. With splits
-    at fixed places (SPLIT, else 0) it writes sums of values and `stats` `[2, B * n * heads, splits]`, maxima and sums.
+    queries of one key head. Reads those queries, their positions and last slots, or NUM_WORDS words of ancestors, the
+    start of the row, or of each query (IS_PACKED), and the keys and values of the slots of its splits. Writes `out`
+    `[B, n, heads, Dv]`; with IS_SPLIT float32 results of splits instead, `partial` `[B * n * heads, splits, Dv]` and
+    `stats` `[B * n * heads, splits]`: results and base-2 logarithms of the sums of exponentials, those only, -inf, of a
+    split without slots. With splits at fixed places (SPLIT, else 0) it writes sums of values and `stats`
+    `[2, B * n * heads, splits]`, maxima and sums.
     """
     # Short rows use only the first splits; the split is the slowest index of the grid, so these start first.
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
@@ -258,6 +281,14 @@ def _attention_kernel(
     if ends_ptr is not None:
         last = tl.load(ends_ptr + batch * ends_stride_b + query_index, mask=is_row, other=-1).to(tl.int32)
         last = tl.where(position >= start, last, -1)
+    root, ancestors, more_ancestors = None, None, None
+    if NUM_WORDS > 0:
+        root = tl.load(positions_ptr + batch * positions_stride_b).to(tl.int32)
+        last = tl.where(position >= 0, root + query_index, -1)
+        ancestors_ptr += batch * ancestors_stride_b + query_index * ancestors_stride_n
+        ancestors = tl.load(ancestors_ptr, mask=is_row, other=0)
+        if NUM_WORDS > 1:
+            more_ancestors = tl.load(ancestors_ptr + ancestors_stride_w, mask=is_row, other=0)
     if not HAS_SEGMENTS:
         begin, stop = split_range(position, last, start, num_slots, window, split, num_parts, SLOT_BLOCK, IS_CHUNKED)
         if IS_SPLIT:  # noqa: SIM102 (a constexpr branch)
@@ -320,6 +351,9 @@ def _attention_kernel(
                     running_max,
                     running_sum,
                     acc,
+                    None,
+                    None,
+                    None,
                     DIM,
                     VALUE_DIM,
                     SLOT_BLOCK,
@@ -347,6 +381,9 @@ def _attention_kernel(
                         none_max,
                         none_sum,
                         none_acc,
+                        None,
+                        None,
+                        None,
                         DIM,
                         VALUE_DIM,
                         SLOT_BLOCK,
@@ -394,18 +431,48 @@ def _attention_kernel(
             position,
             last,
             begin,
-            stop,
+            tl.minimum(stop, root) if NUM_WORDS > 0 else stop,
             window,
             scaling,
             softcap,
             first_max,
             first_sum,
             none_acc,
+            None,
+            None,
+            None,
             DIM,
             VALUE_DIM,
             SLOT_BLOCK,
             IS_CHUNKED,
         )
+        if NUM_WORDS > 0:  # the text is read as without a tree, which is faster; then the nodes
+            running_max, running_sum, acc = _attend_to_slots(
+                query,
+                key_ptr,
+                value_ptr,
+                scale_ptr,
+                key_stride_s,
+                value_stride_s,
+                scale_stride_s,
+                position,
+                last,
+                tl.maximum(begin, root),
+                stop,
+                window,
+                scaling,
+                softcap,
+                running_max,
+                running_sum,
+                acc,
+                root,
+                ancestors,
+                more_ancestors,
+                DIM,
+                VALUE_DIM,
+                SLOT_BLOCK,
+                IS_CHUNKED,
+            )
     if not (IS_SPLIT and SPLIT > 0):
         _store(
             running_max,
@@ -459,6 +526,7 @@ def attention(
     num_programs: int | None = None,
     chunk: int | None = None,
     scales: torch.Tensor | None = None,
+    ancestors: torch.Tensor | None = None,
     fixed_splits: bool = False,
 ) -> torch.Tensor:
     """See `attention_reference.attention`. Accumulates in float32; padding queries get 0. Safe in a CUDA graph.
@@ -481,6 +549,9 @@ def attention(
     pairs = None if scales is None else pairs_of(scales)
     assert window is None or chunk is None, "a window, or chunks"
     assert chunk is None or not is_packed, "chunks are counted from slot 0"
+    num_words = 0 if ancestors is None else ancestors.shape[2]
+    assert not num_words or not (is_packed or fixed_splits or ends is not None or chunk is not None), "trees of rounds"
+    assert not num_words or (num_words <= MOST_WORDS and num_queries <= WORD_BITS * num_words), "a bit for each node"
     size = window if chunk is None else chunk
     if query.stride(3) != 1:
         query = query.contiguous()
@@ -515,6 +586,7 @@ def attention(
         positions,
         starts,
         ends,
+        ancestors,
         sinks,
         out,
         partial,
@@ -526,6 +598,7 @@ def attention(
         positions.stride(0),
         *starts_strides,
         ends_stride,
+        *((0, 0, 0) if ancestors is None else ancestors.stride()),
         num_queries,
         num_slots,
         num_splits,
@@ -544,6 +617,7 @@ def attention(
         IS_PACKED=is_packed,
         IS_CHUNKED=chunk is not None,
         IS_SPLIT=num_programs > 1,
+        NUM_WORDS=num_words,
         num_warps=num_warps,
         num_stages=3,
         **dependent_launch(query.device),

@@ -21,6 +21,7 @@ def attention(
     ends: torch.Tensor | None = None,
     chunk: int | None = None,
     scales: torch.Tensor | None = None,
+    ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention over a KV cache in which the slot is the position: a query at position t sees the slots s <= t.
 
@@ -47,6 +48,10 @@ def attention(
         chunk: if given, slot s is visible only if it is in the same chunk, of this many slots, as t or a later one;
             not together with a window.
         scales: `[B, kv_heads, slots, 2]`, of keys and of values, which are float8 then, see `float8_reference`.
+        ancestors: `[B, n, W]` int64; if given, the queries are the nodes of a tree, parents first: node i is stored at
+            slot positions[b, 0] + i, and its position is positions[b, 0] + its depth, which is below the window. It
+            sees the slots before positions[b, 0] as otherwise, and of the others those of itself and its ancestors:
+            bit j % 64 of word j // 64 is set if node j is one. Not together with `ends`, chunks and starts `[B, n]`.
 
     Returns:
         `[B, n, heads, Dv]` in the query's dtype. Scores and softmax are in float32 with sinks or a softcap, and as in
@@ -65,7 +70,14 @@ def attention(
     is_padding = positions >= num_slots - 1
     positions = positions.clamp(max=num_slots - 1)  # a softmax over no slot is NaN
     ends = positions if ends is None else torch.where(is_padding, positions, ends)
+    if ancestors is not None:
+        nodes = torch.arange(num_queries, device=key.device)
+        ends = torch.where(is_padding, positions, positions[:, :1] + nodes)
     visible = slots <= ends[:, None, :, None]
+    if ancestors is not None:
+        node = (slots - positions[:, :1])[:, None].expand(-1, num_queries, -1)
+        word = ancestors.gather(2, (node.clamp(min=0) // 64).clamp(max=ancestors.shape[2] - 1))
+        visible &= ((node < 0) | ((word >> node % 64) & 1 == 1))[:, None] | is_padding[:, None, :, None]
     if starts is not None:
         is_padding = is_padding | (positions < starts[:, None])
         visible &= (slots >= starts[:, None, None, None]) | is_padding[:, None, :, None]

@@ -5,7 +5,10 @@ Shapes: logits `[B, n, V_d]`, temperatures, seeds and lengths `[B]`, tokens or i
     best_draft = target_ids[argmax over v of logits[b, i, v]]
     draw_draft: q_i = softmax(logits[b, i] / temperatures[b]), index = argmax over v of q_i(v) / e_i(v)
 
-with e_i(v) = race_times(seeds[b], lengths[b], v, DRAFT, first + i).
+    add_target_noise = logits[b, i, v] / temperatures[b] - log(g_i(v))
+
+with e_i(v) = race_times(seeds[b], lengths[b], v, DRAFT, first + i), and
+g_i(v) = race_times(seeds[b], lengths[b] + first + i, target_ids[v], TARGET).
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ import triton.language as tl
 
 from . import reduction
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .random import race_times
+from .random import race_times, race_times_of
 from .reduction import LEAST_KEY, argmax_keys, index_of_key, largest_key, merge_softmax_stats, softmax_stats
 from .types import RandomStream
 
-_DRAFT = tl.constexpr(int(RandomStream.DRAFT))
+_DRAFT, _TARGET = tl.constexpr(int(RandomStream.DRAFT)), tl.constexpr(int(RandomStream.TARGET))
 
 
 # do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
@@ -163,3 +166,72 @@ def draw_draft(
         num_warps=reduction.SAMPLE_WARPS,
     )
     return _merge_draft(keys, None, logits.shape[:2]), probs
+
+
+@triton.jit(do_not_specialize=["temperatures_stride", "seeds_stride", "lengths_stride", "first", "width"])
+def _target_noise_kernel(
+    logits_ptr,
+    target_ids_ptr,
+    temperatures_ptr,
+    seeds_ptr,
+    lengths_ptr,
+    out_ptr,
+    logits_stride_b,
+    logits_stride_n,
+    temperatures_stride,
+    seeds_stride,
+    lengths_stride,
+    first,
+    width,
+    vocabulary,
+    BLOCK: tl.constexpr,
+):
+    """One block of a row. Grid: (B * n, blocks). Reads BLOCK elements of `logits` and `target_ids`, and the row's
+    temperature, seed and length; writes these elements of `out` `[B * n, V_d]`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    batch, step = row // width, row % width
+    seed = tl.load(seeds_ptr + batch * seeds_stride)
+    position = tl.load(lengths_ptr + batch * lengths_stride) + first + step
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = index < vocabulary
+    token = index
+    if target_ids_ptr is not None:
+        token = tl.load(target_ids_ptr + index, mask=is_token, other=0).to(tl.int32)
+    logits_ptr += batch * logits_stride_b + step * logits_stride_n
+    logit = tl.load(logits_ptr + index, mask=is_token, other=0.0).to(tl.float32)
+    logit = logit / tl.load(temperatures_ptr + batch * temperatures_stride)
+    noise = race_times_of(seed, position, token, _TARGET)
+    tl.store(out_ptr + row * vocabulary + index, logit - tl.log(noise), mask=is_token)
+
+
+def add_target_noise(
+    logits: torch.Tensor,
+    target_ids: torch.Tensor | None,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    lengths: torch.Tensor,
+    first: int,
+) -> torch.Tensor:
+    """See `draft_sampling_reference.add_target_noise`; equal up to rounding. One launch."""
+    batch, width, vocabulary = logits.shape
+    assert logits.stride(2) == 1 and (target_ids is None or target_ids.is_contiguous()), "rows must have unit stride"
+    out = torch.empty(batch, width, vocabulary, dtype=torch.float32, device=logits.device)
+    _target_noise_kernel[(batch * width, triton.cdiv(vocabulary, reduction.SAMPLE_BLOCK))](
+        logits,
+        target_ids,
+        temperatures,
+        seeds,
+        lengths,
+        out,
+        *logits.stride()[:2],
+        temperatures.stride(0),
+        seeds.stride(0),
+        lengths.stride(0),
+        first,
+        width,
+        vocabulary,
+        BLOCK=reduction.SAMPLE_BLOCK,
+        num_warps=reduction.SAMPLE_WARPS,
+    )
+    return out

@@ -6,6 +6,11 @@ Shapes: logits `[B, n, V_d]`, temperatures, seeds and lengths `[B]`, tokens or i
     draw_draft: q_i = softmax(logits[b, i] / temperatures[b]), index = argmax over v of q_i(v) / e_i(v)
 
 with e_i(v) = race_times(seeds[b], lengths[b], v, DRAFT, first + i).
+
+    add_target_noise = logits[b, i, v] / temperatures[b] - log(g_i(v))
+
+with g_i(v) = race_times(seeds[b], lengths[b] + first + i, target_ids[v], TARGET): what the target's token at that
+position is drawn with, see `verify_tree`, of which the logarithms are Gumbel noise.
 """
 
 from __future__ import annotations
@@ -50,3 +55,27 @@ def draw_draft(
     steps = torch.arange(first, first + logits.shape[1], device=logits.device)
     index = random_reference.exponential_sample(probs, seeds[:, None], lengths[:, None], RandomStream.DRAFT, steps)
     return index, probs
+
+
+def add_target_noise(
+    logits: torch.Tensor,
+    target_ids: torch.Tensor | None,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    lengths: torch.Tensor,
+    first: int,
+) -> torch.Tensor:
+    """Logits whose largest is of the token that the target will draw, if its distribution is the drafter's.
+
+    Args:
+        target_ids: `[V_d]` int64, the target's token of each token of the draft vocabulary; None if they are the same.
+        logits, temperatures, seeds, lengths, first: as of `draw_draft`.
+
+    Returns:
+        `[B, n, V_d]` float32.
+    """
+    (_, width, size), device = logits.shape, logits.device
+    tokens = torch.arange(size, device=device) if target_ids is None else target_ids
+    positions = lengths[:, None] + torch.arange(first, first + width, device=device)
+    noise = random_reference.race_times_of(seeds[:, None, None], positions[..., None], tokens, RandomStream.TARGET)
+    return logits.float() / temperatures[:, None, None] - noise.log()

@@ -92,6 +92,17 @@ def race_times(seed, position, first_token, step, stream: tl.constexpr, BLOCK: t
     return tl.reshape(least[:, None] + tl.where(is_least, 0.0, _exponential(words)), BLOCK)
 
 
+@triton.jit
+def race_times_of(seed, position, token, stream: tl.constexpr):
+    """See `random_reference.race_times_of`: those of `token`, int32 of any shape; `seed` and `position` are scalars."""
+    least_word, place_word, _, _ = _philox(seed, position, -1 - token // _GROUP, position * 0, stream)
+    word_0, word_1, word_2, word_3 = _philox(seed, position, token // 4, position * 0, stream)
+    member = token % 4
+    word = tl.where(member == 0, word_0, tl.where(member == 1, word_1, tl.where(member == 2, word_2, word_3)))
+    is_least = (place_word >> 26).to(tl.int32) == token % _GROUP
+    return _exponential(least_word) / _GROUP + tl.where(is_least, 0.0, _exponential(word))
+
+
 @triton.jit(do_not_specialize=["num_rows", "tokens_stride"])
 def _row_uniform_kernel(
     seeds_ptr,

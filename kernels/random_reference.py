@@ -131,6 +131,14 @@ def race_times(
     return _times_of_groups(least, place, seeds, positions, groups, stream, steps).flatten(-2)[..., :vocabulary]
 
 
+def race_times_of(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, stream: int) -> torch.Tensor:
+    """`race_times` of `tokens`, int64 in any order; all tensors broadcast against each other."""
+    least, place = _least_times(seeds, positions, tokens // RACE_GROUP, stream, 0)
+    words = torch.stack(_philox(seeds, positions, tokens // 4, stream, 0), dim=-1)
+    word = words.gather(-1, (tokens % 4).expand(words.shape[:-1])[..., None])[..., 0]
+    return least + torch.where(place == tokens % RACE_GROUP, 0.0, _exponential(word))
+
+
 def row_seeds(seed: torch.Tensor, batch: int) -> torch.Tensor:
     """`[batch]` int64 seeds, at least 0, from one `seed` `[1]` int64; that of row r does not depend on `batch`."""
     rows = torch.arange(batch, device=seed.device)

@@ -8,7 +8,11 @@ result `[B, n]`, accepted and committed `[B]`. For position p = lengths[b] + fir
     committed'[b] = min(committed[b], limits[b] - lengths[b]) up to the first i with result[b, i] in ends[b] or
                     NO_TOKEN, that one included; 0 if finished[b]
 
-and tokens[b, lengths[b] + i] = max(result[b, i], 0) for i < committed'[b]. One program computes a row.
+The drafts may be the nodes of a tree, see `Tree`, node i with slot lengths[b] - 1 + i and position
+p = lengths[b] - 1 + depths[b, i]; the position is dummy if finished[b], if p > limits[b] - 2 and if the node is not
+used, the slot if finished[b].
+
+Then tokens[b, lengths[b] + i] = max(result[b, i], 0) for i < committed'[b]. One program computes a row.
 """
 
 from __future__ import annotations
@@ -33,6 +37,9 @@ def _slots_kernel(
     drafts_ptr,
     block_ptr,
     slots_ptr,
+    parents_ptr,
+    depths_ptr,
+    positions_ptr,
     tokens_stride,
     drafts_stride_b,
     drafts_stride_n,
@@ -46,7 +53,8 @@ def _slots_kernel(
     """Slots of a row, and with HAS_BLOCK the tokens at its positions.
 
     Grid: (B,). Reads an element of `lengths`, `limits` and `finished`; writes a row of `slots` `[B, count]`. With
-    HAS_BLOCK it reads the last committed token of `tokens` and a row of `drafts`, and writes one of `block`.
+    HAS_BLOCK it reads the last committed token of `tokens` and a row of `drafts`, and writes one of `block`; of a tree
+    it reads a row of `parents` and `depths`, and writes one of `positions`.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH).to(tl.int64)
@@ -55,7 +63,16 @@ def _slots_kernel(
     length = tl.load(lengths_ptr + row)
     is_finished = tl.load(finished_ptr + row)
     position = length + first + column
-    is_dummy = is_finished | (position > tl.load(limits_ptr + row) - 2)
+    last_position = tl.load(limits_ptr + row) - 2
+    if depths_ptr is not None:
+        depth = tl.load(depths_ptr + row * count + column, mask=is_column, other=0)
+        parent = tl.load(parents_ptr + row * count + column, mask=is_column, other=-1)
+        is_run = (length - 1 + depth <= last_position) & ((parent >= 0) | (column == 0))
+        node_position = tl.where(is_run & (is_finished == 0), length - 1 + depth, dummy)
+        tl.store(positions_ptr + row * count + column, node_position, mask=is_column)
+        is_dummy = is_finished | (length - 1 > last_position)
+    else:
+        is_dummy = is_finished | (position > last_position)
     slot = tl.where(is_dummy, dummy, position)
     tl.store(slots_ptr + row * count + column, slot, mask=is_column)
     if HAS_BLOCK:
@@ -79,6 +96,9 @@ def next_slots(
         None,
         None,
         slots,
+        None,
+        None,
+        None,
         0,
         0,
         0,
@@ -102,6 +122,36 @@ def block(
     dummy: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `round_state_reference.block`; equal. One launch."""
+    return _block(tokens, lengths, limits, finished, drafts, None, None, None, dummy)
+
+
+def tree_block(
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    limits: torch.Tensor,
+    finished: torch.Tensor,
+    drafts: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    dummy: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `round_state_reference.tree_block`; equal. One launch."""
+    assert parents.is_contiguous() and depths.is_contiguous()
+    positions = torch.empty(parents.shape, dtype=torch.int64, device=lengths.device)
+    return *_block(tokens, lengths, limits, finished, drafts, parents, depths, positions, dummy), positions
+
+
+def _block(
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    limits: torch.Tensor,
+    finished: torch.Tensor,
+    drafts: torch.Tensor,
+    parents: torch.Tensor | None,
+    depths: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    dummy: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     assert lengths.is_contiguous() and limits.is_contiguous() and finished.is_contiguous() and tokens.stride(1) == 1
     count = drafts.shape[1] + 1
     slots, out = (torch.empty(len(lengths), count, dtype=torch.int64, device=lengths.device) for _ in range(2))
@@ -113,6 +163,9 @@ def block(
         drafts,
         out,
         slots,
+        parents,
+        depths,
+        positions,
         tokens.stride(0),
         *drafts.stride(),
         -1,

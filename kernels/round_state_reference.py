@@ -46,6 +46,34 @@ def block(
     return torch.cat([last, drafts], dim=1), next_slots(lengths, limits, finished, -1, drafts.shape[1] + 1, dummy)
 
 
+def tree_block(
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    limits: torch.Tensor,
+    finished: torch.Tensor,
+    drafts: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    dummy: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`block` of drafts `[B, N]` that are the nodes of a tree, and their positions, `[B, N + 1]` int64 each.
+
+    Nodes are at slots from the last committed token's on, in order; positions are those of their depths, `dummy` for
+    finished rows, positions that the limit leaves without a next token, and nodes that are not used. Slots are `dummy`
+    for finished rows only: attention reads all slots up to a node's own, so none may hold what was never written.
+
+    Args:
+        parents, depths: see `Tree`.
+    """
+    columns = torch.arange(depths.shape[1], device=lengths.device)
+    positions = (lengths - 1)[:, None] + depths
+    is_over = (finished | (lengths - 1 > limits - 2))[:, None]
+    is_run = (positions <= limits[:, None] - 2) & ((parents >= 0) | (columns == 0)) & ~is_over
+    slots = torch.where(is_over, dummy, (lengths - 1)[:, None] + columns)
+    last = tokens.gather(1, (lengths - 1)[:, None])
+    return torch.cat([last, drafts], dim=1), slots, torch.where(is_run, positions, dummy)
+
+
 def position_ids(slots: torch.Tensor, offsets: torch.Tensor | None, dummy: int) -> torch.Tensor:
     """Position ids `[B, n]` int64 of `slots` `[B, n]`: the slots, plus `offsets` `[B]` if given; 0 for `dummy`."""
     return torch.where(slots < dummy, slots if offsets is None else slots + offsets[:, None], 0)

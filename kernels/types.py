@@ -70,21 +70,62 @@ class VerificationResult(NamedTuple):
     committed: torch.Tensor
 
 
-class Proposal(NamedTuple):
-    """Draft tokens of one round.
+# Nodes of which a word of `Tree.ancestors` has a bit each, and the most words: a tree has fewer drafts than bits.
+WORD_BITS, MOST_WORDS = 64, 2
+
+
+class Tree(NamedTuple):
+    """How N drafts follow each other: they are nodes 1 to N of a tree, parents first, with the last committed token as
+    node 0, the root.
 
     Attributes:
-        tokens: `[B, K]` int64, in the target's vocabulary.
+        parents: `[B, N + 1]` int64; -1 of the root, and of nodes that are not used.
+        depths: `[B, N + 1]` int64, 0 of the root.
+        ancestors: `[B, N + 1, W]` int64: bit j % 64 of word j // 64 is set of node j itself and of its ancestors.
+    """
+
+    parents: torch.Tensor
+    depths: torch.Tensor
+    ancestors: torch.Tensor
+
+    @classmethod
+    def allocate(cls, batch: int, num_nodes: int, device: torch.device) -> Tree:
+        """Trees of the root alone, with room for `num_nodes` drafts."""
+        parents = torch.full((batch, num_nodes + 1), -1, dtype=torch.int64, device=device)
+        ancestors = torch.zeros(batch, num_nodes + 1, num_nodes // WORD_BITS + 1, dtype=torch.int64, device=device)
+        ancestors[:, 0, 0] = 1
+        return cls(parents, torch.zeros_like(parents), ancestors)
+
+
+class Nodes(NamedTuple):
+    """Where the nodes of a tree are in a row's text, which they do not follow as the tokens of a text do.
+
+    Attributes:
+        positions: `[B, n]` int64; the dummy slot of nodes that are not run.
+        ancestors: `[B, n, W]` int64, see `Tree`.
+    """
+
+    positions: torch.Tensor
+    ancestors: torch.Tensor
+
+
+class Proposal(NamedTuple):
+    """Draft tokens of one round: a chain, or the nodes of a tree but for its root.
+
+    Attributes:
+        tokens: `[B, K]` int64, in the target's vocabulary; `[B, N]` of a tree.
         probs: `[B, K, V_d]` float32, the distributions q that the tokens were sampled from, over the draft vocabulary;
             None for deterministic drafts, i.e. point masses. A row of NaN, of logits without a softmax, is none: its
             draft and those after it are not verified.
         draft_ids: `[vocab_size]` int64, index of each token in the draft vocabulary, -1 if it has none; None if the
             draft vocabulary is the first V_d tokens. It is the same in all rounds, and is never copied.
+        tree: how the tokens follow each other; None of a chain, in which each one follows the one before.
     """
 
     tokens: torch.Tensor
     probs: torch.Tensor | None
     draft_ids: torch.Tensor | None = None
+    tree: Tree | None = None
 
 
 class RecurrenceRing(NamedTuple):

@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from hf_specdec.training.objective import Batch
+
 # Documents of a batch differ by less in length, and their prompts by less than one of so many parts of a doubling.
 LENGTH_BUCKET, BUCKETS_PER_DOUBLING = 32, 6
 # Cost of a token of a prompt, which the target and the keys of drafters read, as a share of that of an answer.
 PROMPT_COST = 0.25
-
-
-@dataclass
-class Batch:
-    """Documents side by side, padded at the end.
-
-    Attributes:
-        input_ids: `[B, S]`.
-        places: `[N]` indices into `[B * S]` of the tokens of answers, except for the last of each answer.
-        depths: `[N]`, index of each place in its answer.
-        places_before: B + 1 numbers: how many of the places are in the rows before each.
-        shortest_prompt: tokens of the shortest of the prompts; there are no places before.
-    """
-
-    input_ids: torch.Tensor
-    places: torch.Tensor
-    depths: torch.Tensor
-    places_before: list[int]
-    shortest_prompt: int
-
-    def to(self, device: torch.device) -> Batch:
-        tensors = (self.input_ids, self.places, self.depths)
-        if device.type == "cuda":
-            tensors = tuple(tensor.pin_memory() for tensor in tensors)
-        moved = (tensor.to(device, non_blocking=True) for tensor in tensors)
-        return Batch(*moved, self.places_before, self.shortest_prompt)
 
 
 class Documents:
@@ -72,12 +47,7 @@ class Documents:
         lengths, prompt_lengths = self.lengths[indices, None], self.prompt_lengths[indices, None]
         columns = torch.arange(int(lengths.max()))
         source = (self.starts[indices, None] + columns).clamp(max=len(self.tokens) - 1)
-        input_ids = self.tokens[source].long().masked_fill(columns >= lengths, 0)
-        is_place = (columns >= prompt_lengths) & (columns < lengths - 1)
-        places = is_place.flatten().nonzero()[:, 0]
-        depths = (columns - prompt_lengths).flatten()[places]
-        places_before = [0, *is_place.sum(dim=1).cumsum(dim=0).tolist()]
-        return Batch(input_ids, places, depths, places_before, int(prompt_lengths.min()))
+        return Batch.of(self.tokens[source].long(), lengths, prompt_lengths)
 
     def epoch(self, indices: torch.Tensor, tokens_per_batch: int, seed: int) -> list[torch.Tensor]:
         """Random batches of documents whose prompts, and whose answers, are of similar length.

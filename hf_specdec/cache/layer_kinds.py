@@ -30,6 +30,7 @@ class Use(Enum):
     UNROLLED_STEPS = auto()  # training drafts several tokens from every slot at once
     OTHER_INPUTS = auto()  # prompts are more than tokens, or their positions do not count from 0
     OTHER_INPUTS_CONTINUED = auto()  # such prompts continue a cache
+    TREES = auto()  # drafts of a round are a tree: they are stored at slots that are not their positions
 
 
 # Given position ids `[B, n]` int64, and of the rows `[B]` int64 the lengths of the prompts and how many more tokens the
@@ -204,7 +205,7 @@ class LayerKind(PlugIn):
 
 # Why attention of a modeling file, which adds a mask to its scores, does not allow a use.
 _MASK_OBSTACLES = dict.fromkeys(
-    (Use.PACKING, Use.ROW_MEMORY, Use.BATCH_INVARIANCE),
+    (Use.PACKING, Use.ROW_MEMORY, Use.BATCH_INVARIANCE, Use.TREES),
     "attention of its own; expected layers that use transformers' attention interface",
 )
 

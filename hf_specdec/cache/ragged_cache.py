@@ -8,6 +8,7 @@ import torch
 
 from .. import ops
 from ..host.caches import Cache
+from ..kernels.types import Nodes
 from ..memory.virtual_memory import RowMemory
 from .layer_kinds import LayerKind, LayerKinds, LayerMemory
 from .recurrent_positions import RecurrencePositions
@@ -46,6 +47,8 @@ class RaggedCache(Cache):
             given one less, without the dummy slot: no more than there are positions.
         kernel_span: `span` with Triton kernels, if not all slots: a launch for fewer slots has fewer splits.
         row_memory: what the layers' `slot_buffers` are in; None if they have buffers of their own.
+        nodes: of the tree that the next forward pass runs, at slots that are not its tokens' positions; None if it runs
+            the tokens of texts.
         keeps_keys: whether keys and values stay after the pass that stores them.
         is_by_slot: whether keys are stored by slot.
     """
@@ -73,6 +76,8 @@ class RaggedCache(Cache):
         self.late_starts: torch.Tensor | None = None
         self.positions: torch.Tensor | None = None
         self.num_before: int | None = None
+        self.nodes: Nodes | None = None
+        self._moves = ops.SlotMoves()
         self._block: Block | None = None
         self._lengths = lengths
         # Of tokens whose inputs are in rings.
@@ -153,7 +158,8 @@ class RaggedCache(Cache):
         Returns:
             `[B, 1, n, 1]` int64, the slots; with `starts` `[B, 1, n, 2]`, the slots and the first slot of each row;
             with `num_before` `[B, 1, n, 0]`: the queries are at the last n slots but one of those that attention is
-            given. For attention that takes a mask `[B, span]` int64, 1 from the first slot of each row on; `slot_mask`
+            given; of a tree `[B, 1, n, 2 + W]`, positions, the first slot of each row, and words of ancestors. For
+            attention that takes a mask `[B, span]` int64, 1 from the first slot of each row on; `slot_mask`
             hides the slots after a query. None if no layer stores keys.
         """
         if not self.kinds.stores_keys:
@@ -165,10 +171,14 @@ class RaggedCache(Cache):
             return (torch.arange(self.span, device=slots.device) >= starts[:, None]).long()
         if self.num_before is not None:
             return slots.new_empty(*slots.shape, 0)[:, None]
-        if starts is None:
+        if self.nodes is not None:
+            columns = [self.nodes.positions, torch.zeros_like(slots), *self.nodes.ancestors.unbind(2)]
+        elif starts is None:
             return slots[:, None, :, None]
+        else:
+            columns = [slots, starts[:, None].expand_as(slots)]
         # Stacked in front: kernels take slots that are adjacent in memory.
-        return torch.stack((slots, starts[:, None].expand_as(slots)), dim=1).transpose(1, 2)[:, None]
+        return torch.stack(columns, dim=1).transpose(1, 2)[:, None]
 
     def starts_of(self, slots: torch.Tensor) -> torch.Tensor | None:
         """The first slot that queries at `slots` `[B, n]` attend to: `[B]` int64 or None; or `[B, n]` if packed."""
@@ -195,6 +205,12 @@ class RaggedCache(Cache):
             layer.copy_rows(rows, other, taken, slots)
         if self.recurrence is not None:
             self.recurrence.copy_rows(rows, source.recurrence, taken)
+
+    def move(self, path: torch.Tensor, lengths: torch.Tensor, committed: torch.Tensor) -> None:
+        """Move what the pass of a tree has stored of an accepted path to the slots of its positions; arguments as of
+        `kernels.move_slots_reference.move_slots`.
+        """
+        self._moves([one for layer in self.layers for one in layer.slot_buffers], path, lengths, committed)
 
     def state_positions(self, count: int) -> list[int]:
         """The positions of the recurrent states of the first `count` rows; the device is waited for."""

@@ -16,7 +16,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from ..drafters.base import Drafter
+from ..drafters.base import MATCH, Drafter
 from ..host.generation import BaseStreamer, pad_token
 from ..parallel.tensor_parallel import from_first_rank
 from ..patching.support import num_positions
@@ -47,6 +47,10 @@ class Call:
         cache: `past_key_values` of the user, which the call fills; None if the user passed none.
         reason: why this engine runs, for the statistics.
         position_offsets: for each row position ids minus positions after the prompt, on the static engine; None for 0.
+        adapters: for each row, or request, the name of its LoRA adapter, or `NO_ADAPTER`; None if all have those that
+            are active.
+        num_nodes: N, drafts of a round that is verified as a tree of depth K; 0 for chains.
+        verification: see `Drafter.configure`.
         inputs: of the target as prepared by `generate()`, where the target itself runs the prompts, see
             `calls.first_pass`; None where the static engine does.
     """
@@ -65,6 +69,9 @@ class Call:
     is_auto: bool = False
     reason: str = ""
     position_offsets: Sequence[int] | None = None
+    adapters: Sequence[str] | None = None
+    num_nodes: int = 0
+    verification: str = "token"
     inputs: Mapping[str, Any] | None = None
 
     @cached_property
@@ -94,7 +101,7 @@ class Call:
     @property
     def draft_probs(self) -> bool:
         """Whether draft tokens are sampled from the drafter's distribution; its most likely tokens otherwise."""
-        if self.temperature is None:
+        if self.temperature is None or self.verification == MATCH:
             return False
         if self.drafter.draft_probs == "auto":
             # The row with the highest temperature decides for the batch.
@@ -133,7 +140,8 @@ class Call:
         """
         count, found = num_positions(self.model), []
         for index, (prompt, seed) in enumerate(zip(prompts, seeds.tolist(), strict=True)):
-            one = Request(index, prompt, self.max_new_tokens, ends=self.ends, seed=seed)
+            own = None if self.adapters is None else self.adapters[index]
+            one = Request(index, prompt, self.max_new_tokens, ends=self.ends, seed=seed, adapter=own)
             if count is not None:
                 one.remaining = fitting_tokens(len(prompt), self.max_new_tokens, count)
                 one.is_cut = one.remaining < self.max_new_tokens

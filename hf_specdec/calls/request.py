@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ class Request:
         index: of the rows of its call; 0 for one that has arrived.
         prompt: `[length]` int64.
         prompt_ids: its tokens on the host; empty if rows do not reuse what others hold of it.
+        adapter: the name of its LoRA adapter, or `NO_ADAPTER`; None for those that are active.
         remaining: tokens that it may add.
         is_cut: whether these are fewer than were asked for, since the target has no positions for more.
         ends: tokens that end it.
@@ -65,6 +66,7 @@ class Request:
     prompt_id: str = ""
     streaming: bool = False
     prompt_ids: list[int] = field(default_factory=list)
+    adapter: str | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     num_settled: int = 0
@@ -107,6 +109,14 @@ class Request:
         if not self.tokens:
             return self.prompt
         return torch.cat([self.prompt, torch.tensor(self.tokens, dtype=torch.int64, device=self.prompt.device)])
+
+    @property
+    def prefix_ids(self) -> Sequence[Hashable]:
+        """`prompt_ids`, by which prompts are compared: those of other adapters begin with another element."""
+        if self.adapter is None or not self.prompt_ids:
+            return self.prompt_ids
+        first, *others = self.prompt_ids
+        return [(self.adapter, first), *others]
 
     @property
     def num_prefilled(self) -> int:

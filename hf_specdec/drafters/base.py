@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -14,10 +15,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache.layer_kinds import LayerKinds
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
-from ..checkpoints.tensors import KEY_MAPPING, check_tensors, rename
+from ..checkpoints.tensors import KEY_MAPPING, check_tensors, is_plain, rename
 from ..config import AUTO, DrafterConfig, check_num_or_auto
-from ..kernels.types import Proposal, VerificationResult
+from ..kernels.types import MOST_WORDS, WORD_BITS, Proposal, VerificationResult
 from ..modules.hidden_states import find_decoder_layers
+from ..modules.locks import lock_of
 from ..ops import FLOAT8
 from ..state import DecodeState, Shape
 from .attachment import Attachment
@@ -28,12 +30,18 @@ logger = logging.getLogger(__name__)
 # How many passes a round makes, and the weights that it reads, each with how often.
 Reads = tuple[int, list[tuple[int, Iterable[torch.Tensor]]]]
 
+# The targets that drafters are bound to; copies and pickles of a drafter do not have it.
+_targets: WeakKeyDictionary[nn.Module, ref[PreTrainedModel]] = WeakKeyDictionary()
+
 ENGINES = ("auto", "static", "stock")
-VERIFICATIONS = ("token", "block")
+MATCH = "match"
+VERIFICATIONS = ("token", "block", MATCH)
 KV_CACHE_DTYPES = {"auto": None, "fp8": FLOAT8}
 ALL = "all"
 # The fewest tokens that drafting attends to: more than a round reads again or drafts.
 LEAST_WINDOW = 64
+# The most drafts of a tree, which has a root besides.
+MOST_NODES = WORD_BITS * MOST_WORDS - 1
 
 
 class Drafter(PreTrainedModel):
@@ -72,6 +80,8 @@ class Drafter(PreTrainedModel):
     varies_num_draft_tokens = False
     # The largest K that `"auto"` tries: as many as the drafter was trained for; None for any number.
     most_draft_tokens: int | None = None
+    # Whether `propose` can draft a tree, of `state.num_nodes` drafts.
+    drafts_trees = False
     # Whether it reads the target's last hidden state, after the final norm, instead of auxiliary ones.
     reads_last_hidden_state = False
     # Whether it reads keys and values of the target, which the static engine alone has in slots.
@@ -85,14 +95,17 @@ class Drafter(PreTrainedModel):
     attention_config: PreTrainedConfig | None = None
 
     # Attributes that a captured round does not depend on: settings that every call reads, and results that it stores.
+    # Shared weights stay where they are until `bind` releases what was captured; they count how often they were copied.
     unread_attributes = frozenset(
         {
             "_last_stats",
+            "_shared_weights",
             "compile_rounds",
             "draft_probs",
             "engine",
             "_asked_num_assistant_tokens",
             "sessions",
+            "tree",
             "verification",
         }
     )
@@ -112,6 +125,7 @@ class Drafter(PreTrainedModel):
         self.draft_probs: bool | str = "auto"
         self.engine = "auto"
         self.verification = "token"
+        self.tree = 0
         self.compile_rounds = False
         self.batch_invariant = False
         self.draft_window_size: int | None = None
@@ -262,6 +276,7 @@ class Drafter(PreTrainedModel):
         batch_invariant: bool | None = None,
         draft_window_size: int | str | None = None,
         kv_cache_dtype: str | None = None,
+        tree: int | None = None,
     ) -> Drafter:
         """Set how the drafter is run; None leaves a setting as it is. Returns the drafter.
 
@@ -274,7 +289,9 @@ class Drafter(PreTrainedModel):
             verification: how draft tokens that were drawn from the drafter's distribution are verified when sampling:
                 `"token"`, one after the other (arXiv 2211.17192), or `"block"`, all of a round jointly (arXiv
                 2403.10444). Both are lossless; block verification never accepts fewer tokens in expectation, and reads
-                the drafter's distributions once more. The stock engine supports `"token"` only.
+                the drafter's distributions once more. With `"match"` drafts are those that the target would draw if its
+                distribution were the drafter's, and are accepted where it draws them: a seed gives the text that it
+                gives without drafts, and somewhat fewer drafts are accepted. The stock engine supports `"token"` only.
             compile_rounds: whether rounds on a GPU are compiled by `torch.compile` before they first run, which takes a
                 minute or more for every shape of call. Only layers with many operations that have no kernel of the
                 package become faster by it.
@@ -289,6 +306,9 @@ class Drafter(PreTrainedModel):
                 each head of each token, in half the memory; `"auto"` for the model's dtype. Texts differ from those of
                 the model's dtype, by rounding, and not between calls with and without drafts. Rounds are not compiled
                 then. See docs/generate.md.
+            tree: how many drafts a round verifies as a tree of up to `num_assistant_tokens` in a row, 1 to
+                `MOST_NODES`; 0 for a chain. Of drafters that draft all tokens in one pass. When sampling, a tree is
+                verified as `verification="match"` verifies a chain. See docs/generate.md.
 
         Raises:
             ValueError: expected one of the values above.
@@ -311,7 +331,21 @@ class Drafter(PreTrainedModel):
             setattr(self, name, value)
         if draft_window_size is not None:
             self.draft_window_size = self._checked_window(draft_window_size)
+        if tree is not None:
+            self.tree = self.check_tree(tree)
         return self
+
+    def check_tree(self, tree: int) -> int:
+        """Return `tree`, see `configure`; raise `ValueError` if it is wrong, or not one of this drafter."""
+        if isinstance(tree, bool) or not isinstance(tree, int) or not 0 <= tree <= MOST_NODES:
+            raise ValueError(f"tree is {tree!r}; expected an int of 0, for a chain, to {MOST_NODES} drafts.")
+        if tree and not self.drafts_trees:
+            raise ValueError(
+                f"tree is {tree}, but {type(self).__name__} drafts tokens one after the other, each given the ones "
+                "before it, of which no trees are made; expected 0, or a drafter that drafts all tokens in one pass: "
+                "DFlash, P-EAGLE or PARD."
+            )
+        return tree
 
     def _checked_window(self, size: int | str) -> int | None:
         if size == ALL:
@@ -399,11 +433,51 @@ class Drafter(PreTrainedModel):
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement bind().")
 
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Write `weights` into the drafter's own, in place, so that captured rounds go on with them.
+
+        To be called at any time: it waits for a call that runs in another thread, and managers let it in between two
+        rounds. Texts stay those of the target.
+
+        Args:
+            weights: by their names in `state_dict()`, all or some, in any dtype and on any device.
+
+        Raises:
+            ValueError: a name is none of the drafter's, a shape is another one, the draft vocabulary (`d2t`) would
+                change, or the drafter is quantised; it is as it was.
+        """
+        own, problems = self.state_dict(keep_vars=True), []
+        for name, tensor in weights.items():
+            found = own.get(name)
+            if found is None:
+                problems.append(f"{name} is none of its weights")
+            elif found.shape != tensor.shape:
+                problems.append(f"{name} is {list(tensor.shape)}, expected {list(found.shape)}")
+            elif not is_plain(found):
+                problems.append(f"{name} is a {type(found).__name__}, which is quantised or sharded")
+            elif not found.is_floating_point() and not torch.equal(found, tensor.to(found)):
+                problems.append(f"{name} differs, which is fixed: shared weights are chosen by it")
+        if problems:
+            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise ValueError(
+                f"The weights do not fit {self.title}: {'; '.join(problems[:3])}{more}. Expected tensors of its "
+                "state_dict(), by their names there."
+            )
+        target = _targets.get(self, lambda: None)()
+        with nullcontext() if target is None else lock_of(target), torch.inference_mode():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+            self.update_derived()
+
+    def update_derived(self) -> None:
+        """Compute again, in place, what `bind` has computed of the drafter's own weights."""
+
     def _record_binding(self, target: PreTrainedModel) -> None:
         """Last step of `bind`. Releases captured rounds, which may read the weights that were shared before."""
         self._target_config = self.config.target = target.config
         self._bound_vocab_size = target.config.get_text_config().vocab_size
         self._bound_num_layers = len(find_decoder_layers(target) or ())
+        _targets[self] = ref(target)
         self.release()
 
     def sync_with(self, target: PreTrainedModel) -> None:

@@ -56,6 +56,10 @@ class DFlashDrafter(DraftLayersDrafter):
     def most_draft_tokens(self) -> int:
         return self.config.depth
 
+    @property
+    def drafts_trees(self) -> bool:
+        return True
+
     def num_read(self, num_draft_tokens: int) -> int:
         """How many of the last tokens of the block the head reads: those that draft one, unless a family needs more."""
         return num_draft_tokens
@@ -236,6 +240,10 @@ class WalkingDrafter(DFlashDrafter):
     A draft token is drawn from its own logits given the ones before it, so that the distributions that verification
     reads are those that the tokens were drawn from.
     """
+
+    @property
+    def drafts_trees(self) -> bool:
+        return False
 
     def walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Choose the draft tokens of blocks, in order.

@@ -28,10 +28,10 @@ from ..patching.support import (
     why_not_used,
 )
 from ..state import DecodeState
-from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 from .base import Reads
 from .cached import CachedDrafter
 from .target_checks import generating_model
+from .unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 
 # Largest difference of logits of a draft model whose attention takes a mask; rounding in any precision is below.
 DIFFERENCE_LIMIT = 0.25

@@ -12,9 +12,9 @@ from ..config import Eagle3Config, PEagleConfig
 from ..host.modeling import LlamaRMSNorm
 from ..patching.attention import cached_attend
 from ..state import DecodeState
-from ..training.unrolled import UnrolledAttention, shift_left
 from .draft_layers import DraftLayersDrafter
 from .layers import Attend, DraftDecoderLayer
+from .unrolled import UnrolledAttention, shift_left
 
 
 class Eagle3Drafter(DraftLayersDrafter):
@@ -165,6 +165,10 @@ class PEagleDrafter(Eagle3Drafter):
         super().bind(target)
         with torch.inference_mode(False), torch.no_grad():
             self.mask_state = self.project_mask()
+
+    def update_derived(self) -> None:
+        if self.mask_state is not None:
+            self.mask_state.copy_(self.project_mask())
 
     def project_mask(self) -> torch.Tensor:
         """`mask_hidden` as the layers read it, `[H]`."""

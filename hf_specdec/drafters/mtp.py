@@ -24,12 +24,12 @@ from ..modules.hidden_states import NUM_PROBE_TOKENS, check_aux_hidden_states
 from ..patching.experts import original_experts_implementation
 from ..patching.implementations import registered_attention
 from ..state import DecodeState
-from ..training.unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 from .cached import CachedDrafter, DraftMemory
 from .mtp_layers import MtpFrame, build_decoder
 from .none import no_drafts
 from .shared_weights import SharedWeight, embed, score
 from .target_checks import generating_model
+from .unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 
 
 @dataclass

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ..config import SuffixConfig
 from ..kernels.types import LONGEST_MATCH, NO_TOKEN, Proposal, VerificationResult
 from ..ops import suffix_drafts
-from ..row_buffers import upload, upload_all
+from ..row_buffers import upload
 from ..state import DecodeState
 from .none import WeightlessDrafter, no_drafts
 
@@ -48,7 +48,7 @@ class SuffixDrafter(WeightlessDrafter):
         if not tokens or not len(history):
             return
         # What an output begins with is found by the end of its prompt.
-        (before,) = upload_all([prompt[-LONGEST_MATCH:]], history)
+        before = upload(prompt[-LONGEST_MATCH:], history)
         text = torch.cat([before, upload([*tokens, NO_TOKEN], history)])[-len(history) :]
         history.copy_(torch.cat([history[len(text) :], text]))
 

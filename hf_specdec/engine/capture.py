@@ -57,8 +57,8 @@ class CapturedRound:
                 self._scores = torch.zeros_like(logits, dtype=torch.float32)
 
                 def second_half() -> tuple:
-                    result = verify_and_commit(state, self._scores, proposal, aux_hidden_states)
-                    return result, logprobs_of(state, result, self._scores, logits)
+                    result, path = verify_and_commit(state, self._scores, proposal, aux_hidden_states)
+                    return result, logprobs_of(state, result, self._scores, logits, path)
 
                 self._verify_and_commit = graph(second_half)
         graphs = "one graph" if self._round is not None else "two graphs, processors between"
@@ -98,6 +98,7 @@ def _warn_once(message: str) -> None:
 def capture_round(session: Session, target: Target, drafter: Drafter, process: BlockProcessor) -> CapturedRound | None:
     """`run_round` as CUDA graphs; None, and a warning, if it does something that cannot be captured."""
     backend = policy_of(target.model.device).compiler if drafter.compiles_rounds else None
+    session.keep_patches(target.patches)
 
     def captured() -> CapturedRound:
         if backend is not None:
@@ -134,6 +135,7 @@ def capture_prefill(session: Session, target: Target, drafter: Drafter, columns:
     """
     if copies_experts(target.model, drafter):
         return None
+    session.keep_patches(target.patches)
 
     def captured() -> Callable[[], None]:
         return capture(

@@ -26,7 +26,7 @@ from ..memory.virtual_memory import allocating, slots_in_memory
 from ..modules.patch import user_code
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import stated_positions
-from ..row_buffers import set_rows, upload, upload_all
+from ..row_buffers import set_rows, upload
 from ..sampling.logits import RowSampling
 from ..sampling.processors import BlockProcessor
 from ..sampling.row_processors import RowsProcessor
@@ -63,7 +63,13 @@ def decode_continuously(call: Call, requests: Sequence[Request], settings: Conti
         runner = ContinuousRunner(call, settings, target)
         if arrivals is not None:
             arrived = arrivals(False, target.unpatch)
-            first = list(arrived.requests)
+            first = []
+            for one in arrived.requests:
+                one.error = target.why_no_adapter(one)
+                if one.error is None:
+                    first.append(one)
+                else:
+                    end(one, now, settings)
             if not first and not arrived.is_open:
                 return
         runner.open(first)
@@ -410,11 +416,12 @@ class ContinuousRunner(Runner):
         """Put `requests` into `rows` of `state`, not prefilled."""
         state.admit(
             rows,
-            upload_all([one.text[: one.num_prefilled] for one in requests], state.tokens),
+            [one.text[: one.num_prefilled] for one in requests],
             [one.longest - one.num_prefilled for one in requests],
             [one.seed for one in requests],
             ends_of(requests, state.eos),
             prompt_lengths=[len(one.prompt) for one in requests],
+            adapters=self._target.adapters_of(requests),
         )
         if self._row_sampling is not None:
             state.set_row_sampling(list(rows), [one.sampling for one in requests])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import TypeVar
@@ -11,13 +11,15 @@ from transformers import PreTrainedModel
 
 from ..auto_k.round_costs import CostTable, find_table
 from ..calls.output import HiddenStates
+from ..calls.request import Request
 from ..drafters.base import Drafter
+from ..memory.virtual_memory import taken_bytes
 from ..modules.module_hooks import has_hooks
 from ..modules.patch import engine, is_anything_replaced
 from ..modules.signature import Fingerprint, signature_of
 from ..patching.batch_invariance import batch_invariant
 from .capture import why_not_captured
-from .sessions import Hosting, sessions_of
+from .sessions import Hosting, Session, sessions_of
 from .target import Target, patched_target
 
 _T = TypeVar("_T")
@@ -35,6 +37,7 @@ class HostedTarget(ExitStack):
         eager_reason: why rounds are not captured; None if they are.
         is_captured: whether they are; then sessions are kept for other calls.
         keeps_hidden_states: whether the caller gets all hidden states.
+        adapters: the LoRA adapters of the target.
         num_captures: how many graphs the call has captured.
     """
 
@@ -46,6 +49,7 @@ class HostedTarget(ExitStack):
         self.eager_reason = why_not_captured(model, self.has_hooks, kept)
         self.is_captured = self.eager_reason is None
         self.keeps_hidden_states = "hidden_states" in kept
+        self.adapters = self._signatures[0].adapters
         self.num_captures = 0
         self._patches = ExitStack()
         self._patched: Target | None = None
@@ -59,10 +63,22 @@ class HostedTarget(ExitStack):
         self.callback(self._patches.close)
         return self
 
-    def counted(self, captured: _T) -> _T:
-        """`captured`, which the call has captured; None where that could not be."""
+    def counted(self, session: Session, capture: Callable[[], _T]) -> _T:
+        """What `capture` captures for `session`, None where that cannot be; counted, as is the memory that it takes."""
+        before = taken_bytes(self.model.device)
+        captured = capture()
+        session.num_bytes += max(taken_bytes(self.model.device) - before, 0)
         self.num_captures += captured is not None
         return captured
+
+    def adapters_of(self, requests: Sequence[Request]) -> list[int]:
+        """`DecodeState.adapters` of the rows of `requests`."""
+        adapters = self.adapters
+        return [adapters.active if one.adapter is None else adapters.bits([one.adapter]) for one in requests]
+
+    def why_no_adapter(self, request: Request) -> str | None:
+        """Why `request` cannot have its adapter; None if it can."""
+        return None if request.adapter is None else self.adapters.why_no_rows([request.adapter])
 
     def unpatch(self) -> None:
         """Let the target be as it was, until it is used again."""
@@ -90,7 +106,8 @@ class HostedTarget(ExitStack):
     def hosting(self) -> Hosting:
         """Of target and drafter as they are unpatched, with the weights where they are now."""
         if self._hosting is None:
-            fingerprint = Fingerprint.of(self.model.device, *self._signatures)
+            by_row = self._signatures[0] if self.adapters.why_not_by_row is None else None
+            fingerprint = Fingerprint.of(self.model.device, *self._signatures, by_row=by_row)
             self._hosting = sessions_of(self.drafter).hosting(fingerprint)
         return self._hosting
 

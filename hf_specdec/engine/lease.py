@@ -35,7 +35,7 @@ def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
         longest: most tokens of a row.
         is_captured: whether the buffers are kept for other calls, and therefore of a few sizes only.
     """
-    slots, positions = slots_for(longest, is_captured), stated_positions(call.model)
+    slots, positions = slots_for(longest + call.num_nodes, is_captured), stated_positions(call.model)
     if positions is not None and not uses_attention_interface(call.model):
         # Attention of its own may have tables of as many keys; it is given all slots but the dummy slot.
         slots = min(slots, max(longest, positions) + 1)
@@ -46,8 +46,9 @@ def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
         is_sampling=call.temperature is not None,
         draft_probs=call.draft_probs,
         num_ends=next_power_of_two(max(len(call.ends), 8)),
-        verification=call.drafter.verification,
+        verification=call.verification,
         logprobs=call.logprobs,
+        num_nodes=call.num_nodes,
     )
 
 
@@ -93,7 +94,7 @@ def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
         its layout; None if something else than attention reads it, which may read slots that have no memory: as models
         do that store what keys and values are computed from.
     """
-    slots = max(64, 8 * (shape.num_draft_tokens + 1))
+    slots = max(64, 8 * (shape.num_draft_tokens + 1)) + shape.num_nodes
     model, drafter = target.model, target.drafter
     state = drafter.new_state(shape._replace(batch=1, slots=slots), cache_layers(model), model.device)
     with ops.references(), noting_attended() as attended:
@@ -141,12 +142,12 @@ class SessionLease:
     def take(self) -> Session:
         """A session for the shape, ready to be used; it is also `session`."""
         target = self._target
-        self._taken_before = taken_bytes(target.model.device)
-        session = None
-        if target.is_captured:
-            session = self._pool.take(self._key())
-            if session is None:
-                target()  # patching may move weights, which the key names
+        session = self._pool.take(self._key()) if target.is_captured else None
+        # Of a new session all that it takes is counted. torch's own count takes the host long.
+        self._taken_before = None
+        if session is None and target.is_captured:
+            self._taken_before = taken_bytes(target.model.device)
+            target()  # patching may move weights, which the key names
         if session is None:
             state = target.drafter.new_state(self.shape, cache_layers(target.model), target.model.device)
             if self._grows:
@@ -185,8 +186,10 @@ class SessionLease:
         session.state.num_draft_tokens = num_drafts
         key = self._round_key(num_drafts)
         with session.state.spanning(key[-1]):
-            captured = capture_round(session, self._target(), self._target.drafter, self._process)
-        session.rounds.add(key, self._target.counted(captured))
+            captured = self._target.counted(
+                session, lambda: capture_round(session, self._target(), self._target.drafter, self._process)
+            )
+        session.rounds.add(key, captured)
         session.capture_seconds = time.perf_counter() - start
 
     def captured_round(self, num_drafts: int) -> CapturedRound | None:
@@ -236,7 +239,7 @@ class SessionLease:
         if captured is not None:
             results = captured(self._process)
         else:
-            results = run_round(state, self._target(), self._target.drafter, self._process)
+            results = run_round(state, self._target(), self._target.drafter, self._process).along_path()
         state.block_width = num_drafts + 1
         return results
 
@@ -246,8 +249,10 @@ class SessionLease:
         span = span_for(session.state.live, session.state.slots) if self._grows else session.state.slots
         if self._target.is_captured and (width, span) not in session.catch_ups:
             with session.state.spanning(span):
-                captured = capture_catch_up(session, self._target(), drafter, width)
-            session.catch_ups.add((width, span), self._target.counted(captured))
+                captured = self._target.counted(
+                    session, lambda: capture_catch_up(session, self._target(), drafter, width)
+                )
+            session.catch_ups.add((width, span), captured)
         replay = session.catch_ups.get((width, span))
         if replay is not None:
             replay()
@@ -263,6 +268,9 @@ class SessionLease:
         mode = ", batch-invariant" if drafter.batch_invariant else ""
         if drafter.key_dtype is not None:
             mode += ", keys and values as float8"
+        by_peft = self._target.adapters.why_not_by_row
+        if by_peft is not None:
+            mode += f", adapters by PEFT's own layers: {by_peft}"
         if captured is not None:
             return captured.execution + mode
         return f"eager{mode}: {self._target.eager_reason or 'a round cannot be captured'}"
@@ -277,7 +285,8 @@ class SessionLease:
         if self._call.is_auto:
             self._target.costs.save()
         if self._target.is_captured:
-            self.session.num_bytes += max(taken_bytes(self._target.model.device) - self._taken_before, 0)
+            if self._taken_before is not None:
+                self.session.num_bytes = max(taken_bytes(self._target.model.device) - self._taken_before, 0)
             self._pool.keep(self._key(), self.session)
         else:
             self.session.free_rows()

@@ -329,10 +329,10 @@ class RowPrefixes:
             return Plan([Prefix(row, row, 0) for row, _ in zip(rows, group, strict=False)], list(range(len(group))), [])
         twins = self._find_twins(group)
         own = [number for number in range(len(group)) if number not in twins]
-        found = {number: self._find(group[number].prompt_ids) for number in own}
+        found = {number: self._find(group[number].prefix_ids) for number in own}
         later: set[int] = set()
         if self._margin is not None:
-            prompts, lengths = [group[number].prompt_ids for number in own], [length for _, length in found.values()]
+            prompts, lengths = [group[number].prefix_ids for number in own], [length for _, length in found.values()]
             later = {own[index] for index in find_followers(prompts, self._margin, lengths)}
         later |= {number for number, twin in twins.items() if twin in later}
         now = [number for number in range(len(group)) if number not in later]
@@ -344,7 +344,7 @@ class RowPrefixes:
             prefixes = self._choose_rows(matches, free)
         rows = {number: one.row for number, one in zip(now, prefixes, strict=True)}
         for place, number in enumerate(now):
-            prompt = group[number].prompt_ids
+            prompt = group[number].prefix_ids
             if number in twins:
                 prefixes[place] = Prefix(rows[number], rows[twins[number]], len(prompt) - 1, is_whole=True)
             self._index.discard(rows[number])
@@ -365,7 +365,7 @@ class RowPrefixes:
         if not self._merges_equal:
             return {}
         first = {}
-        keys = [() if one.tokens else tuple(one.prompt_ids) for one in group]
+        keys = [() if one.tokens else tuple(one.prefix_ids) for one in group]
         numbers = [first.setdefault(key or number, number) for number, key in enumerate(keys)]
         return {number: one for number, one in enumerate(numbers) if one != number}
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..drafters.base import Drafter
+from ..drafters.base import MATCH, Drafter
 from ..drafters.none import no_drafts
 from ..kernels.types import NO_TOKEN, Proposal, VerificationResult
-from ..ops import token_logprobs, verify_block, verify_greedy, verify_sampling
+from ..ops import token_logprobs, verify_block, verify_greedy, verify_sampling, verify_tree
 from ..row_buffers import set_rows
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
@@ -25,27 +25,51 @@ class RoundOutput(NamedTuple):
     Attributes:
         result: what was accepted and committed.
         logprobs: `[B, K + 1]` float32 for each of `state.logprobs`, of the tokens of `result`.
-        scores, logits: `[B, K + 1, V]`, processed and not; None of a captured round.
+        scores, logits: `[B, n, V]`, processed and not, of the n tokens of the block; None of a captured round.
+        path: `[B, K + 1]` int64, which of them the tokens of `result` were chosen after; None of a chain: all, in
+            order.
     """
 
     result: VerificationResult
     logprobs: tuple[torch.Tensor, ...] = ()
     scores: torch.Tensor | None = None
     logits: torch.Tensor | None = None
+    path: torch.Tensor | None = None
 
     @classmethod
     def of(
-        cls, state: DecodeState, result: VerificationResult, scores: torch.Tensor, logits: torch.Tensor
+        cls,
+        state: DecodeState,
+        result: VerificationResult,
+        scores: torch.Tensor,
+        logits: torch.Tensor,
+        path: torch.Tensor | None = None,
     ) -> RoundOutput:
-        return cls(result, logprobs_of(state, result, scores, logits), scores, logits)
+        return cls(result, logprobs_of(state, result, scores, logits, path), scores, logits, path)
+
+    def along_path(self) -> RoundOutput:
+        """The same, with `scores` and `logits` `[B, K + 1, V]` of the tokens of `result`."""
+        scores, logits = _along(self.path, self.scores), _along(self.path, self.logits)
+        return self._replace(scores=scores, logits=logits, path=None)
+
+
+def _along(path: torch.Tensor | None, values: torch.Tensor | None) -> torch.Tensor | None:
+    """Of `values` `[B, n, ...]` those at `path` `[B, m]`; themselves if either is None."""
+    if path is None or values is None:
+        return values
+    return values[torch.arange(len(path), device=path.device)[:, None], path]
 
 
 def logprobs_of(
-    state: DecodeState, result: VerificationResult, scores: torch.Tensor, logits: torch.Tensor
+    state: DecodeState,
+    result: VerificationResult,
+    scores: torch.Tensor,
+    logits: torch.Tensor,
+    path: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Log-probabilities `[B, n]` of the tokens of `result` `[B, n]`, for each of `state.logprobs`."""
     read = {"processed": scores, "raw": logits}
-    return tuple([token_logprobs(read[name], result.tokens) for name in state.logprobs])
+    return tuple([token_logprobs(_along(path, read[name]), result.tokens) for name in state.logprobs])
 
 
 def run_round(state: DecodeState, target: Target, drafter: Drafter, process: BlockProcessor) -> RoundOutput:
@@ -55,7 +79,8 @@ def run_round(state: DecodeState, target: Target, drafter: Drafter, process: Blo
     """
     proposal, block, logits, aux_hidden_states = draft_and_forward(state, target, drafter)
     scores = process(logits, block, state)
-    return RoundOutput.of(state, verify_and_commit(state, scores, proposal, aux_hidden_states), scores, logits)
+    result, path = verify_and_commit(state, scores, proposal, aux_hidden_states)
+    return RoundOutput.of(state, result, scores, logits, path)
 
 
 def commit_first_token(
@@ -96,10 +121,13 @@ def draft_and_forward(
     """First half of a round: draft, and run the target over the block of the last committed token and the drafts.
 
     Returns:
-        the drafts, the block `[B, K + 1]` int64, its logits `[B, K + 1, V]`, its auxiliary hidden states
-        `[B, K + 1, width]` or None.
+        the drafts, the block `[B, n]` int64, with n = K + 1, or N + 1 of a tree, its logits `[B, n, V]`, its auxiliary
+        hidden states `[B, n, width]` or None.
     """
     proposal = propose(state, drafter, *state.last_block(state.num_draft_tokens + 1))
+    if proposal.tree is not None:
+        block, slots, nodes = state.tree_block(proposal)
+        return proposal, block, *target(state, block, slots, nodes=nodes)
     block, slots = state.block(proposal.tokens)
     return proposal, block, *target(state, block, slots)
 
@@ -114,22 +142,49 @@ def propose(state: DecodeState, drafter: Drafter, *last_block: Any) -> Proposal:
 
 def verify_and_commit(
     state: DecodeState, scores: torch.Tensor, proposal: Proposal, aux_hidden_states: torch.Tensor | None
-) -> VerificationResult:
-    """Second half of a round: verify the drafts by `scores` `[B, K + 1, V]`, and commit tokens."""
-    result = state.commit(verify(scores, state, proposal), keeps=True)
+) -> tuple[VerificationResult, torch.Tensor | None]:
+    """Second half of a round: verify the drafts by `scores` `[B, n, V]`, and commit tokens.
+
+    What the pass of a tree has left of the accepted path is moved to where a chain would have left it.
+
+    Returns:
+        the result, tokens `[B, K + 1]`; and `RoundOutput.path`.
+    """
+    path = None
+    if proposal.tree is None:
+        result = state.commit(verify(scores, state, proposal), keeps=True)
+    else:
+        result, path = _walk(scores, state, proposal)
+        result = state.commit(result, keeps=True)
+        state.cache.move(path, state.lengths, result.committed)
+        aux_hidden_states = _along(path, aux_hidden_states)
     if aux_hidden_states is not None:
         state.aux_hidden_states[:, : result.tokens.shape[1]].copy_(aux_hidden_states)
-    return result
+    return result, path
 
 
 def verify(scores: torch.Tensor, state: DecodeState, proposal: Proposal) -> VerificationResult:
-    """Verify `proposal` by `scores` `[B, K + 1, V]`: greedily, or by rejection sampling."""
+    """Verify `proposal`, a chain, by `scores` `[B, K + 1, V]`: greedily, by rejection sampling, or by the target's own
+    tokens.
+    """
     if not state.is_sampling:
         return verify_greedy(scores, proposal.tokens)
-    scores = scores.float()
+    if state.verification == MATCH:
+        return _walk(scores, state, proposal)[0]
+    scores, drafts = scores.float(), proposal[:3]
     if state.verification == "block" and proposal.probs is not None:
-        return verify_block(scores, *proposal, state.seeds, state.lengths, state.limits - state.lengths)
-    return verify_sampling(scores, *proposal, state.seeds, state.lengths)
+        return verify_block(scores, *drafts, state.seeds, state.lengths, state.limits - state.lengths)
+    return verify_sampling(scores, *drafts, state.seeds, state.lengths)
+
+
+def _walk(scores: torch.Tensor, state: DecodeState, proposal: Proposal) -> tuple[VerificationResult, torch.Tensor]:
+    """`ops.verify_tree`: the result, tokens `[B, D + 1]`, and the path `[B, D + 1]`."""
+    parents, depths, depth = None, None, proposal.tokens.shape[1]
+    if proposal.tree is not None:
+        parents, depths, depth = *proposal.tree[:2], state.num_draft_tokens
+    scores, seeds = (scores.float(), state.seeds) if state.is_sampling else (scores, None)
+    *result, path = verify_tree(scores, proposal.tokens, parents, depths, seeds, state.lengths, depth)
+    return VerificationResult(*result), path
 
 
 def catch_up(state: DecodeState, drafter: Drafter, width: int) -> None:

@@ -131,6 +131,7 @@ class Run:
         rounds = self.rounds_by_k
         call.drafter._last_stats = stats = self._counters.summary(
             num_assistant_tokens=call.num_draft_tokens,
+            tree=call.num_nodes,
             engine="static",
             reason=call.reason,
             execution=self._runner.execution,
@@ -276,9 +277,11 @@ class Run:
                 self._prefixes.forget()
             self._waiting.extend(arrived.requests)
             self._tokens_waiting += sum(one.remaining for one in arrived.requests)
-            for request, error in arrived.withdrawn:
+            errors = [(one, self._runner.why_no_adapter(one)) for one in arrived.requests]
+            withdrawn = [*arrived.withdrawn, *((one, error) for one, error in errors if error is not None)]
+            for request, error in withdrawn:
                 self._withdraw(request, error)
-            if arrived.withdrawn:
+            if withdrawn:
                 self._waiting = deque(one for one in self._waiting if not one.is_over)
                 self._give_up()
             self._refuse()
@@ -354,7 +357,8 @@ class Run:
 
     def reserve(self, ahead: int) -> bool:
         """Let rows have memory for `ahead` tokens more than are read; returns whether there is enough."""
-        return self._reserve({row: min(one.length + ahead, one.longest) for row, one in self._occupied})
+        nodes = self._runner.state.num_nodes
+        return self._reserve({row: min(one.length + ahead, one.longest) + nodes for row, one in self._occupied})
 
     def _reserve(self, lengths: Mapping[int, int], sources: Collection[int] = ()) -> bool:
         """Let rows have memory for texts of `lengths`; what others than `sources` hold is given back if need be."""
@@ -397,14 +401,14 @@ class Run:
         # Slots up to the tokens of rounds whose results are not read yet, and up to the drafts of this one.
         before = max([one.length for _, one in occupied], default=1)
         before += sum([one.num_drafts + 1 for one in self._launched])
-        runner.state.live = before + num_drafts
+        runner.state.live = before + max(num_drafts, runner.state.num_nodes)
         while not runner.lease.prepare(num_drafts):
             drafts.refuse(num_drafts)
             num_drafts = drafts.next(self.tokens_left)
-            runner.state.live = before + num_drafts
+            runner.state.live = before + max(num_drafts, runner.state.num_nodes)
         is_typical = last is not None and last[0] == num_drafts
         start = last[1] if is_typical else self._clock.mark()
-        result, logprobs, scores, logits = runner.lease.run_round(num_drafts)
+        result, logprobs, scores, logits, _ = runner.lease.run_round(num_drafts)
         end = self._clock.mark()
         records = {"scores": scores, "logits": logits}
         report = RoundReport(result, logprobs)
@@ -470,13 +474,14 @@ class Run:
             logprobs: `[B, n]` of the tokens of all rows, of which requests keep the first.
         """
         now, going_on, stopped = time.perf_counter(), [], []
+        of_rows = logprobs[0].tolist() if logprobs else None
         for row, request, new in found:
             has_failed = new[-1:] == [NO_TOKEN]
             if not request.tokens:
                 request.first_token = now
             is_ended = request.add(new[:-1] if has_failed else new, now)
-            if logprobs:
-                request.logprobs += logprobs[0][row, : len(request.tokens) - len(request.logprobs)].tolist()
+            if of_rows is not None:
+                request.logprobs += of_rows[row][: len(request.tokens) - len(request.logprobs)]
             if is_ended and request.criteria is not None:  # the device knows of tokens only
                 stopped.append(row)
             elif not is_ended and has_failed:

@@ -69,7 +69,9 @@ class Runner:
         self.lease, self.session, self.state = lease, lease.session, lease.session.state
         self.drafts = lease.drafts(self.acceptance, num_drafts)
         self.num_rows, self.memory = len(self.state.lengths), self.session.row_memory
-        self.capacity = self.state.slots - 1 if self.memory is None else self.memory.capacity
+        # The last drafts of a tree are behind the positions of its text.
+        slots = self.state.slots - 1 if self.memory is None else self.memory.capacity
+        self.capacity = slots - self.state.num_nodes
 
     @property
     def num_captures(self) -> int:
@@ -100,7 +102,7 @@ class Runner:
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill_next.")
 
     def _commit_first_tokens(self, rows: torch.Tensor | slice, known: torch.Tensor | None = None) -> FirstTokens:
-        result, logprobs, scores, logits = commit_first_token(self.state, self._process, rows, known)
+        result, logprobs, scores, logits, _ = commit_first_token(self.state, self._process, rows, known)
         return RoundReport(result, logprobs), {"scores": scores, "logits": logits}
 
     def finish(self, rows: Sequence[int]) -> None:
@@ -113,6 +115,10 @@ class Runner:
 
     def retire(self, row: int) -> None:
         """The request of `row` has ended, or waits again."""
+
+    def why_no_adapter(self, request: Request) -> str | None:
+        """Why `request` cannot have the LoRA adapter that it names; None if it can."""
+        return self._target.why_no_adapter(request)
 
     def why_refused(self, request: Request) -> str | None:
         """Why there is no room for `request`; None if there may be."""

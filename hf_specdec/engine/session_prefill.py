@@ -154,8 +154,10 @@ class SessionPrefill:
         for chunk in dict.fromkeys(self._captured_chunks(spans)):
             if chunk not in session.prefills:
                 self._fill((), chunk)  # warm-ups and the capture prefill no position
-                captured = capture_prefill(session, self._target(), drafter, chunk)
-                session.prefills.add(chunk, self._target.counted(captured))
+                captured = self._target.counted(
+                    session, lambda chunk=chunk: capture_prefill(session, self._target(), drafter, chunk)
+                )
+                session.prefills.add(chunk, captured)
 
     def _columns(self, spans: Sequence[PromptSpan]) -> int:
         """Columns of the prefill: tokens of all prompts together if they are packed, else of the longest."""

@@ -99,6 +99,7 @@ class Session:
         graph_pool: memory pool of all these graphs.
         round_times: of its rounds, for `num_assistant_tokens="auto"`.
         capture_seconds: how long the last capture of a round took.
+        patches: of the targets that these were captured of, whose tables they read.
         num_bytes: of a GPU's memory that it has taken, without what graphs share.
         fence: recorded after the work of the last call, which the device may not have finished.
     """
@@ -110,6 +111,7 @@ class Session:
         self.graph_pool = GraphPool()
         self.round_times = RoundTimes(len(state.tokens))
         self.capture_seconds = 0.0
+        self.patches: list[Sequence[Patch]] = []
         self.num_bytes = 0
         self.fence = Fence(state.tokens.device)
         self._borrower: Callable[[], DeferredCache | None] = lambda: None
@@ -128,6 +130,11 @@ class Session:
         """Give back the memory of the rows of a session that is not used again, and that the device does not use."""
         if self.row_memory is not None:
             self.row_memory.free()
+
+    def keep_patches(self, patches: Sequence[Patch]) -> None:
+        """Let what a graph reads of `patches` live as long as the session."""
+        if patches not in self.patches:
+            self.patches.append(patches)
 
     def lend_buffers(self, cache: DeferredCache) -> DeferredCache:
         """Let `cache` read the buffers until another call needs them."""

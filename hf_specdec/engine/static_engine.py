@@ -159,7 +159,6 @@ class Lockstep(Runner):
         lease = SessionLease(call, self._target, shape, self._process)
         with settled_on_error(lease.take()):
             self._use(lease)
-            self.state.clear()
             self.state.set_temperature(call.temperature)
             self.state.live = call.prompts.longest
             num_drafts = self.drafts.current
@@ -184,6 +183,8 @@ class Lockstep(Runner):
         state, prefill, margin = self.state, self.lease.prefill, self.prefix_margin or 0
         rows = range(len(requests)) if len(requests) == len(self._requests) else [one.row for one in prefixes]
         self._entering = slice(None) if isinstance(rows, range) else upload(rows, state.lengths)
+        if not running and (self._groups is not None or not isinstance(rows, range)):
+            state.clear()
         if self._groups is not None:
             self._groups.prefill(state, prefixes, margin, requests, self._fill)
             while not self._groups.prefill_next():
@@ -221,6 +222,7 @@ class Lockstep(Runner):
             [one.remaining for one in requests],
             [one.seed for one in requests],
             ends_of(requests, state.eos),
+            adapters=self._target.adapters_of(requests),
             **{name: [values[one.index] for one in requests] for name, values in self._numbers.items()},
         )
         temperatures = self._call.row_temperatures

@@ -16,6 +16,7 @@ from ..cache.layer_kinds import PositionMarker, patches_of, plug_ins
 from ..calls.output import HiddenStates
 from ..drafters.base import Drafter
 from ..host.generation import keeps_logits
+from ..kernels.types import Nodes
 from ..modules.hidden_states import AuxHiddenStateRecorder
 from ..modules.patch import Patch, current_engine, engine, replaced
 from ..op_choice import without_dispatch_modes
@@ -26,6 +27,7 @@ from ..patching.experts import triton_experts
 from ..patching.fused_linear import fused_linears
 from ..patching.layer_kernels import layer_kernels
 from ..patching.linear import patched_linear
+from ..patching.low_rank import RowAdapters, low_rank_updates
 from ..patching.rotary_functions import rotary_functions
 from ..patching.support import cache_name, position_markers
 from ..state import DecodeState
@@ -41,6 +43,7 @@ class Target:
         hidden_states: keeps all hidden states, if the caller asked for them.
         position_markers: what position ids pass through before the model is given them.
         patches: what was patched of the target and its drafter, in this order.
+        adapters: which the tokens of a pass have, if rows have adapters of their own.
         cache_name: see `patching.support.cache_name`; looked up beforehand, since a round may be compiled.
     """
 
@@ -49,15 +52,22 @@ class Target:
     hidden_states: HiddenStates | None = None
     position_markers: Sequence[PositionMarker] = ()
     patches: Sequence[Patch] = ()
+    adapters: RowAdapters | None = field(init=False)
     cache_name: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.cache_name = cache_name(self.model)
+        self.adapters = next((one.rows for one in self.patches if isinstance(one, low_rank_updates)), None)
 
     def __call__(
-        self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: torch.Tensor | int = 0
+        self,
+        state: DecodeState,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        logits_to_keep: torch.Tensor | int = 0,
+        nodes: Nodes | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run `[B, n]` tokens at `[B, n]` slots.
+        """Run `[B, n]` tokens at `[B, n]` slots; `nodes` if they are those of a tree.
 
         Returns:
             logits `[B, n, V]`, those of columns `logits_to_keep` `[m]` int64 `[B, m, V]`, or with 1 `[B, 1, V]` of the
@@ -72,9 +82,12 @@ class Target:
             # Given a number, models whose last layers store no keys run those over as many tokens only.
             logits_to_keep = torch.full((1,), slots.shape[1] - 1, device=slots.device)
         state.cache.advance(slots, state.live, state.num_before)
-        position_ids = state.position_ids(slots)
+        state.cache.nodes = nodes
+        position_ids = state.position_ids(slots if nodes is None else nodes.positions)
         for mark in self.position_markers:
             position_ids = mark(position_ids, state.prompt_lengths, state.prompt_length_gap)
+        if self.adapters is not None:
+            self.adapters.bits, self.adapters.is_by_row = state.adapters_at(slots), state.row_slots == state.slots
         out = self.model(
             input_ids=tokens,
             attention_mask=state.cache.attention_mask(slots),
@@ -85,6 +98,8 @@ class Target:
             return_dict=True,
             **{self.cache_name: state.cache},
         )
+        if self.adapters is not None:
+            self.adapters.bits, self.adapters.is_by_row = None, True
         if self.hidden_states is not None:
             self.hidden_states.store(out.hidden_states, slots, state.slots)
         logits = out.logits if columns is None else out.logits[:, columns]
@@ -99,6 +114,7 @@ def _look_up(model: PreTrainedModel, drafter: Drafter) -> Iterator[Patch]:
     yield local_linears(model)
     yield symmetric_memory_all_reduce(model)
     yield fused_linears(model, drafter)
+    yield low_rank_updates(model)
     yield patched_linear(model, drafter)  # those that are not fused
     yield layer_kernels(model, drafter)
     yield rotary_functions(model, drafter)

@@ -25,6 +25,7 @@ from ..patching.support import (
     parts,
     why_not_known_attention,
     why_not_supported,
+    why_not_used,
 )
 from .equivalence import why_not_batch_invariant
 
@@ -168,6 +169,35 @@ def check_key_dtype(call: Call, engine: str) -> None:
             f'kv_cache_dtype="{call.drafter.kv_cache_dtype}", but {reason}. Set '
             'drafter.configure(kv_cache_dtype="auto") to generate all the same.'
         )
+
+
+def check_tree(call: Call, engine: str) -> None:
+    """Raise `ValueError` unless drafts of a call can be the trees that they are to be, on the `engine` that runs it."""
+    if call.num_nodes and (reason := _why_no_tree(call, engine)) is not None:
+        raise ValueError(
+            f"Drafts are to be trees of {call.num_nodes} (tree), but {reason}. Set tree=0 for chains of drafts."
+        )
+
+
+def _why_no_tree(call: Call, engine: str) -> str | None:
+    """The reason why drafts of the call cannot be trees; None if they can."""
+    model, drafter, name = call.model, call.drafter, type(call.model).__name__
+    if engine != "static":
+        return f"the call runs on the {engine} engine ({call.reason}); expected the static engine"
+    if (reason := why_not_used(model, Use.TREES)) is not None:
+        return f"{name} has {reason}"
+    window = min(filter(None, cache_windows(model)), default=None)
+    if window is not None and window <= call.num_draft_tokens:
+        return f"{name} has windows of {window} tokens; expected more than num_assistant_tokens"
+    if call.is_auto:
+        return 'num_assistant_tokens is "auto", which chooses the length of chains; expected a number'
+    if drafter.batch_invariant:
+        return "batch_invariant is True, and keys of a tree are summed up in another order than those of a text"
+    if drafter.compiles_rounds:
+        return "rounds are to be compiled, which is not built for trees; expected compile=False"
+    if tensor_parallel_group(model) is not None:
+        return f"{name} is split over processes, for which trees are not built; expected a target on one GPU"
+    return "the hidden states of every step are returned" if "hidden_states" in call.kept else None
 
 
 def _why_not_invariant(call: Call, engine: str) -> str | None:

@@ -30,7 +30,7 @@ from ..host.generation import GenerationOutput, prepared_config
 from ..host.generation import stopping_criteria as make_criteria
 from ..modules.patch import on_host
 from ..sampling.randomness import Randomness
-from .dispatch import generate_continuously, new_call
+from .dispatch import generate_continuously, new_call, row_adapters
 from .request_processors import are_of_all_rows, processors_of_prompt
 from .validation import TOKEN_DTYPES, check_call, check_tokens
 
@@ -48,6 +48,7 @@ _OF_CALL = (
     "synced_gpus",
     "seeds",
     "generator",
+    "tree",
 )
 # Settings that are inputs of the target, too.
 _OUTPUTS = ("output_attentions", "output_hidden_states")
@@ -65,6 +66,7 @@ def generate_batch(
     warmup: bool = True,
     on_begin: Callable[[], object] = bool,
     attachment: Attachment | None = None,
+    adapter_names: Sequence[str] | None = None,
     **kwargs: Any,
 ) -> dict[str, GenerationOutput]:
     """`ContinuousMixin.generate_batch` with a drafter.
@@ -77,6 +79,7 @@ def generate_batch(
         persistent_manager, warmup: buffers and CUDA graphs of a call are kept by the drafter in any case.
         on_begin: called when the call was checked.
         attachment: of a call that names no drafter.
+        adapter_names: the LoRA adapter of each prompt, or `"__base__"`; None for those that are active.
         kwargs: settings of `generate()`, such as `max_new_tokens`, `num_assistant_tokens` and `seeds` (one for each
             request).
 
@@ -106,6 +109,9 @@ def generate_batch(
         tried = [prompts[longest], *[one for index, one in enumerate(prompts) if index != longest][:1]]
         call, model_kwargs = call_of(model, drafter, config, tried, **given)
         call = with_logprobs(call, settings)
+        names = row_adapters(model, adapter_names, len(prompts))
+        if names is not None:
+            call = replace(call, adapters=[name for name in names for _ in range(sequences)])
 
     def processors_of(one: Request, call: Call) -> LogitsProcessorList | None:
         allowed, prompt = given.get("prefix_allowed_tokens_fn"), one.prompt.to(model.device)
@@ -155,6 +161,7 @@ def call_of(
     synced_gpus: bool = False,
     seeds: Any = None,
     generator: torch.Generator | None = None,
+    tree: int | None = None,
 ) -> tuple[Call, dict[str, Any]]:
     """A call by continuous batching, checked and prepared as `generate()` does it, and inputs of the target.
 
@@ -185,12 +192,15 @@ def call_of(
     # Others are those of each request, see `ContinuousBatching.processors_of`.
     shared = LogitsProcessorList(one for one in found if are_of_all_rows([one]))
     fields = {"model": model, "prompts": read, "processors": shared, "criteria": criteria, "streamer": streamer}
-    return new_call(drafter, config, Randomness(seeds, generator), is_continuous=True, **fields), model_kwargs
+    options = {"is_continuous": True, "tree": tree}
+    return new_call(drafter, config, Randomness(seeds, generator), found, **options, **fields), model_kwargs
 
 
 def with_logprobs(call: Call, settings: ContinuousBatchingConfig) -> Call:
-    """`call`, whose requests have log-probabilities of their tokens if `settings` ask for them."""
-    return replace(call, logprobs=("processed",)) if settings.return_logprobs else call
+    """`call`, whose requests have log-probabilities of their tokens if `settings` ask for them: `return_logprobs` is
+    True for processed ones, as transformers', or `"processed"` or `"raw"`, see `Call.logprobs`."""
+    asked = settings.return_logprobs
+    return replace(call, logprobs=("processed" if asked is True else asked,)) if asked else call
 
 
 def check_known(unknown: Mapping[str, Any], what: str) -> None:

@@ -6,11 +6,12 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..auto_k.auto_drafts import CANDIDATES
 from ..calls.call import Call
@@ -18,22 +19,23 @@ from ..calls.first_pass import for_static_engine
 from ..calls.prompts import read_prompts
 from ..calls.request import ContinuousBatching, Request
 from ..config import AUTO
-from ..drafters.base import Drafter
+from ..drafters.base import MATCH, Drafter
 from ..engine.continuous import check_continuous, decode_continuously
 from ..engine.static_engine import decode
 from ..graphs.cuda_graphs import on_device
 from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, assisted_decoding, make_cache, mask_length
-from ..hosting.eligibility import check_batch_invariant, check_key_dtype, empty_attentions, why_not_static
+from ..hosting.eligibility import check_batch_invariant, check_key_dtype, check_tree, empty_attentions, why_not_static
 from ..hosting.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
+from ..modules.adapters import names_in_hooks, names_of_rows, without_row_hooks
 from ..modules.evaluation import Evaluation
 from ..modules.locks import lock_of
 from ..modules.patch import engine as engine_context
-from ..modules.signature import looked_at_once
+from ..modules.signature import looked_at_once, signature_of
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, from_first_rank, tensor_parallel_group
 from ..patching.linear import computed_by_libraries
 from ..patching.support import configured_layers
-from ..sampling.processors import check_processors, check_rows_are_apart
+from ..sampling.processors import POINTWISE_PROCESSORS, check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
 from ..stock.stock_engine import assist, check_stock_call
 from .validation import check_cache, check_prompts, check_same_device, check_tokens
@@ -72,7 +74,7 @@ def _call_of(call: Call, engine: str, prompts: Sequence[torch.Tensor] | None) ->
         "attention_mask": (own.padding, own.width),
         "requests": None if prompts is None else [one.tolist() for one in prompts],
         "cache": own.cached,
-        "num_assistant_tokens": (call.num_draft_tokens, call.is_auto),
+        "num_assistant_tokens": (call.num_draft_tokens, call.is_auto, call.num_nodes),
         "engine": engine,
         "kv_cache_dtype": call.drafter.kv_cache_dtype,
         "generation settings": {name: value for name, value in config.to_dict().items() if not name.startswith("_")},
@@ -96,6 +98,30 @@ def _warn(message: str) -> None:
 
 def _on_static_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Call, str | None]:
     """`call` as the static engine is to run it, and the reason why it cannot; None if it can."""
+    with _rows_in_state(call):
+        found, obstacle = _without_row_hooks(call, model_kwargs, is_continuous)
+    if call.adapters is None or obstacle is not None or found.inputs is None:
+        return found, obstacle
+    # The target itself runs the prompts, with PEFT's hooks if it has them.
+    if names_in_hooks(signature_of(call.model).hooked) is None:
+        return call, "rows have adapters of their own, but the target itself runs the prompts of this call"
+    return _without_row_hooks(replace(call, adapters=None), model_kwargs, is_continuous)
+
+
+def _rows_in_state(call: Call) -> AbstractContextManager[None]:
+    """Context in which the target lacks PEFT's hooks for rows, if `call` has the adapters of its rows itself."""
+    layers = () if call.adapters is None else signature_of(call.model).adapters.layers
+    return without_row_hooks(layers)
+
+
+def row_adapters(model: PreTrainedModel, names: Sequence[str] | None, count: int) -> list[str] | None:
+    """`names_of_rows` of a call of `model`."""
+    signature = signature_of(model)
+    return names_of_rows(signature.adapters, signature.hooked, names, count)
+
+
+def _without_row_hooks(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Call, str | None]:
+    """`_on_static_engine`, for a call whose hooks are those to be called."""
     model, prompts = call.model, call.prompts
     obstacle = why_not_static(model, call.config, prompts, model_kwargs, is_continuous)
     if obstacle is not None:
@@ -138,6 +164,7 @@ def _choose_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool
     _log_engine(engine, reason)
     if engine == "stock" and drafter.verification != "token":
         _warn(f"verification={drafter.verification!r} has no effect on the stock engine, which judges token by token.")
+    reason = f"{reason}; {call.reason}" if call.reason else reason
     return replace(on_static if engine == "static" else call, reason=reason), engine
 
 
@@ -156,6 +183,8 @@ def generate_with_drafter(
     seeds: int | Sequence[int] | torch.Tensor | None = None,
     generator: torch.Generator | None = None,
     return_logprobs: str | None = None,
+    adapter_names: Sequence[str] | None = None,
+    tree: int | None = None,
     on_begin: Callable[[], object] = bool,
     **model_kwargs: Any,
 ) -> GenerateOutput | torch.Tensor:
@@ -165,6 +194,8 @@ def generate_with_drafter(
         on_begin: called when the call was checked, before an engine runs it.
         seeds, generator: keywords of `generate()` that a call with a `Drafter` has besides, see `Randomness`.
         return_logprobs: another: `"processed"`, `"raw"` or `"both"`, see `SpeculativeOutput.logprobs`.
+        adapter_names: another: the LoRA adapter of each row, or `"__base__"`, as PEFT's own `generate()` takes it.
+        tree: another, see `Drafter.configure`; the drafter's if None.
         input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, inputs_tensor,
             tokenizer, model_kwargs: as `generate()` passes them.
 
@@ -185,6 +216,8 @@ def generate_with_drafter(
         drafter,
         generation_config,
         Randomness(seeds, generator),
+        logits_processor,
+        tree=tree,
         model=model,
         prompts=prompts,
         processors=logits_processor,
@@ -192,6 +225,7 @@ def generate_with_drafter(
         streamer=streamer,
         cache=cache if is_of_caller(cache) else None,
         logprobs=_logprobs(return_logprobs, generation_config),
+        adapters=row_adapters(model, adapter_names, len(input_ids)),
     )
     check_rows_are_apart(logits_processor, input_ids, _vocabulary_of(model))
     attentions = _drop_empty_attentions(call, model_kwargs)
@@ -203,8 +237,14 @@ def generate_with_drafter(
     if engine == "static":
         check_tokens(model, input_ids.cpu(), mask)
         on_begin()
-        output = decode(call)
+        with _rows_in_state(call):
+            output = decode(call)
     else:
+        if adapter_names is not None:
+            raise ValueError(
+                f"adapter_names is {list(adapter_names)!r:.200}, which the static engine has, but "
+                f"{type(model).__name__} runs on the stock engine: {call.reason}. Drop it, or the drafter."
+            )
         if call.logprobs:
             raise ValueError(
                 f"return_logprobs is {return_logprobs!r}, which the static engine has, but {type(model).__name__} runs "
@@ -234,9 +274,24 @@ def _logprobs(asked: str | None, config: GenerationConfig) -> tuple[str, ...]:
 
 
 def new_call(
-    drafter: Drafter, config: GenerationConfig, randomness: Randomness, is_continuous: bool = False, **others: Any
+    drafter: Drafter,
+    config: GenerationConfig,
+    randomness: Randomness,
+    all_processors: Sequence[LogitsProcessor],
+    is_continuous: bool = False,
+    tree: int | None = None,
+    **others: Any,
 ) -> Call:
-    """The call of `generate()`, or one by continuous batching, with its K; `others` are further fields of `Call`."""
+    """The call of `generate()`, or one by continuous batching, with its K and N.
+
+    Args:
+        all_processors: of the call, and of its requests. Where one of them reads the text, which is one text, drafts
+            are chains.
+        tree: of the call; the drafter's if None.
+        others: further fields of `Call`.
+    """
+    num_nodes = drafter.tree if tree is None else drafter.check_tree(tree)
+    readers = [type(one).__name__ for one in all_processors if type(one) not in POINTWISE_PROCESSORS]
     asked = _num_draft_tokens(drafter, config, randomness, is_continuous)
     most = _most_draft_tokens(drafter) if asked == AUTO else asked
     return Call(
@@ -245,6 +300,9 @@ def new_call(
         randomness=randomness,
         num_draft_tokens=most,
         is_auto=asked == AUTO,
+        num_nodes=0 if readers else num_nodes,
+        reason=f"drafts are chains, since {' and '.join(readers)} may read the text" if readers and num_nodes else "",
+        verification=MATCH if num_nodes else drafter.verification,
         **others,
     )
 
@@ -303,6 +361,7 @@ def _check_engine(call: Call, engine: str, prompts: Sequence[torch.Tensor] | Non
         check_batch_invariant(call, engine)
     if drafter.key_dtype is not None:
         check_key_dtype(call, engine)
+    check_tree(call, engine)
     if engine == "static":
         check_same_device(model, drafter)
     drafter.sync_with(model)

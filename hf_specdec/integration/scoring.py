@@ -94,7 +94,8 @@ def _logprobs(
     width = max(max(map(len, texts)), FEWEST_PADDED_COLUMNS)
     shape = Shape(len(texts), width + 1, 0, is_sampling=False, draft_probs=False, num_ends=0)
     state = scorer.new_state(shape, cache_layers(target.model), texts[0].device)
-    state.admit(range(len(texts)), texts, [1] * len(texts), [0] * len(texts))
+    adapters = [target.adapters.active] * len(texts)
+    state.admit(range(len(texts)), texts, [1] * len(texts), [0] * len(texts), adapters=adapters)
     state.cache.restart()
     state.live = width
     starts = state.lengths[:, None] - width

@@ -35,10 +35,10 @@ def hooks_of(modules: Iterable[nn.Module], of_engines: bool = False) -> tuple[in
     """The numbers that torch gives to each forward hook of `modules` or of all modules when it is registered.
 
     Hooks that transformers installs for good when a call asks for hidden states do not count: they do nothing in
-    others. Nor do those that ask for gradients, see `asks_for_gradients`. Those that engines register for the time of a
-    call count if `of_engines`.
+    others. Nor do those of a drafter that learns, which do nothing without gradients, and those that ask for gradients,
+    see `asks_for_gradients`. Those that engines register for the time of a call count if `of_engines`.
     """
-    harmless = (output_capturing.__name__,) if of_engines else (output_capturing.__name__, f"{_PACKAGE}.")
+    harmless = (output_capturing.__name__, f"{_PACKAGE}.training." if of_engines else f"{_PACKAGE}.")
     hooks = [
         number
         for module in modules

@@ -36,6 +36,7 @@ from ..host.modeling import (
     TRAINING_ATTRIBUTES,
     UNREAD_ATTRIBUTES,
 )
+from .adapters import ACTIVE_ATTRIBUTES, Adapters, is_lora_linear
 from .hidden_states import modules_of
 from .patch import is_anything_replaced, original
 from .weights import PLAIN_WEIGHTS, local_shard
@@ -222,6 +223,11 @@ class Signature:
         )
         return list(dict.fromkeys([*before, *after]))
 
+    @cached_property
+    def adapters(self) -> Adapters:
+        """The LoRA adapters of the first model."""
+        return Adapters.of(self.modules)
+
     @property
     def configs(self) -> list[PreTrainedConfig]:
         """The configurations that modules have, each once."""
@@ -275,7 +281,7 @@ class Signature:
 
         Compared by value are numbers, strings and the like, containers of them, and the attributes of objects such as
         configurations; functions (a `forward` set on a module) are compared by identity. A class may list attributes
-        that no forward pass reads in `unread_attributes`.
+        that no forward pass reads in `unread_attributes`. Which adapters are active is in `adapters`.
         """
         contents, kinds = _Contents(), list(map(type, self.modules))
         by_kind: defaultdict[type, list[dict]] = defaultdict(list)
@@ -315,16 +321,18 @@ class Fingerprint(NamedTuple):
     Attributes:
         modules, behaviour, weights: of each signature; weak references to modules.
         settings: see `torch_settings`.
+        adapters: of each signature, which are active; nothing where each row has its own.
     """
 
     modules: tuple[tuple[weakref.ref, ...], ...]
     behaviour: tuple
     weights: tuple
     settings: tuple
+    adapters: tuple
 
     @classmethod
-    def of(cls, device: torch.device, *signatures: Signature) -> Fingerprint:
-        """The fingerprint of modules that compute on `device`.
+    def of(cls, device: torch.device, *signatures: Signature, by_row: Signature | None = None) -> Fingerprint:
+        """The fingerprint of modules that compute on `device`; rows have adapters of their own in those of `by_row`.
 
         To be taken while they are not patched: patching changes how they compute, and may move weights for good.
         """
@@ -333,6 +341,7 @@ class Fingerprint(NamedTuple):
             tuple([one.behaviour for one in signatures]),
             tuple([one.weights for one in signatures]),
             torch_settings(device),
+            tuple([() if one is by_row else one.adapters.state for one in signatures]),
         )
 
     def is_past(self, now: Fingerprint) -> bool:
@@ -414,6 +423,8 @@ def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ..
     forward pass may read, and a function that takes their values from a module's `__dict__` or raises `KeyError`.
     """
     unread = OF_EVERY_MODULE | TRAINING_ATTRIBUTES | getattr(kind, "unread_attributes", frozenset())
+    if is_lora_linear(kind):
+        unread |= ACTIVE_ATTRIBUTES
     if issubclass(kind, PreTrainedModel):
         unread |= UNREAD_ATTRIBUTES
         if "forward" not in attributes:  # which may read any; else what a trainer notes on its model is not read

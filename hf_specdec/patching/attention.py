@@ -47,7 +47,7 @@ def ragged_attention_forward(
         module: the attention layer.
         query: `[B, heads, n, head_dim]`.
         key, value: `[B, kv_heads, slots, head_dim]`, as `RaggedLayer.update` returns them.
-        attention_mask: `[B, 1, n, 0, 1 or 2]` int64, or `[1, 2, n, 1]` of a `PackedCache`.
+        attention_mask: `[B, 1, n, 0, 1, 2 or 2 + W]` int64, or `[1, 2, n, 1]` of a `PackedCache`.
         options: see `_attend`; others are ignored.
 
     Returns:
@@ -104,7 +104,7 @@ def _attend(
     key, value, scales = as_stored(key, value)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    starts = None
+    starts = ancestors = None
     if mask.shape[3] == 0:
         num_queries, live = query.shape[2], key.shape[2] - 1
         sizes = (size for size in (sliding_window, chunk) if size is not None)
@@ -117,14 +117,15 @@ def _attend(
         positions, starts = mask[..., 0].unbind(1)
     else:
         positions = mask[:, 0, :, 0]
-        if mask.shape[3] == 2:
+        if mask.shape[3] >= 2:
             starts = mask[:, 0, 0, 1]
+        if mask.shape[3] > 2:
+            ancestors = mask[:, 0, :, 2:]
     if position_bias is not None:
         key, value = _dequantised(key, value, scales, key.shape[2])
         return biased_attention(query, key, value, positions, position_bias, scaling, sliding_window, sinks, starts)
-    return ops.attention(
-        query, key, value, positions, scaling, sliding_window, s_aux, softcap, starts=starts, chunk=chunk, scales=scales
-    )
+    options = {"starts": starts, "chunk": chunk, "scales": scales, "ancestors": ancestors}
+    return ops.attention(query, key, value, positions, scaling, sliding_window, s_aux, softcap, **options)
 
 
 def _dequantised(
@@ -299,6 +300,6 @@ class Chunks(PlugIn):
 
     @classmethod
     def why_not_used(cls, model: PreTrainedModel, use: Use) -> str | None:
-        if use is not Use.PACKING or all(rule.chunk is None for _, rule in rules_by_module(model)):
+        if use not in (Use.PACKING, Use.TREES) or all(rule.chunk is None for _, rule in rules_by_module(model)):
             return None
         return "attention in chunks, which are counted from the first slot"

@@ -13,6 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..device_policy import policy_of
+from ..modules.adapters import base_layer
 from ..modules.hidden_states import modules_of
 from ..modules.module_hooks import has_hooks
 from ..modules.patch import Patch, replaced, runs_engine
@@ -37,35 +38,45 @@ class FusedLinear:
     """
 
     def __init__(self, layers: Sequence[nn.Linear], weight: torch.Tensor, bias: torch.Tensor | None):
-        self._layers = layers
+        self.layers = layers
         self.weight, self.bias = weight, bias
         # Under tensor parallelism those of this rank's shards.
         self._sizes = [layer._parameters["weight"].shape[0] for layer in layers]
+        # Adds to outputs `[..., sum of out]` of inputs `[..., in]` what `low_rank_updates` do; None if there are none.
+        self.update: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         # One attribute, so that a thread never sees the input of one thread's call with the outputs of another's.
         self._last: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = None, ()
 
     def forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """`forward` of layer number `index`."""
-        layer = self._layers[index]
+        layer = self.layers[index]
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
             if not runs_engine():
                 return nn.Linear.forward(layer, inputs)
             if index == 0:
-                self._last = inputs, linear(inputs, self.weight, self.bias).split(self._sizes, -1)
+                self._last = inputs, self._outputs(inputs)
             last_input, outputs = self._last
             if last_input is not inputs:  # the module called its layers with different inputs, or in another order
-                return linear(inputs, layer.weight, layer.bias)
-            if index == len(self._layers) - 1:
+                is_updated = self.update is not None
+                return self._outputs(inputs)[index] if is_updated else linear(inputs, layer.weight, layer.bias)
+            if index == len(self.layers) - 1:
                 self._last = None, ()
             return outputs[index]
 
         forward.fused = self
         return forward
 
+    def _outputs(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The outputs of all layers."""
+        out = linear(inputs, self.weight, self.bias)
+        if self.update is not None:
+            self.update(out, inputs)
+        return out.split(self._sizes, -1)
+
     def computes(self, *layers: nn.Module) -> bool:
         """Whether its layers are `layers`, in that order, and have equal sizes."""
-        return len(set(self._sizes)) == 1 and list(map(id, self._layers)) == list(map(id, layers))
+        return len(set(self._sizes)) == 1 and list(map(id, self.layers)) == list(map(id, layers))
 
 
 def fused_parameters(gate: nn.Module, up: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -193,7 +204,7 @@ def _groups(models: Sequence[nn.Module]) -> Iterator[list[nn.Linear]]:
         children = module._modules
         for names in GROUPS:
             if names[0] in children:
-                layers = [children.get(name) for name in names]
+                layers = [None if (one := children.get(name)) is None else base_layer(one) for name in names]
                 if None not in layers and _can_be_fused(layers):
                     yield layers
 
@@ -209,8 +220,9 @@ class fused_linears(Patch):
     """Context in which each group of layers (`GROUPS`) of `models` computes as one matmul.
 
     The weights of such layers are moved next to each other when it is constructed, and stay there afterwards: there is
-    no second copy, and the parameters can be used and saved as before (see `adjacent_storages`). Layers that are not
-    plain `nn.Linear` (adapters, quantised weights), and those with hooks, are left as they are.
+    no second copy, and the parameters can be used and saved as before (see `adjacent_storages`). Of LoRA layers these
+    are the base layers. Layers that are not plain `nn.Linear` (quantised weights), and those with hooks, are left as
+    they are.
     """
 
     def __init__(self, *models: nn.Module):

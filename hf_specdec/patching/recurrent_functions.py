@@ -356,6 +356,7 @@ class Recurrent(LayerKind):
         Use.UNROLLED_STEPS: "recurrent layers, whose states do not follow the steps before; expected num_steps=1, or a "
         "draft model of attention layers",
         Use.OTHER_INPUTS_CONTINUED: "recurrent states",
+        Use.TREES: "recurrent layers, whose states follow one text; expected attention",
     }
     patches = staticmethod(recurrent_functions)
 

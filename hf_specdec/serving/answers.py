@@ -1,4 +1,5 @@
-"""Answers of the server: without the stop strings that ended them, and several of one request together."""
+"""Answers of the server: without the stop strings that ended them, with log-probabilities, and several of one request
+together."""
 
 from __future__ import annotations
 
@@ -6,7 +7,15 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerFast
+
+from ..host.generation import GenerationOutput
+
+# What stands for a lower log-probability, which JSON may have no number for.
+LEAST_LOGPROB = -9999.0
 
 
 def cut(text: str, stops: Sequence[str]) -> str | None:
@@ -83,6 +92,101 @@ def without_stops(answer: dict[str, Any], stops: Sequence[str]) -> dict[str, Any
     return answer
 
 
+class _ScoredToken(NamedTuple):
+    """A token of an answer: its name, its log-probability, and the text that it adds, which begins at `start`."""
+
+    name: str
+    logprob: float
+    text: str
+    start: int
+
+
+class AnswerLogprobs:
+    """Log-probabilities of the tokens of an answer, in the form of OpenAI's chats and completions.
+
+    The text of a token is what it adds to the answer: those of all tokens are the answer. A token that ends inside of a
+    character adds nothing, that which completes it all of it. Special tokens, such as that which ends the answer, have
+    their name and no bytes.
+
+    Args:
+        stops: strings that end the answer, which are no part of it.
+
+    Attributes:
+        tokenizer: of the target; to be set before results are read.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops, self._decoding = stops, DecodeStream([], skip_special_tokens=True)
+        self._tokens: list[_ScoredToken] = []
+        self._num_told, self._told, self._length = 0, 0, 0
+
+    def read(self, result: GenerationOutput) -> None:
+        """Take what is new in a result of the request, which has all tokens so far."""
+        new = slice(len(self._tokens), None)
+        for token, logprob in zip(result.generated_tokens[new], result.logprobs[new], strict=True):
+            text = name = self._decoding.step(self.tokenizer.backend_tokenizer, token) or ""
+            if not text and not self.tokenizer.decode([token], skip_special_tokens=True):
+                name = self.tokenizer.decode([token])
+            self._tokens.append(_ScoredToken(name, max(logprob, LEAST_LOGPROB), text, self._length))
+            self._length += len(text)
+
+    def added_to(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """An answer, or a part of a streamed one, in which each choice has the log-probabilities of its text; the last
+        part of a streamed one has those that are left, also of special tokens."""
+        for choice in answer.get("choices", ()):
+            message = choice.get("message", choice.get("delta"))
+            text = choice.get("text") if message is None else message.get("content")
+            self._told += len(text or "")
+            tokens = self._next(is_last=choice.get("finish_reason") is not None)
+            if message is None:
+                choice["logprobs"] = {
+                    "tokens": [one.name for one in tokens],
+                    "token_logprobs": [one.logprob for one in tokens],
+                    "text_offset": [one.start for one in tokens],
+                }
+            elif tokens:
+                choice["logprobs"] = {"content": [_entry(one) for one in tokens]}
+        return answer
+
+    def _next(self, is_last: bool) -> list[_ScoredToken]:
+        """The tokens that begin in what was told of the answer, or all that are part of it, without those before."""
+        if is_last:
+            answer = cut("".join(one.text for one in self._tokens), self._stops)
+            end = self._length + 1 if answer is None else len(answer)
+        else:
+            end = self._told
+        first = self._num_told
+        while self._num_told < len(self._tokens) and self._tokens[self._num_told].start < end:
+            self._num_told += 1
+        return self._tokens[first : self._num_told]
+
+    async def added_to_events(self, stream: AsyncIterator[str]) -> AsyncIterator[str]:
+        """The events of a streamed answer, see `added_to`."""
+        try:
+            async for part in stream:
+                for chunk in _chunks(part):
+                    yield _event(self.added_to(chunk))
+        finally:
+            await stream.aclose()
+
+
+def _entry(token: _ScoredToken) -> dict[str, Any]:
+    is_special = token.name != token.text
+    octets = None if is_special else list(token.text.encode())
+    return {"token": token.name, "logprob": token.logprob, "bytes": octets, "top_logprobs": []}
+
+
+def _chunks(part: str) -> list[dict[str, Any]]:
+    """The objects of the events in a part of a stream."""
+    return [json.loads(event.removeprefix("data: ")) for event in part.split("\n\n") if event]
+
+
+def _event(chunk: dict[str, Any]) -> str:
+    return f"data: {json.dumps(chunk)}\n\n"
+
+
 def join(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One answer with the choices of all `answers` to one prompt."""
     joined = dict(answers[0])
@@ -116,15 +220,14 @@ async def join_streams(streams: Sequence[AsyncIterator[str]]) -> AsyncIterator[s
             if part is None:
                 left -= 1
                 continue
-            for event in filter(None, part.split("\n\n")):
-                chunk = json.loads(event.removeprefix("data: "))
+            for chunk in _chunks(part):
                 for choice in chunk.get("choices", ()):
                     choice["index"] = number
                 if chunk.get("usage"):
                     usages.append(chunk.pop("usage"))
                     if len(usages) == len(tasks):
                         chunk["usage"] = _sum(usages)
-                yield f"data: {json.dumps(chunk)}\n\n"
+                yield _event(chunk)
     finally:
         for one in tasks:
             one.cancel()

@@ -41,7 +41,6 @@ _NEUTRAL: dict[str, tuple] = {
     "function_call": (),
     "functions": (),
     "include": ([],),
-    "logprobs": (False,),
     "max_tool_calls": (),
     "modalities": (["text"],),
     "prediction": (),
@@ -100,6 +99,7 @@ class ParsedBody:
         presence_penalty, frequency_penalty: as of OpenAI.
         stops: strings that end an answer, and are no part of it.
         n: answers.
+        has_logprobs: whether it asks for the log-probabilities of the tokens of answers.
         has_length: whether it states how many tokens an answer may have.
     """
 
@@ -109,6 +109,7 @@ class ParsedBody:
     frequency_penalty: float = 0.0
     stops: tuple[str, ...] = ()
     n: int = 1
+    has_logprobs: bool = False
     has_length: bool = False
 
     def for_choice(self, number: int) -> ParsedBody:
@@ -130,6 +131,7 @@ def read_body(kind: str, body: Mapping[str, Any]) -> ParsedBody:
             raise RefusedRequest(f"{name} is {body[name]!r:.80}, which this server does not have; expected no {name}.")
     for name in _WITHOUT_EFFECT:
         given.pop(name, None)
+    has_logprobs = _has_logprobs(kind, given.pop("logprobs", None))
     for name, (kind_of_number, low, high, expected) in _NUMBERS.items():
         value = given.get(name, low)
         _check(name, value, _is(value, kind_of_number) and low <= value <= high, expected)
@@ -151,9 +153,20 @@ def read_body(kind: str, body: Mapping[str, Any]) -> ParsedBody:
         frequency_penalty=float(given.pop("frequency_penalty", 0.0)),
         stops=tuple(stops),
         n=given.pop("n", 1),
+        has_logprobs=has_logprobs,
         has_length=any(name in given for name in _LENGTHS) or "max_new_tokens" in config,
         body=given,
     )
+
+
+def _has_logprobs(kind: str, asked: Any) -> bool:
+    """Whether log-probabilities are asked for: by `true` for a chat, for a completion by 0, which tokens that were not
+    generated have none in."""
+    if asked is None or (kind == CHAT and isinstance(asked, bool)):
+        return bool(asked)
+    expected = "0, for those of the generated tokens" if kind == COMPLETION else "true or false"
+    _check("logprobs", asked, kind == COMPLETION and _is(asked, int) and asked == 0, expected)
+    return True
 
 
 def _check_text(given: Mapping[str, Any]) -> None:

@@ -72,6 +72,11 @@ class SpeculativeBatchingManager:
         **kwargs: Any,
     ):
         check_length(model, generation_config, kwargs)
+        if drafter.tree:
+            raise ValueError(
+                f"The drafter's tree is {drafter.tree}, but requests of a manager may have logits processors that read "
+                "their text, for which chains are verified; expected tree=0 for chains of drafts (drafter.configure)."
+            )
         self.model, self.drafter = model, drafter
         self.continuous_batching_config = continuous_batching_config or ContinuousBatchingConfig()
         check_config(self.continuous_batching_config)
@@ -197,7 +202,8 @@ class SpeculativeBatchingManager:
             max_new_tokens, eos_token_id: the generation config's if None; tokens below 0 end nothing.
             streaming: whether a result is delivered after every round, with all tokens so far.
             record_timestamps: whether results have a time for each token.
-            options: `seed`, of its random numbers; `stop_strings` with a `tokenizer`, which end it; with
+            options: `seed`, of its random numbers; `adapter_name`, of its LoRA adapter, or `"__base__"` (those that are
+                active if not given); `stop_strings` with a `tokenizer`, which end it; with
                 `per_request_processors` also `do_sample`, `temperature` (0 for greedy decoding), `top_k`, `top_p`,
                 other settings of a generation config for logits processors (`PROCESSOR_OPTIONS`), such as
                 `repetition_penalty` and `min_new_tokens`, and `logits_processor`, a list of functions of the request's

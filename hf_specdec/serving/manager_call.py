@@ -93,7 +93,7 @@ class ManagedCall:
                 with self.evaluation:
                     with on_host():
                         prompts = [torch.zeros(1, dtype=torch.int64)]
-                        call, model_kwargs = call_of(self.model, self._drafter, config, prompts, processors)
+                        call, model_kwargs = call_of(self.model, self._drafter, config, prompts, processors, tree=0)
                     generate_continuously(with_logprobs(call, self._settings), model_kwargs, (), settings)
             finally:
                 self.evaluation = before[1]

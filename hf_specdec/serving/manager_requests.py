@@ -26,12 +26,13 @@ from ..integration.continuous import tokens_of
 from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS, own_config
 from ..integration.validation import check_tokens
 from ..kernels.types import NO_TOP_K, SamplingSettings
+from ..modules.adapters import check_adapters
 from ..modules.patch import on_host
 from ..ops import row_seeds
 from ..patching.support import num_positions, stated_positions
 
 # Settings of a request that are none of a generation config.
-_OWN_OPTIONS = ("seed", "stop_strings", "tokenizer", "logits_processor")
+_OWN_OPTIONS = ("seed", "stop_strings", "tokenizer", "logits_processor", "adapter_name")
 
 # Sets of stop strings that are kept for further requests.
 MOST_STOP_STRINGS = 32
@@ -111,8 +112,9 @@ class RequestFactory:
         prompt = tokens_of(input_ids, index)
         check_tokens(self._model, prompt[None], None)
         options = dict(options)
-        seed, stop_strings, tokenizer, processors = (options.pop(name, None) for name in _OWN_OPTIONS)
+        seed, stop_strings, tokenizer, processors, adapter = (options.pop(name, None) for name in _OWN_OPTIONS)
         self._check_options(options, processors)
+        check_adapters(self._model, None if adapter is None else [adapter])
         limit = self._limit(max_new_tokens, len(prompt))
         remaining = fitting_tokens(len(prompt), limit, self._num_positions)
         count = self._config.num_return_sequences or 1
@@ -139,6 +141,7 @@ class RequestFactory:
                 prompt_id=request_id,
                 prompt_ids=prompt_ids,
                 streaming=streaming,
+                adapter=adapter,
             )
             for number in range(count)
         ]
@@ -204,7 +207,7 @@ class RequestFactory:
         unknown = sorted(set(options) - set(SAMPLING_OPTIONS) - set(PROCESSOR_OPTIONS))
         if unknown:
             raise ValueError(
-                f"{', '.join(unknown)} cannot be set for a request; expected some of seed, stop_strings, "
+                f"{', '.join(unknown)} cannot be set for a request; expected some of seed, stop_strings, adapter_name, "
                 f"{', '.join(SAMPLING_OPTIONS + PROCESSOR_OPTIONS)}, logits_processor, or a setting of the manager's "
                 "generation config."
             )

@@ -27,13 +27,13 @@ from ..config import check_num_or_auto
 from ..drafters import Drafter, NoDrafter
 from ..errors import first_line
 from ..host import serving as serving_parts
-from ..host.generation import WorkloadHints
+from ..host.generation import GenerationOutput, WorkloadHints
 from ..host.parts import about
 from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS
 from ..ops import row_seeds
 from ..patching.support import num_positions, stated_positions
 from ..sampling.logits import PenaltyLogitsProcessor
-from .answers import StopStringQueue, join, join_streams, without_stops
+from .answers import AnswerLogprobs, StopStringQueue, join, join_streams, without_stops
 from .bodies import CHAT, COMPLETION, RESPONSE, ParsedBody, RefusedRequest, read_body
 from .manager import SpeculativeBatchingManager
 
@@ -68,10 +68,12 @@ _HANDLERS = {
     serving_parts.RESPONSE_HANDLER: RESPONSE,
 }
 
-# Of the request that the current task handles: its seed, what it asks for, and the keywords of `add_request`.
+# Of the request that the current task handles: its seed, what it asks for, the keywords of `add_request`, and the
+# log-probabilities of its answer if it asks for them.
 _SEED: ContextVar[int | None] = ContextVar("seed", default=None)
 _BODY: ContextVar[ParsedBody | None] = ContextVar("body", default=None)
 _OPTIONS: ContextVar[dict[str, Any] | None] = ContextVar("options", default=None)
+_LOGPROBS: ContextVar[AnswerLogprobs | None] = ContextVar("logprobs", default=None)
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class ServeSettings:
                 per_request_processors=True,
                 max_requests_per_batch=self.max_requests,
                 max_queue_size=self.max_queue_size,
+                return_logprobs="raw",
                 seed=_SEED.get(),  # set by --default-seed, before there are requests
             ),
             workload_hints=WorkloadHints(max_prompt_length=self.longest),
@@ -138,7 +141,8 @@ class ServeSettings:
 
 
 class _OptionsManager:
-    """A manager whose `add_request` adds the options of the request that the current task handles."""
+    """A manager that knows the request that the current task handles: `add_request` adds its options, and its results
+    are read for log-probabilities."""
 
     def __init__(self, manager: SpeculativeBatchingManager):
         self._manager = manager
@@ -148,6 +152,16 @@ class _OptionsManager:
 
     def add_request(self, *args: Any, **kwargs: Any) -> str:
         return self._manager.add_request(*args, **kwargs | (_OPTIONS.get() or {}))
+
+    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
+        logprobs = _LOGPROBS.get()
+
+        def read(result: GenerationOutput) -> None:
+            if logprobs is not None:
+                logprobs.read(result)
+            callback(result)
+
+        self._manager.register_result_handler(request_id, read)
 
 
 @contextmanager
@@ -221,6 +235,8 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
             if self._cb.is_active(request_id):
                 raise RefusedRequest(f"The request {request_id} is not over; expected another X-Request-ID.")
             _fit(settings, model, gen_config, length, parsed)
+            if (logprobs := _LOGPROBS.get()) is not None:
+                logprobs.tokenizer = getattr(processor, "tokenizer", processor)
             before = _OPTIONS.set(_options_of(gen_config, self._cb.generation_config, processor, parsed, length))
             try:
                 self._cb.check_room(length)
@@ -313,9 +329,14 @@ def _checking_handler(
     async def answer(parsed: ParsedBody, request_id: str) -> Any:
         _BODY.set(parsed)
         _SEED.set(None)  # until this request sets it
+        logprobs = AnswerLogprobs(parsed.stops) if parsed.has_logprobs else None
+        _LOGPROBS.set(logprobs)
         response = await handle(parsed.body, request_id)
         if isinstance(response, JSONResponse):
-            return without_stops(json.loads(response.body), parsed.stops)
+            found = without_stops(json.loads(response.body), parsed.stops)
+            return found if logprobs is None else logprobs.added_to(found)
+        if logprobs is not None:
+            response.body_iterator = logprobs.added_to_events(response.body_iterator)
         return response
 
     async def handle_request(body: dict, request_id: str) -> Any:

@@ -1,1 +1,1 @@
-"""Attention for training drafters."""
+"""Training drafters: objectives, teachers, and a drafter that learns while its target is trained."""

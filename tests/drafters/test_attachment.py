@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from adapters import with_adapters
+from chi_square import Cells, p_value
 from graph_stand_ins import replay_on_cpu
 from lossless import greedy
 from model_state import traces
 from oracle import random_eagle3
 from targets import new_target, padded_prompts
 from torch import nn
-from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, pipeline
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, pipeline, set_seed
 from word_tokenizer import word_tokenizer
 
 from hf_specdec import NoDrafter
@@ -58,6 +59,21 @@ def test_calls_use_the_drafter(make):
     assert traces(target.eval()) == before
     attachment.detach()
     assert torch.equal(target.generate(**INPUTS, **GREEDY), plain) and attachment.stats.calls == 4
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("mode", [True, False])
+def test_drawn_texts_have_the_distribution_of_plain_ones(mode):
+    """Of a model in training mode, too, as trainers call it: chi-square test of texts against the target's law."""
+    target, attachment, _ = attached()
+    prompt, number, length = torch.tensor([[3, 4, 5]]), 4096, 3
+    cells = Cells(target, prompt, length, least=2e-3)
+    target.train(mode)
+    set_seed(0)
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_new_tokens": length, "min_new_tokens": length}
+    texts = torch.cat([target.generate(prompt.expand(512, -1), **options)[:, 3:] for _ in range(number // 512)])
+    assert attachment.stats.calls == number // 512 and attachment.stats.drafted and not attachment.refusals
+    assert p_value(cells.count(texts), cells.law) > 1e-3
 
 
 @pytest.mark.core

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from graph_stand_ins import replay_on_cpu
+from graph_stand_ins import Recorder, replay_on_cpu, storages
 from oracle import copy_of
 from targets import PAD, new_target, padded_prompts, tiny_target
 from torch import nn
@@ -196,3 +196,17 @@ def test_rows_begin_as_they_are_admitted(batch):
     names = [name for name, value in vars(one).items() if isinstance(value, torch.Tensor)]
     assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
     assert one.lengths.tolist() == [4, 3, 1][:batch] and one.limits.tolist() == [8, 5, 1][:batch]
+
+
+def test_writes_to_buffers_do_not_grow_with_the_rows():
+    """On a GPU each is a launch, for which the first token waits."""
+    counts = []
+    for batch in (2, 8):
+        shape = Shape(batch, slots=12, num_draft_tokens=2, is_sampling=False, draft_probs=False, num_ends=3)
+        state = DecodeState.allocate(shape, attention_layers(1), torch.device("cpu"))
+        buffers = storages([value for value in vars(state).values() if isinstance(value, torch.Tensor)])
+        with Recorder() as recorder:
+            state.admit(range(batch), [torch.arange(4)] * batch, [4] * batch, [0] * batch, torch.tensor([5]))
+        written = [storages(out) for function, *_, out in recorder.operations if "_." in str(function)]
+        counts.append(sum(not buffers.isdisjoint(one) for one in written))
+    assert 0 < counts[0] == counts[1] <= 9

@@ -39,17 +39,18 @@ from hf_specdec.drafters import (
     PEagleDrafter,
 )
 from hf_specdec.drafters.cached import CachedDrafter
+from hf_specdec.drafters.unrolled import UnrolledAttention, _ChainAttention, explicit_chain_attention
 from hf_specdec.modules.hidden_states import AuxHiddenStateRecorder
 from hf_specdec.prompt_sources import load_prompts
 from hf_specdec.stats import RowStats
-from hf_specdec.training.unrolled import UnrolledAttention, _ChainAttention, explicit_chain_attention
+from hf_specdec.training import objective
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import evaluate_drafter  # noqa: E402
 import train_drafter  # noqa: E402
-from training import card, composed_prompts, data, drafters, long_prompts, objective, prompts, repetition, writing  # noqa: E402
+from training import card, composed_prompts, data, drafters, long_prompts, prompts, repetition, writing  # noqa: E402
 
 VOCAB, STOP, MASK = 61, 2, 60
 FAMILIES = ["eagle3", "p-eagle", "pard", "mtp"]

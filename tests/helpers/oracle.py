@@ -1,6 +1,7 @@
 """Drafters for tests: an oracle of a given accuracy, and small random drafters of every family."""
 
 from functools import partial
+from random import Random
 
 import torch
 from case_counts import tries_all
@@ -34,7 +35,7 @@ from hf_specdec.drafters import (
 )
 from hf_specdec.drafters.draft_layers import DraftLayersDrafter
 from hf_specdec.drafters.target_checks import generating_model
-from hf_specdec.kernels.types import Proposal
+from hf_specdec.kernels.types import Proposal, Tree
 
 
 class OracleConfig(DrafterConfig):
@@ -86,6 +87,45 @@ class OracleDrafter(Drafter):
         drafts = torch.arange(state.num_draft_tokens, device=self.device)
         at = (state.lengths - self._prompt_lengths[self._rows])[:, None] + drafts
         return Proposal(self._answers[self._rows].gather(1, at.clamp(0, self._answers.shape[1] - 1)), None)
+
+
+class TreeOracle(OracleDrafter):
+    """An oracle whose drafts are random trees, in each of which one random path, of any siblings, is the oracle's."""
+
+    drafts_trees = True
+
+    def propose(self, state, aux_hidden_states, result) -> Proposal:
+        answers = super().propose(state, aux_hidden_states, result).tokens
+        if not state.num_nodes:
+            return Proposal(answers, None)
+        (batch, depth), tree = answers.shape, Tree.allocate(len(answers), state.num_nodes, self.device)
+        drafts = torch.zeros(batch, state.num_nodes, dtype=torch.int64, device=self.device)
+        for row in range(batch):
+            random = Random(int(state.lengths[row]) * 31 + row)
+            depths, children = [0], {0: []}
+            for node in range(1, state.num_nodes + 1):
+                parent = random.choice([one for one, at in enumerate(depths) if at < depth])
+                children[parent].append(node)
+                children[node] = []
+                depths.append(depths[parent] + 1)
+                tree.parents[row, node], tree.depths[row, node] = parent, depths[node]
+                tree.ancestors[row, node] = tree.ancestors[row, parent]
+                tree.ancestors[row, node, node // 64] |= 1 << node % 64 if node % 64 < 63 else -(1 << 63)
+            tokens = {one: random.sample(range(self.config.vocab_size), len(nodes)) for one, nodes in children.items()}
+            true = 0
+            for answer in answers[row].tolist():
+                if not children[true]:
+                    break
+                chosen = random.randrange(len(children[true]))
+                own = tokens[true]
+                if answer in own:
+                    chosen = own.index(answer)
+                own[chosen] = answer
+                true = children[true][chosen]
+            for one, nodes in children.items():
+                for node, token in zip(nodes, tokens[one], strict=True):
+                    drafts[row, node - 1] = token
+        return Proposal(drafts, None, tree=tree)
 
 
 def eagle_options(target: PreTrainedModel, **options) -> dict:

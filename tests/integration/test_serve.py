@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import json
+import math
 import re
 import signal
 import socket
@@ -14,12 +15,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from oracle import random_eagle3
 from targets import build_target
-from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessorList
+from tokenizers import Tokenizer, decoders, models
+from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessorList, PreTrainedTokenizerFast
 from transformers.utils.import_utils import is_serve_available
 from word_tokenizer import word_tokenizer
 
@@ -27,6 +30,7 @@ from hf_specdec import cli
 from hf_specdec.engine.run import Run
 from hf_specdec.sampling.logits import PenaltyLogitsProcessor
 from hf_specdec.serving import server as serve
+from hf_specdec.serving.answers import AnswerLogprobs
 from hf_specdec.serving.manager import SpeculativeBatchingManager
 
 needs_server = pytest.mark.skipif(
@@ -377,6 +381,91 @@ def test_several_answers(monkeypatch, folders):
     served(monkeypatch, folders, work, "-k", "2")
 
 
+def raw_logprobs(target, prompt, tokens):
+    """Of `tokens` after `prompt`, by a plain forward pass."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    with torch.no_grad():
+        found = target(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+    return found.gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
+
+
+@needs_server
+def test_logprobs(monkeypatch, folders, tmp_path):
+    """Of chats and completions, streamed and not, under the target's softmax; as many as tokens that an answer shows,
+    and one for the token that ends it."""
+    target, tokenizer, folder = folders
+    ending, prompt = copy.deepcopy(target), [8, 9, 10]
+    tokens = ending.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[0, 3:].tolist()
+    tokens = tokens[: tokens.index(end := tokens[12]) + 1]
+    ending.generation_config.eos_token_id = end
+    ending.save_pretrained(tmp_path / "target")
+    special = copy.deepcopy(tokenizer)
+    special.add_special_tokens({"eos_token": special.convert_ids_to_tokens(end)})
+    special.save_pretrained(tmp_path / "target")
+    expected = pytest.approx(raw_logprobs(target, prompt, tokens), abs=1e-4)
+
+    def work(client):
+        words = [client.tokenizer.decode([token]) for token in tokens]
+        text = "".join(words[:-1])
+        for options in ({}, {"temperature": 0.7}, {"n": 2}):  # greedy, by the target's configuration
+            answer = client.ask(prompt, max_tokens=20, logprobs=True, top_logprobs=0, **options)
+            for choice in answer.choices:
+                found = choice.logprobs.content
+                assert [one.token for one in found] == words and [one.logprob for one in found] == expected
+                assert found[-1].bytes is None and not found[0].top_logprobs
+                shown = b"".join(bytes(one.bytes or []) for one in found)
+                assert shown.decode() == choice.message.content == text
+            parts = {}
+            for chunk in client.ask(prompt, max_tokens=20, logprobs=True, stream=True, **options):
+                for choice in chunk.choices:
+                    entries = choice.logprobs.content if choice.logprobs else []
+                    shown = "".join(one.token for one in entries if one.bytes)
+                    assert shown == (choice.delta.content or "")
+                    parts.setdefault(choice.index, []).extend(entries)
+            assert len(parts) == options.get("n", 1)
+            for found in parts.values():
+                assert [one.token for one in found] == words and [one.logprob for one in found] == expected
+
+        stop = words[len(words) // 2]  # none of the stop string, or after it
+        before = sum(len("".join(words[:number])) < text.index(stop) for number in range(len(words)))
+        assert 0 < before < len(words) - 1
+        options = {"max_tokens": 20, "logprobs": True, "stop": [stop]}
+        assert len(client.ask(prompt, **options).choices[0].logprobs.content) == before
+        chunks = [one.choices[0] for one in client.ask(prompt, stream=True, **options)]
+        assert sum(len(one.logprobs.content) for one in chunks if one.logprobs) == before
+
+        completion = {"model": client.model, "prompt": client.tokenizer.decode(prompt), "max_tokens": 20, "logprobs": 0}
+        found = client.api.completions.create(**completion).choices[0].logprobs
+        assert found.tokens == words and found.token_logprobs == expected
+        assert found.text_offset == [len("".join(words[:number])) for number in range(len(words))]
+        parts = [one.choices[0].logprobs for one in client.api.completions.create(stream=True, **completion)]
+        assert [value for one in parts for value in one.token_logprobs] == expected
+        assert [token for one in parts for token in one.tokens] == words
+        with pytest.raises(client.openai.BadRequestError, match="logprobs is 2; expected 0, for those of the gen"):
+            client.api.completions.create(**completion | {"logprobs": 2})
+        assert client.ask(prompt, max_tokens=20).choices[0].logprobs is None
+
+    folder = tmp_path
+    random_eagle3(ending).save_pretrained(folder / "drafter")
+    served(monkeypatch, (ending, special, folder), work, "-k", "3")
+
+
+def test_logprobs_of_characters_of_several_tokens():
+    """What ends inside of a character adds no text; that which completes it all of it."""
+    byte_level = Tokenizer(models.BPE({one: number for number, one in enumerate(["Ã", "©", "a", "</s>"])}, merges=[]))
+    byte_level.decoder = decoders.ByteLevel()
+    logprobs = AnswerLogprobs(())
+    logprobs.tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level, eos_token="</s>")
+    values = [-1.0, -2.0, -3.0, -math.inf]
+    for count in (1, 2, 4):
+        logprobs.read(SimpleNamespace(generated_tokens=[0, 1, 2, 3][:count], logprobs=values[:count]))
+    answer = {"choices": [{"message": {"content": "éa"}, "finish_reason": "stop"}]}
+    found = logprobs.added_to(answer)["choices"][0]["logprobs"]["content"]
+    assert [one["token"] for one in found] == ["", "é", "a", "</s>"]
+    assert [one["bytes"] for one in found] == [[], list("é".encode()), [97], None]
+    assert [one["logprob"] for one in found] == [-1.0, -2.0, -3.0, -9999.0]
+
+
 # What is malformed, or not there: a 400 that names it.
 REFUSED = [
     ({"messages": None}, "messages is None; expected a list of messages"),
@@ -392,7 +481,7 @@ REFUSED = [
     ({"seed": "x"}, "seed is 'x'; expected an integer of 64 bits"),
     ({"stop": [""]}, r"stop is \[''\]; expected a string or a list of strings"),
     ({"n": 0}, "n is 0; expected an int from 1"),
-    ({"logprobs": True}, "logprobs is True, which this server does not have"),
+    ({"logprobs": 2}, "logprobs is 2; expected true or false"),
     ({"top_logprobs": 3}, "top_logprobs is 3, which this server does not have"),
     ({"response_format": {"type": "json_object"}}, "response_format is .*, which this server does not have"),
     ({"tool_choice": "required"}, "tool_choice is 'required', which this server cannot enforce"),

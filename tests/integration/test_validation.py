@@ -181,7 +181,7 @@ def test_other_settings(drafter):
         drafter.configure(engine="fast")
     with pytest.raises(ValueError, match="draft_probs is 'yes'; expected True, False or \"auto\""):
         drafter.configure(draft_probs="yes")
-    with pytest.raises(ValueError, match='verification is \'tree\'; expected "token" or "block"'):
+    with pytest.raises(ValueError, match='verification is \'tree\'; expected "token", "block" or "match"'):
         drafter.configure(verification="tree")
     assert drafter.engine == "auto" and drafter.draft_probs == "auto" and drafter.verification == "token"
     with pytest.raises(ValueError, match="draft_vocab_size is 200; expected 1 to vocab_size = 96"):

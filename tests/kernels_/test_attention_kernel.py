@@ -456,3 +456,80 @@ def test_a_graph_replays_with_other_positions(options, batch):
         )
         error = (out[is_live].double() - expected[is_live]).norm() / expected[is_live].norm()
         assert error < TOLERANCES[torch.bfloat16] and (out[~is_live] == 0.0).all()
+
+
+def random_tree(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parents `[count]` of the nodes of a tree, -1 of the root, and words of their ancestors `[count, W]`."""
+    parents = [-1] + [int(torch.randint(max(0, node - 9), node, (), generator=generator)) for node in range(1, count)]
+    bits: list[int] = []
+    for node, parent in enumerate(parents):
+        bits.append(1 << node | (bits[parent] if node else 0))
+    words = [[(one >> 64 * word & (1 << 64) - 1) for word in range(-(-count // 64))] for one in bits]
+    signed = [[word - (1 << 64) if word >> 63 else word for word in one] for one in words]
+    return torch.tensor(parents), torch.tensor(signed)
+
+
+@every_dtype
+@pytest.mark.parametrize("count", [1, 9, 64, 128])
+@pytest.mark.parametrize(
+    ("options", "num_splits"),
+    cases(
+        every := list(product([(), ("window",), ("starts", "sinks", "softcap")], [1, 3])),
+        [one for one in every if one[1] == (1 if "window" in one[0] else 3)],
+    ),
+    ids=str,
+)
+def test_nodes_of_a_tree(dtype, count, options, num_splits):
+    """Each node sees the text and its ancestors: as if they alone were the row, at the slots of their positions."""
+    slots, window, roots = 290, 130, [0, 77, 290 - count - 1, 289]
+    case = Case(roots, slots, count, 2, 2, 24, options=options, window=window, starts=(0, 70, 100, 0), dtype=dtype)
+    query, key, value = case.inputs()
+    generator = torch.Generator().manual_seed(count)
+    trees = [random_tree(count, generator) for _ in roots]
+    ancestors = torch.stack([words for _, words in trees]).to(DEVICE)
+    positions = torch.full((len(roots), count), slots - 1)
+    expected = torch.zeros(len(roots), count, 4, 24, dtype=torch.float64, device=DEVICE)
+    for row, (root, (parents, _)) in enumerate(zip(roots, trees, strict=True)):
+        for node in range(count if root < slots - 1 else 0):
+            path = [node]
+            while parents[path[-1]] >= 0:
+                path.append(int(parents[path[-1]]))
+            positions[row, node] = root + len(path) - 1
+            seen = [*range(root), *(root + one for one in reversed(path)), slots - 1]
+            own = [states[row : row + 1, :, seen].double() for states in (key, value)]
+            at = positions[row, node].view(1, 1).to(DEVICE)
+            keywords = case.keywords | ({"starts": case.keywords["starts"][row, None]} if "starts" in options else {})
+            one = attention_reference.attention(query[row : row + 1, :, node, None].double(), *own, at, **keywords)
+            expected[row, node] = one[0, 0]
+    if count > 5:
+        positions[1, 5] = slots - 1  # padding among the nodes, which none has as its ancestor
+        ancestors[1] &= ~torch.tensor([1 << 5] + [0] * (ancestors.shape[2] - 1), device=DEVICE)
+        keep = torch.tensor([not trees[1][1][node, 0] >> 5 & 1 for node in range(count)], device=DEVICE)
+    positions = positions.to(DEVICE)
+    is_live = positions < slots - 1
+    if count > 5:
+        is_live[1] &= keep
+    double = [one.double() for one in (query, key, value)]
+    reference = attention_reference.attention(*double, positions, **case.keywords, ancestors=ancestors)
+    assert torch.allclose(reference[is_live], expected[is_live], rtol=1e-5, atol=1e-6)  # softmax in float32
+    for row, root in enumerate(roots):
+        for states in (key, value):
+            states[row, :, root + count if root < slots - 1 else 0 :] = NAN
+            if "starts" in options:
+                states[row, :, : case.starts[row]] = NAN
+            if "window" in options:
+                states[row, :, : max(root - window + 1, 0)] = NAN
+    got = attention(query, key, value, positions, **case.keywords, ancestors=ancestors, num_programs=num_splits)
+    assert (got[positions == slots - 1] == 0.0).all()
+    error = (got[is_live].double() - expected[is_live]).norm() / expected[is_live].norm()
+    assert error < TOLERANCES[dtype]
+
+
+def test_a_chain_is_a_tree_in_which_each_parent_is_the_node_before():
+    case = Case([5, 40], 64, 3, 2, 2, 16, padding=((0, 2),), options=("window",))
+    (query, key, value), positions = case.inputs(), case.positions()
+    ancestors = torch.tensor([[1], [3], [7]], device=DEVICE).expand(2, 3, 1)
+    for function in (attention, attention_reference.attention):
+        plain = function(query, key, value, positions, **case.keywords)
+        found = function(query, key, value, positions, **case.keywords, ancestors=ancestors)
+        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)

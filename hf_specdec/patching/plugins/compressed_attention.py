@@ -139,7 +139,7 @@ class Compressed(LayerKind):
     obstacles = dict.fromkeys(
         (Use.PREFIX_REUSE, Use.OTHER_INPUTS, Use.REPEATED_POSITIONS),
         "compressed keys, which are made of tokens only, at positions that are counted from 0",
-    )
+    ) | {Use.TREES: "compressed keys, which are made of the tokens of one text"}
     layer_class = CompressedLayer
     patches = staticmethod(compressed_attention)
 

@@ -165,7 +165,8 @@ class Indexed(Keys):
     reads_mask = True
     obstacles = {
         Use.REPEATED_POSITIONS: "indexers, which choose tokens by a mask that modules are not given; expected layers "
-        "of attention to all tokens, or to windows of them. Use a drafter of another family"
+        "of attention to all tokens, or to windows of them. Use a drafter of another family",
+        Use.TREES: "indexers, which choose tokens by slots of one text",
     }
     layer_class = IndexedLayer
     patches = staticmethod(pooled_indexers)

@@ -12,8 +12,9 @@ import inspect
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from ...cache.layer_kinds import PlugIn, register
+from ...cache.layer_kinds import PlugIn, Use, register
 from ...host.modeling import RELATIVE_BIASES
 from ...modules.hidden_states import modules_of
 from ...modules.patch import Replacements, runs_engine
@@ -112,3 +113,8 @@ class RelativeBias(PlugIn):
     """Attention with relative biases."""
 
     patches = staticmethod(relative_biases)
+
+    @classmethod
+    def why_not_used(cls, model: PreTrainedModel, use: Use) -> str | None:
+        is_biased = use is Use.TREES and any(map(_makes_biases, modules_of(model)))
+        return "relative biases, which are of slots" if is_biased else None

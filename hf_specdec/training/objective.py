@@ -10,13 +10,48 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters import DFlashDrafter
-from hf_specdec.drafters.cached import CachedDrafter
-from hf_specdec.modules.hidden_states import AuxHiddenStateRecorder
-
-from .data import Batch
+from ..drafters.cached import CachedDrafter
+from ..drafters.dflash import DFlashDrafter
+from ..modules.hidden_states import AuxHiddenStateRecorder
 
 CHUNK_LOGITS = 2**28
+
+
+@dataclass
+class Batch:
+    """Documents side by side, padded at the end.
+
+    Attributes:
+        input_ids: `[B, S]`.
+        places: `[N]` indices into `[B * S]` of the tokens of answers, except for the last of each answer.
+        depths: `[N]`, index of each place in its answer.
+        places_before: B + 1 numbers: how many of the places are in the rows before each.
+        shortest_prompt: tokens of the shortest of the prompts; there are no places before.
+    """
+
+    input_ids: torch.Tensor
+    places: torch.Tensor
+    depths: torch.Tensor
+    places_before: list[int]
+    shortest_prompt: int
+
+    @classmethod
+    def of(cls, input_ids: torch.Tensor, lengths: torch.Tensor, prompt_lengths: torch.Tensor) -> Batch:
+        """A batch of documents `[B, S]` int64, whatever is after their ends; `lengths`, `prompt_lengths`: `[B, 1]`."""
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+        is_place = (columns >= prompt_lengths) & (columns < lengths - 1)
+        places = is_place.flatten().nonzero()[:, 0]
+        depths = (columns - prompt_lengths).flatten()[places]
+        places_before = [0, *is_place.sum(dim=1).cumsum(dim=0).tolist()]
+        input_ids = input_ids.masked_fill(columns >= lengths, 0)
+        return cls(input_ids, places, depths, places_before, int(prompt_lengths.min()))
+
+    def to(self, device: torch.device) -> Batch:
+        tensors = (self.input_ids, self.places, self.depths)
+        if device.type == "cuda":
+            tensors = tuple(tensor.pin_memory() for tensor in tensors)
+        moved = (tensor.to(device, non_blocking=True) for tensor in tensors)
+        return Batch(*moved, self.places_before, self.shortest_prompt)
 
 
 @dataclass
@@ -55,10 +90,13 @@ class Teacher:
         target, drafter: the models.
         greedy_share: how much of the distributions to learn is moved to the target's most likely token, which is what
             greedy decoding accepts.
+        temperature: that the target's logits are divided by before.
     """
 
-    def __init__(self, target: PreTrainedModel, drafter: CachedDrafter, greedy_share: float = 0.0):
-        self.target, self.greedy_share = target, greedy_share
+    def __init__(
+        self, target: PreTrainedModel, drafter: CachedDrafter, greedy_share: float = 0.0, temperature: float = 1.0
+    ):
+        self.target, self.greedy_share, self.temperature = target, greedy_share, temperature
         self.recorder = AuxHiddenStateRecorder(
             target, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state
         )
@@ -74,12 +112,18 @@ class Teacher:
         with self.recorder:
             hidden = self.target.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state
             aux_hidden_states = self.recorder.aux_hidden_states
+        return self.outputs(batch, hidden, aux_hidden_states)
+
+    @torch.no_grad()
+    def outputs(self, batch: Batch, hidden: torch.Tensor, aux_hidden_states: torch.Tensor | None) -> TargetOutputs:
+        """What a pass of the target over `batch` has shown: its last hidden states `[B, S, H]`, after the final norm,
+        and auxiliary ones."""
         hidden = hidden.flatten(0, 1)[batch.places]
         probs, best = [], []
         for chunk in hidden.split(rows_per_chunk(self.is_covered.numel())):
             logits = self.target.get_output_embeddings()(chunk)
             best.append(logits.argmax(dim=-1))
-            learned = logits[:, self.target_ids].float().softmax(dim=-1)
+            learned = (logits[:, self.target_ids].float() / self.temperature).softmax(dim=-1)
             if self.greedy_share > 0:
                 likeliest = learned.argmax(dim=-1, keepdim=True)
                 learned.mul_(1 - self.greedy_share).scatter_add_(

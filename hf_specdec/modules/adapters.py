@@ -1,0 +1,225 @@
+"""LoRA adapters of PEFT's on a model: which layers have them, which are active, and which each row of a call has.
+
+What we touch of PEFT that is not public is named here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .hidden_states import modules_of
+from .weights import PLAIN_WEIGHTS
+
+# Attributes of a layer that say which of its adapters are active.
+ACTIVE_ATTRIBUTES = frozenset({"_active_adapter", "_disable_adapters"})
+
+# Adapters that a row's bits tell apart.
+MOST_ADAPTERS = 63
+
+# In the place of an adapter's name: none.
+NO_ADAPTER = "__base__"
+
+
+def _of_peft(module: str, name: str) -> Any:
+    """A part of PEFT's; None if PEFT has not been imported, so that no model has its layers."""
+    return getattr(sys.modules.get(f"peft.tuners.{module}"), name, None)
+
+
+def is_lora_linear(kind: type) -> bool:
+    """Whether `kind` is PEFT's class of LoRA on a linear layer whose weight is not quantised."""
+    return kind is _of_peft("lora.layer", "Linear")
+
+
+def base_layer(module: nn.Module) -> nn.Module:
+    """The layer inside of a LoRA layer; `module` itself if it is none."""
+    return module._modules["base_layer"] if is_lora_linear(type(module)) else module
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model as they are now.
+
+    Attributes:
+        layers: PEFT's layers with LoRA on a linear layer.
+        names: of their adapters, sorted; that at place a has bit a.
+        active: bits of those that are active.
+        why_not_by_row: why rows cannot have adapters of their own, so that PEFT's layers run themselves, with those
+            that are active; None if they can, or if there are none.
+        state: what is active in each layer, to be compared.
+    """
+
+    layers: Sequence[nn.Module] = ()
+    names: tuple[str, ...] = ()
+    active: int = 0
+    why_not_by_row: str | None = None
+    state: Hashable = ()
+
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module]) -> Adapters:
+        """Those of the model that is the first of `modules`, which are all of its modules."""
+        tuner = _of_peft("tuners_utils", "BaseTunerLayer")
+        kinds = set() if tuner is None else {kind for kind in set(map(type, modules)) if issubclass(kind, tuner)}
+        if not kinds:
+            return _NONE
+        lora = next(filter(is_lora_linear, kinds), None)
+        layers = [module for module in modules if type(module) is lora]
+        others = sorted(f"{kind.__module__}.{kind.__name__}" for kind in kinds if not is_lora_linear(kind))
+        state = tuple([(_hashable(layer._active_adapter), layer._disable_adapters) for layer in layers])
+        names = tuple(sorted(set(chain.from_iterable(layer._modules["lora_A"]._modules for layer in layers))))
+        reason, head = f"it has layers of the class {others[0]}" if others else None, _head_of(modules[0])
+        if len(names) > MOST_ADAPTERS:
+            reason = f"it has {len(names)} adapters, more than {MOST_ADAPTERS}"
+        elif len(set(state)) > 1:
+            reason = "other adapters are active in some layers than in others"
+        elif any([layer is head for layer in layers]):
+            reason = "an adapter is on its language model head, which runs some tokens of a pass only"
+        reason = reason or next(filter(None, map(_why_not_plain, layers)), None) or _why_not_weights(layers)
+        found = cls(layers, names, 0, reason, state)
+        return found if reason is not None else replace(found, active=found.bits(layers[0].active_adapters))
+
+    def bits(self, names: Sequence[str]) -> int:
+        """The bits of adapters, none where they are disabled; names of which no layer has one count for nothing."""
+        if self.layers and self.layers[0]._disable_adapters:
+            return 0
+        return sum(1 << self.names.index(name) for name in set(names) if name in self.names)
+
+    def why_no_rows(self, names: Sequence[str]) -> str | None:
+        """Why rows of a call cannot have the adapters `names`, one each; None if they can."""
+        unknown = sorted({*names} - {*self.names, NO_ADAPTER}, key=str)
+        if unknown:
+            found = ", ".join(map(repr, (*self.names, NO_ADAPTER)))
+            return f"There is no LoRA adapter {', '.join(map(repr, unknown))}; expected one of {found}."
+        if self.why_not_by_row is None:
+            return None
+        return (
+            f"Rows of the target cannot have adapters of their own: {self.why_not_by_row}; expected plain LoRA of "
+            "linear layers, not merged."
+        )
+
+
+_NONE = Adapters()
+
+
+def _hashable(active: Any) -> Hashable:
+    return active if isinstance(active, str) else tuple(active)
+
+
+def _head_of(model: nn.Module) -> nn.Module | None:
+    get = getattr(model, "get_output_embeddings", None)
+    return None if get is None else get()
+
+
+def _why_not_plain(layer: nn.Module) -> str | None:
+    """Why a layer computes anything but its base layer and low-rank updates; None if it does not."""
+    attributes = vars(layer)
+    if not {"lora_variant", "lora_bias", "cast_input_dtype_enabled"} <= attributes.keys():
+        return "this version of PEFT has LoRA layers of another kind"
+    for name, variant in layer.lora_variant.items():
+        return f"the adapter {name!r} is a {type(variant).__name__}, no plain LoRA"
+    if layer.merged_adapters:
+        return f"{', '.join(map(repr, layer.merged_adapters))} is merged"
+    if any(layer.lora_bias.values()):
+        return "an adapter has a bias (lora_bias)"
+    parts = layer._modules
+    if any([one.training and getattr(one, "p", 0) for one in parts["lora_dropout"]._modules.values()]):
+        return "the dropout of an adapter is active"
+    if "forward" in attributes or not layer.cast_input_dtype_enabled:
+        return "a layer with adapters has a forward of its own"
+    if isinstance(parts["base_layer"]._parameters.get("weight"), DTensor):
+        return "its weights are split over processes"
+    return None
+
+
+def _why_not_weights(layers: Sequence[nn.Module]) -> str | None:
+    """Why the kernel cannot read the weights of the adapters of `layers`; None if it can."""
+    parts = [layer._modules[name]._modules.values() for layer in layers for name in ("lora_A", "lora_B")]
+    inner = list(chain.from_iterable(parts))
+    if {nn.Linear}.issuperset(map(type, inner)):
+        weights = [one._parameters["weight"] for one in inner]
+        own = any([one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in inner])
+        if not own and PLAIN_WEIGHTS.issuperset(map(type, weights)) and all(map(torch.Tensor.is_contiguous, weights)):
+            kinds = {(one.dtype, one.device) for one in weights}
+            if len(kinds) <= 1:
+                return None
+            return f"weights of adapters differ in dtype or device ({', '.join(sorted(map(str, kinds)))})"
+    return "a part of an adapter is no plain linear layer, or has hooks"
+
+
+def _names_of(hook: Any) -> Sequence[str] | None:
+    """The adapters that PEFT's `hook` gives to each row; None if it is no such hook."""
+    is_of_rows = isinstance(hook, functools.partial) and hook.func is _of_peft(
+        "lora.model", "_adapter_names_pre_forward_hook"
+    )
+    return hook.keywords.get("adapter_names") if is_of_rows else None
+
+
+def names_in_hooks(modules: Sequence[nn.Module]) -> list[str] | None:
+    """The adapter of each row that PEFT's hooks (`adapter_names=` of `generate()`) give to `modules`; None without."""
+    for module in modules:
+        # PEFT leaves its hooks where they are if a call fails; the last one counts.
+        found = [names for hook in module._forward_pre_hooks.values() if (names := _names_of(hook)) is not None]
+        if found:
+            return list(found[-1])
+    return None
+
+
+def check_adapters(model: nn.Module, names: Sequence[str] | None) -> None:
+    """Raise `ValueError` unless all of `names` are adapters of `model`, or `NO_ADAPTER`."""
+    if names is not None:
+        layers = (module for module in modules_of(model) if is_lora_linear(type(module)))
+        known = Adapters(names=tuple(sorted(set(chain.from_iterable(layer.lora_A for layer in layers)))))
+        if (reason := known.why_no_rows(names)) is not None:
+            raise ValueError(reason)
+
+
+def names_of_rows(
+    adapters: Adapters, hooked: Sequence[nn.Module], names: Sequence[str] | None, count: int
+) -> list[str] | None:
+    """The adapter that each of `count` rows of a call is to have, which an engine's state holds then.
+
+    None for those that are active, and where PEFT's own hooks have to be called.
+
+    Args:
+        adapters: of the target.
+        hooked: its modules with hooks.
+        names: that the call was given; None for those that PEFT has put into hooks.
+
+    Raises:
+        ValueError: there are not as many names as rows, an adapter is unknown, or rows cannot have their own.
+    """
+    is_of_call = names is not None
+    names = list(names) if is_of_call else names_in_hooks(hooked)
+    if names is None:
+        return None
+    if len(names) != count:
+        raise ValueError(f"adapter_names has {len(names)} names for {count} rows; expected one for each row.")
+    others = {type(one).__name__ for one in hooked if not is_lora_linear(type(one)) and names_in_hooks([one])}
+    reason = adapters.why_no_rows(names)
+    if is_of_call and reason is not None:
+        raise ValueError(f"adapter_names is {names!r:.200}, but: {reason}")
+    return None if reason is not None or others else names
+
+
+@contextmanager
+def without_row_hooks(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Context in which `layers` lack PEFT's hooks that give each row its adapter: an engine's state does."""
+    before = [(vars(layer), layer._forward_pre_hooks) for layer in layers if layer._forward_pre_hooks]
+    for attributes, hooks in before:
+        kept = ((number, hook) for number, hook in hooks.items() if _names_of(hook) is None)
+        attributes["_forward_pre_hooks"] = OrderedDict(kept)
+    try:
+        yield
+    finally:
+        for attributes, hooks in before:
+            attributes["_forward_pre_hooks"] = hooks

@@ -1,0 +1,225 @@
+"""A drafter that learns while its target is trained, from the passes that the trainer makes of the target."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..drafters.attachment import innermost
+from ..drafters.base import Drafter
+from ..drafters.cached import CachedDrafter
+from ..drafters.dflash import DFlashDrafter, WalkingDrafter
+from ..modules.hidden_states import LAST_HIDDEN_STATE, AuxHiddenStateRecorder, decoder_of
+from .objective import Batch, BlockObjective, DraftObjective, Objective, Teacher, summarize
+
+
+class _Pass(NamedTuple):
+    """Texts of a pass of the target, without padding between tokens.
+
+    Attributes:
+        input_ids: `[B, S]` int64.
+        lengths, prompt_lengths: `[B, 1]` int64.
+        hidden: `[B, S, H]`, after the final norm.
+        aux_hidden_states: `[B, S, width]`, or None.
+    """
+
+    input_ids: torch.Tensor
+    lengths: torch.Tensor
+    prompt_lengths: torch.Tensor
+    hidden: torch.Tensor
+    aux_hidden_states: torch.Tensor | None
+
+
+class DrafterLearner(AbstractContextManager["DrafterLearner"]):
+    """Context in which a drafter learns from the passes with gradients that are made of its target in training mode.
+
+    Hidden states and the target's distributions are those of these passes, so the target runs no further pass. The
+    drafter learns where a pass is asked for logits: at the tokens before which `logits_to_keep` begins, or whose
+    `labels` are not -100; else at all tokens. `step` trains a copy of the drafter in float32, and publishes it by
+    `Drafter.load_weights`, so nothing is captured anew. The training itself is as without it, random numbers included.
+    In several processes gradients are averaged, so all of them are to call `step` equally often.
+
+    Args:
+        drafter: bound to the target; of a family that is trained by `unroll` or `unroll_blocks`, such as EAGLE-3,
+            P-EAGLE, MTP modules, DFlash, DSpark.
+        model: the target, or what PEFT, `DistributedDataParallel` or accelerate have made of it.
+        learning_rate: of AdamW.
+        num_steps: drafts of a chain; by default the drafter's own number of draft tokens.
+        step_decay: draft s has the weight `step_decay ** s`.
+        temperature: at which texts are drawn, whose distributions the drafter learns.
+        max_tokens: most tokens of the passes between two steps that are kept, with their hidden states.
+
+    Attributes:
+        skipped: passes that nothing was learned from: of embeddings, or of several texts packed in a row.
+
+    Raises:
+        ValueError: the drafter is not bound to the target, or is of another family.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        model: nn.Module,
+        learning_rate: float = 1e-4,
+        num_steps: int | None = None,
+        step_decay: float = 0.8,
+        temperature: float = 1.0,
+        max_tokens: int = 8192,
+    ):
+        self.drafter, self._target = drafter, innermost(model)
+        drafter.check_bound_to(self._target)
+        with self._random_numbers():
+            self._student = _copy_in_float32(drafter, self._target)
+        self._teacher = Teacher(self._target, self._student, temperature=temperature)
+        self._objective = _objective(self._student, num_steps or drafter.num_own_draft_tokens, step_decay)
+        self._optimizer = torch.optim.AdamW(self._student.parameters(), lr=learning_rate, betas=(0.9, 0.95))
+        self._max_tokens, self.skipped = max_tokens, 0
+        self._passes: list[_Pass] = []
+        self._counts: torch.Tensor | None = None
+        self._handles: list[Any] = []
+        # Of the pass that runs: its recorder, tokens, mask, and first column that it is asked about.
+        self._running: tuple[AuxHiddenStateRecorder, torch.Tensor, torch.Tensor | None, Any] | None = None
+        self._asked: Mapping[str, Any] = {}
+
+    def __enter__(self) -> DrafterLearner:
+        decoder = decoder_of(self._target)
+        self._handles = [
+            self._target.register_forward_pre_hook(self._note_question, with_kwargs=True),
+            decoder.register_forward_pre_hook(self._begin_pass, with_kwargs=True),
+            decoder.register_forward_hook(self._end_pass, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._passes = [], []
+
+    # Hooks of this folder do not count for engines (`modules.module_hooks`): they do nothing in passes of theirs.
+
+    def _note_question(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._asked = kwargs if torch.is_grad_enabled() and module.training else {}
+
+    def _begin_pass(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not (torch.is_grad_enabled() and module.training):
+            return
+        asked, self._asked = self._asked, {}
+        input_ids = kwargs.get("input_ids", args[0] if args else None)
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        is_packed = positions is not None and bool((positions.diff(dim=-1) < 0).any())
+        if input_ids is None or is_packed or (mask is not None and mask.shape != input_ids.shape):
+            self.skipped += 1
+            return
+        left = (self._max_tokens - sum(one.input_ids.numel() for one in self._passes)) // input_ids.shape[1]
+        if left > 0:
+            recorder = AuxHiddenStateRecorder(self._target, self._student.aux_hidden_state_layer_ids)
+            first = _first_places(asked, input_ids)
+            rows = [None if one is None else one[:left] for one in (input_ids, mask, first)]
+            self._running = (recorder.__enter__(), *rows)
+
+    def _end_pass(self, module: nn.Module, args: tuple, output: Any) -> None:
+        running, self._running = self._running, None
+        if running is None:
+            return
+        recorder, input_ids, mask, first = running
+        with recorder, torch.no_grad():
+            if output is None:  # the pass has failed
+                return
+            hidden = output[0] if isinstance(output, (tuple, torch.Tensor)) else output.last_hidden_state
+            if self._student.reads_last_hidden_state:
+                recorder.recorded[LAST_HIDDEN_STATE] = hidden
+            aux = recorder.aux_hidden_states
+            if mask is None:
+                mask = torch.ones_like(input_ids)
+            # Tokens move to the front of their rows, in their order.
+            order = mask.argsort(dim=1, descending=True, stable=True)
+            columns = torch.arange(input_ids.shape[1], device=order.device)
+            states = [None if one is None else _take(one.detach()[: len(order)], order) for one in (hidden, aux)]
+            # The first token of an answer cannot be drafted by what reads a token before it, nor the first of a text.
+            prompt_lengths = (mask.bool() & (columns < first)).sum(dim=1, keepdim=True).clamp(min=1)
+            lengths = mask.bool().sum(dim=1, keepdim=True)
+            self._passes.append(_Pass(input_ids.gather(1, order), lengths, prompt_lengths, *states))
+
+    def step(self) -> None:
+        """Learn from the passes since the last step, and let calls use what was learned."""
+        passes, self._passes = self._passes, []
+        self._student.sync_with(self._target)
+        for one in passes:
+            batch = Batch.of(one.input_ids, one.lengths, one.prompt_lengths)
+            if len(batch.places):
+                # A trainer's autocast may have computed them in another dtype.
+                states = [None if state is None else state.to(self._target.dtype) for state in one[3:]]
+                learned = self._teacher.outputs(batch, *states)
+                with torch.enable_grad(), self._autocast(), self._random_numbers():
+                    loss, counts = self._objective(learned)
+                    (loss / len(passes)).backward()
+                self._counts = counts if self._counts is None else self._counts + counts
+        parameters = [one for one in self._student.parameters() if one.requires_grad]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            for one in parameters:
+                one.grad = torch.zeros_like(one) if one.grad is None else one.grad
+                dist.all_reduce(one.grad)
+                one.grad /= dist.get_world_size()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.drafter.load_weights(dict(self._student.named_parameters()))
+
+    def metrics(self) -> dict[str, Any]:
+        """What `summarize` finds in the steps since the last call; empty if nothing was learned from."""
+        counts, self._counts = self._counts, None
+        return {} if counts is None else summarize(counts)
+
+    def _random_numbers(self) -> AbstractContextManager:
+        """Context after which the trainer's random numbers go on as if none had been drawn."""
+        device = self._target.device
+        return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+    def _autocast(self) -> AbstractContextManager:
+        dtype, device = self._target.dtype, self._target.device.type
+        return nullcontext() if dtype == torch.float32 else torch.autocast(device, dtype)
+
+
+def _copy_in_float32(drafter: Drafter, target: nn.Module) -> CachedDrafter:
+    """A copy that shares with the target what `drafter` does, in training mode."""
+    is_block = isinstance(drafter, DFlashDrafter)
+    untrained = (Drafter, CachedDrafter, WalkingDrafter)
+    method = "head_inputs" if is_block else "unroll"
+    if not isinstance(drafter, CachedDrafter) or any(
+        getattr(type(drafter), method) is getattr(one, method, None) for one in untrained
+    ):
+        raise ValueError(
+            f"{type(drafter).__name__} cannot learn: it does not implement {method}(); expected EAGLE-3, P-EAGLE, MTP "
+            "modules, DFlash, DSpark, or a draft model."
+        )
+    student = type(drafter)(copy.deepcopy(drafter.config)).to(drafter.device, torch.float32)
+    student.load_state_dict(drafter.state_dict())
+    student.bind(target)
+    return student.train()
+
+
+def _objective(student: CachedDrafter, num_steps: int, step_decay: float) -> Objective:
+    kind = BlockObjective if isinstance(student, DFlashDrafter) else DraftObjective
+    return kind(student, num_steps, step_decay)
+
+
+def _first_places(asked: Mapping[str, Any], input_ids: torch.Tensor) -> torch.Tensor:
+    """`[B, 1]` int64: the column at which the answer begins in each row, as far as a pass was asked about answers."""
+    first = torch.zeros(len(input_ids), 1, dtype=torch.int64, device=input_ids.device)
+    labels, kept = asked.get("labels"), asked.get("logits_to_keep")
+    if labels is not None:
+        return (labels != -100).int().argmax(dim=1, keepdim=True)
+    if isinstance(kept, int) and kept > 0:  # the logits at a token are about the next one
+        first += max(input_ids.shape[1] - kept + 1, 0)
+    return first
+
+
+def _take(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """`states` `[B, S, width]` in the order `[B, S]` of each row."""
+    return states.gather(1, order[..., None].expand(-1, -1, states.shape[2]))

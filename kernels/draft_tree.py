@@ -1,0 +1,137 @@
+"""Triton search for the tree of the likeliest paths; the reference is `draft_tree_reference.best_paths`.
+
+Shapes: logprobs and tokens `[B, D, W]`; N nodes, W' = N // 64 + 1 words of ancestors. With ranks r_1 to r_d a path has
+
+    score(r_1, ..., r_d) = sum over i of logprobs[b, i, r_i]
+
+and the nodes are the N paths of the largest scores. Each is found by the one before its last rank, (r_1, ..., r_d - 1),
+or, if that is 0, by its parent: so the next one is the best of at most 2 N + 1 that are known.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .dependent_launch import dependent_launch, wait_for_inputs
+from .types import Tree
+
+_NONE = float("-inf")
+
+
+@triton.jit
+def _at(is_at, values):
+    """The element of `values` where `is_at`."""
+    return tl.sum(tl.where(is_at, values, 0), axis=0)
+
+
+@triton.jit
+def _load(logprobs_ptr, depth, rank, exists, WIDTH: tl.constexpr):
+    """A log-probability, -inf for NaN and where it does not exist."""
+    value = tl.load(logprobs_ptr + depth * WIDTH + rank, mask=exists, other=float("-inf"))
+    return tl.where(value > float("-inf"), value, float("-inf"))
+
+
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
+@triton.jit(do_not_specialize=["num_nodes", "depth"])
+def _best_paths_kernel(
+    logprobs_ptr,
+    tokens_ptr,
+    out_ptr,
+    parents_ptr,
+    depths_ptr,
+    ancestors_ptr,
+    num_nodes,
+    depth,
+    WIDTH: tl.constexpr,
+    PLACES: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The tree of one row.
+
+    Grid: (B,). Reads a row of `logprobs` and `tokens` `[B, D, W]`; writes one of `out` `[B, N]`, of `parents` and
+    `depths` `[B, N + 1]` and of `ancestors` `[B, N + 1, words]`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PLACES)
+    logprobs_ptr += row * depth * WIDTH
+    tokens_ptr += row * depth * WIDTH
+    out_ptr += row * num_nodes - 1
+    parents_ptr += row * (num_nodes + 1)
+    depths_ptr += row * (num_nodes + 1)
+    ancestors_ptr += row * (num_nodes + 1) * NUM_WORDS
+    minus_one = tl.full([], -1, tl.int64)
+    zero = tl.full([], 0, tl.int64)
+    one = tl.full([], 1, tl.int64)
+    wait_for_inputs(PDL)
+    tl.store(parents_ptr, minus_one)
+    tl.store(depths_ptr, zero)
+    tl.store(ancestors_ptr, one)
+    if NUM_WORDS > 1:
+        tl.store(ancestors_ptr + 1, zero)
+    # Of known paths: scores, those without the last rank, depths, last ranks, parents and the ancestors of these.
+    scores = tl.where(place == 0, _load(logprobs_ptr, 0, 0, True, WIDTH), float("-inf"))
+    before = tl.zeros([PLACES], tl.float32)
+    depths = tl.zeros([PLACES], tl.int32)
+    ranks = tl.zeros([PLACES], tl.int32)
+    parents = tl.zeros([PLACES], tl.int32)
+    low = tl.full([PLACES], 1, tl.int64)
+    high = tl.zeros([PLACES], tl.int64)
+    for node in range(1, num_nodes + 1):
+        best = tl.max(scores, axis=0)
+        exists = best > float("-inf")
+        is_at = place == tl.min(tl.where(scores == best, place, PLACES), axis=0)
+        own_depth = _at(is_at, depths)
+        rank = _at(is_at, ranks)
+        parent = _at(is_at, parents)
+        path = _at(is_at, before)
+        parent_low = _at(is_at, low)
+        parent_high = _at(is_at, high)
+        own_low = tl.where(exists, parent_low, 0) | tl.where(node < 64, one << node, 0)
+        own_high = tl.where(exists, parent_high, 0) | tl.where(node < 64, 0, one << (node - 64))
+        token = tl.load(tokens_ptr + own_depth * WIDTH + rank, mask=exists, other=0)
+        tl.store(out_ptr + node, token)
+        tl.store(parents_ptr + node, tl.where(exists, parent, -1).to(tl.int64))
+        tl.store(depths_ptr + node, tl.where(exists, own_depth + 1, 0).to(tl.int64))
+        tl.store(ancestors_ptr + node * NUM_WORDS, own_low)
+        if NUM_WORDS > 1:
+            tl.store(ancestors_ptr + node * NUM_WORDS + 1, own_high)
+        sibling = path + _load(logprobs_ptr, own_depth, rank + 1, exists & (rank + 1 < WIDTH), WIDTH)
+        child = best + _load(logprobs_ptr, own_depth + 1, 0, exists & (own_depth + 1 < depth), WIDTH)
+        is_sibling = place == 2 * node - 1
+        is_child = place == 2 * node
+        scores = tl.where(is_at, float("-inf"), scores)
+        scores = tl.where(is_sibling, sibling, tl.where(is_child, child, scores))
+        before = tl.where(is_sibling, path, tl.where(is_child, best, before))
+        depths = tl.where(is_sibling, own_depth, tl.where(is_child, own_depth + 1, depths))
+        ranks = tl.where(is_sibling, rank + 1, tl.where(is_child, 0, ranks))
+        parents = tl.where(is_sibling, parent, tl.where(is_child, node, parents))
+        low = tl.where(is_sibling, parent_low, tl.where(is_child, own_low, low))
+        high = tl.where(is_sibling, parent_high, tl.where(is_child, own_high, high))
+
+
+def best_paths(logprobs: torch.Tensor, tokens: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, ...]:
+    """See `draft_tree_reference.best_paths`; equal. One launch."""
+    batch, depth, width = logprobs.shape
+    assert logprobs.shape == tokens.shape and logprobs.is_contiguous() and tokens.is_contiguous()
+    assert logprobs.dtype == torch.float32, "scores are added up in float32"
+    parents, depths = (torch.empty(batch, num_nodes + 1, dtype=torch.int64, device=tokens.device) for _ in range(2))
+    words = num_nodes // 64 + 1
+    tree = Tree(parents, depths, parents.new_empty(batch, num_nodes + 1, words))
+    out = parents.new_empty(batch, num_nodes)
+    _best_paths_kernel[(batch,)](
+        logprobs,
+        tokens,
+        out,
+        *tree,
+        num_nodes,
+        depth,
+        WIDTH=width,
+        PLACES=triton.next_power_of_2(2 * num_nodes + 1),
+        NUM_WORDS=words,
+        num_warps=1,
+        **dependent_launch(tokens.device),
+    )
+    return out, *tree

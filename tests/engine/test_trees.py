@@ -1,0 +1,259 @@
+"""Drafts that are trees: texts, caches and what is returned are those of generation without drafts."""
+
+import pytest
+import torch
+from graph_stand_ins import replay_on_cpu
+from lossless import PROMPTS, GreedyTexts, continuations
+from oracle import RANDOM_DRAFTERS, TreeOracle, random_dflash, random_draft_model, random_eagle3, random_peagle
+from targets import padded_prompts, set_policy, tiny_target
+from transformers import ContinuousBatchingConfig, DynamicCache, RepetitionPenaltyLogitsProcessor
+
+from hf_specdec.drafters.base import MOST_NODES
+from hf_specdec.drafters.none import NoDrafter
+from hf_specdec.engine import lease
+from hf_specdec.host.caches import OUTPUT_NAME
+
+NEW = 24
+TEXTS = GreedyTexts(tiny_target, NEW)
+FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "gpt-oss", "qwen3-moe", "deepseek-v3"]
+PARALLEL = {name: RANDOM_DRAFTERS[name] for name in ("p-eagle", "pard", "pard2", "dflash")}
+
+
+def tree_oracle(target, inputs, sequences, accuracy=0.8):
+    lengths = inputs["attention_mask"].sum(dim=1).tolist()
+    return TreeOracle(target, continuations(inputs, sequences), lengths, accuracy)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_texts_are_those_without_drafts(family):
+    drafter = TEXTS.check(family, PROMPTS[3], tree_oracle, 5, tree=14)
+    stats = drafter.stats
+    assert stats.tree == 14 and stats.acceptance_length > 1.8, stats
+    drafter = TEXTS.check(family, PROMPTS[1], tree_oracle, 4, tree=70)
+    assert drafter.stats.acceptance_length > 2, drafter.stats
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_greedy_texts_with_trees_of_every_parallel_drafter(kind):
+    for num_drafts, tree in ((4, 12), (3, 2), (6, 40)):
+        drafter = TEXTS.check("llama", PROMPTS[3], lambda target, *_: PARALLEL[kind](target), num_drafts, tree=tree)
+        assert drafter.stats.tree == tree
+
+
+def test_kernels_generate_the_same(monkeypatch):
+    """Greedy texts, and those of seeds."""
+    target, inputs = tiny_target("llama"), padded_prompts([3, 5])
+    texts = []
+    for is_triton in (False, True):
+        set_policy(monkeypatch, "cpu", triton=is_triton)
+        for options in ({"do_sample": False}, {"do_sample": True, "seeds": [1, 2**40]}):
+            drafter = random_dflash(target) if is_triton else NoDrafter(target)
+            options |= {"num_assistant_tokens": 3, "tree": 5} if is_triton else {}
+            texts.append(target.generate(**inputs, **options, assistant_model=drafter, max_new_tokens=5))
+    assert torch.equal(texts[2], texts[0]) and torch.equal(texts[3], texts[1])
+
+
+def test_replayed_rounds_verify_other_trees(monkeypatch):
+    replay_on_cpu(monkeypatch)
+    drafter = random_peagle(tiny_target("llama"))
+    for lengths in (PROMPTS[3], [4, 6, 2], PROMPTS[8]):
+        target, inputs = tiny_target("llama"), padded_prompts(lengths)
+        found = TEXTS.greedy(target, inputs, drafter, 4, tree=12)
+        assert torch.equal(found, TEXTS.plain("llama", lengths))
+        assert drafter.stats.execution.startswith("captured")
+
+
+def final_state(monkeypatch, target, inputs, drafter, **options):
+    """The buffers that a call has left, and its sequences."""
+    states = []
+    run_round = lease.run_round
+    monkeypatch.setattr(lease, "run_round", lambda state, *args: states.append(state) or run_round(state, *args))
+    sequences = TEXTS.greedy(target, inputs, drafter, 4, max_new_tokens=48, **options)
+    monkeypatch.setattr(lease, "run_round", run_round)
+    return states[-1], sequences
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek-v3"])
+def test_caches_are_those_of_a_prefill_of_the_text(family, monkeypatch):
+    """Every store of target and drafter, after more than 20 rounds; of the target also as the call returns it."""
+    target, inputs = tiny_target(family), padded_prompts(PROMPTS[3])
+    plain = TEXTS.greedy(target, inputs, max_new_tokens=48)
+    cache = DynamicCache(config=target.config)
+    drafter = tree_oracle(target, inputs, plain, 0.5)
+    state, found = final_state(monkeypatch, target, inputs, drafter, tree=12, **{OUTPUT_NAME: cache})
+    assert torch.equal(found, plain) and drafter.stats.num_rounds > 20 and drafter.stats.acceptance_length > 1.3
+    for row, pad in enumerate((inputs["attention_mask"] == 0).sum(dim=1).tolist()):
+        expected = DynamicCache(config=target.config)
+        with torch.no_grad():
+            target(input_ids=plain[row : row + 1, pad:-1], **{OUTPUT_NAME: expected})
+        for layer, ours, handed in zip(expected.layers, state.cache.layers, cache.layers, strict=True):
+            for name in ("keys", "values"):
+                right = getattr(layer, name)[0]
+                count = right.shape[1]  # those of a window
+                end = plain.shape[1] - pad - 1
+                torch.testing.assert_close(getattr(ours, name)[row, end - count : end].transpose(0, 1), right)
+                torch.testing.assert_close(getattr(handed, name)[row, :, -count:], right)
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_drafters_read_accepted_paths(kind, monkeypatch):
+    """A drafter keeps after trees what it keeps after chains with the same text, and its last block is that text's."""
+    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
+    plain = TEXTS.greedy(target, inputs, max_new_tokens=48)
+    kept = []
+    for tree in (0, 30):
+        state, found = final_state(monkeypatch, target, inputs, PARALLEL[kind](target), tree=tree)
+        assert torch.equal(found, plain)
+        # The last rounds differ in what they read and draft.
+        ends = (state.lengths - 12).tolist()
+        kept.append(
+            [
+                layer_buffer[row, :end].clone()
+                for cache in state.memory.caches
+                for layer in cache.layers
+                for layer_buffer in layer.slot_buffers
+                for row, end in enumerate(ends)
+            ]
+        )
+    for chain, tree in zip(*kept, strict=True):
+        torch.testing.assert_close(tree, chain)
+
+
+def sampled(target, inputs, drafter, seeds, **options):
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "max_new_tokens": 12} | options
+    return target.generate(**inputs, assistant_model=drafter, seeds=seeds, **options)
+
+
+@pytest.mark.parametrize("kind", [*PARALLEL, "oracle"])
+def test_a_seed_gives_the_text_that_it_gives_without_drafts(kind):
+    """100 of 100 texts, at temperatures and filters of `generate()`."""
+    target, inputs = tiny_target("llama"), padded_prompts([6] * 50)
+    for options in ({}, {"temperature": 1.3, "top_k": 0, "top_p": 0.9}):
+        seeds = torch.arange(50) + 2**35
+        expected = sampled(target, inputs, NoDrafter(target), seeds, **options)
+        assert len(set(map(tuple, expected[:, 6:].tolist()))) > 45
+        drafter = tree_oracle(target, inputs, expected) if kind == "oracle" else PARALLEL[kind](target)
+        found = sampled(target, inputs, drafter, seeds, num_assistant_tokens=4, tree=12, **options)
+        assert torch.equal(found, expected)
+        assert drafter.stats.tree == 12 and (kind != "oracle" or drafter.stats.acceptance_length > 1.8)
+
+
+@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+def test_a_seed_gives_the_text_that_it_gives_without_drafts_with_chains(kind):
+    target, inputs = tiny_target("llama"), padded_prompts([6, 2, 9, 5])
+    seeds = [1, 2**40, 3, 4]
+    expected = sampled(target, inputs, NoDrafter(target), seeds)
+    drafter = RANDOM_DRAFTERS[kind](target).configure(3, verification="match")
+    assert torch.equal(sampled(target, inputs, drafter, seeds), expected)
+    assert not drafter.stats.draft_probs
+
+
+def test_ends_and_limits_inside_of_trees():
+    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[8])
+    plain = TEXTS.plain("llama", PROMPTS[8])
+    width = inputs["input_ids"].shape[1]
+    for place in (3, 7, 11):
+        options = {"eos_token_id": [int(plain[0, width + place]), int(plain[3, width + place])]}
+        expected = TEXTS.greedy(target, inputs, **options)
+        assert torch.equal(
+            TEXTS.greedy(target, inputs, tree_oracle(target, inputs, plain), 5, tree=14, **options), expected
+        )
+    for count in (1, 2, 3, 9):
+        drafter = tree_oracle(target, inputs, plain, 1.0)
+        found = TEXTS.greedy(target, inputs, drafter, 5, tree=14, max_new_tokens=count)
+        assert torch.equal(found, plain[:, : width + count])
+
+
+def test_scores_and_log_probabilities_of_accepted_paths():
+    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
+    kept = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    plain = TEXTS.greedy(target, inputs, **kept)
+    drafter = tree_oracle(target, inputs, plain.sequences)
+    found = TEXTS.greedy(target, inputs, drafter, 5, tree=14, return_logprobs="raw", **kept)
+    assert torch.equal(found.sequences, plain.sequences) and drafter.stats.acceptance_length > 1.8
+    for ours, right in ((found.scores, plain.scores), (found.logits, plain.logits)):
+        torch.testing.assert_close(torch.stack(ours), torch.stack(right), rtol=1e-4, atol=1e-4)
+    new = plain.sequences[:, -NEW:]
+    right = torch.stack(plain.logits, dim=1).log_softmax(-1).gather(-1, new[..., None])[..., 0]
+    torch.testing.assert_close(found.raw_logprobs, right, rtol=1e-4, atol=1e-4)
+
+
+def test_float8_keys_are_moved_with_their_scales():
+    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
+    expected = TEXTS.greedy(target, inputs, NoDrafter(target, kv_cache_dtype="fp8"), None)
+    drafter = tree_oracle(target, inputs, expected).configure(kv_cache_dtype="fp8")
+    assert torch.equal(TEXTS.greedy(target, inputs, drafter, 5, tree=14), expected)
+    assert drafter.stats.acceptance_length > 1.8
+
+
+@pytest.mark.parametrize("is_sampling", [False, True])
+def test_processors_that_read_the_text_verify_chains(is_sampling):
+    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
+    options = {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.3)], "max_new_tokens": 12}
+    if is_sampling:
+        options |= {"do_sample": True, "seeds": [1, 2, 3]}
+    expected = target.generate(**inputs, **options | {"assistant_model": NoDrafter(target)})
+    drafter = random_peagle(target).configure(4, tree=12)
+    assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), expected)
+    assert drafter.stats.tree == 0
+    assert "chains, since RepetitionPenaltyLogitsProcessor may read the text" in drafter.stats.reason
+
+
+def test_what_is_no_tree_is_refused():
+    target = tiny_target("llama")
+    for tree in (-1, MOST_NODES + 1, 2.0, True, "auto"):
+        with pytest.raises(ValueError, match=f"tree is {tree!r}; expected an int of 0, for a chain, to 127"):
+            random_peagle(target).configure(tree=tree)
+    for make in (random_eagle3, RANDOM_DRAFTERS["mtp"]):
+        with pytest.raises(ValueError, match="one after the other"):
+            make(target).configure(tree=8)
+        drafter = make(target)
+        with pytest.raises(ValueError, match="one after the other"):
+            TEXTS.greedy(target, padded_prompts([5]), drafter, 3, tree=8)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "options", "reason"),
+    [
+        ("qwen3-next", {}, {}, "recurrent layers, whose states follow one text"),
+        ("lfm2", {}, {}, "recurrent layers"),
+        ("mistral", {}, {"num_assistant_tokens": 7}, "windows of 7 tokens; expected more than num_assistant_tokens"),
+        ("llama", {"engine": "stock"}, {}, "the stock engine"),
+        ("llama", {"num_assistant_tokens": "auto"}, {"num_assistant_tokens": None}, "expected a number"),
+        ("llama", {"compile_rounds": True}, {}, "expected compile=False"),
+        ("llama", {}, {"return_dict_in_generate": True, "output_hidden_states": True}, "hidden states of every step"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_calls_that_have_no_trees(family, settings, options, reason):
+    target, inputs = tiny_target(family), padded_prompts([5, 3])
+    drafter = random_draft_model(target, parallel=True).configure(**settings)
+    options = {"num_assistant_tokens": 3, "max_new_tokens": 8, "do_sample": False, "tree": 8} | options
+    with pytest.raises(ValueError, match=f"Drafts are to be trees of 8 .*{reason}"):
+        target.generate(**inputs, assistant_model=drafter, **options)
+
+
+@pytest.mark.parametrize("kind", ["p-eagle", "dflash"])
+def test_bulk_texts_are_those_of_generate_without_drafts(kind):
+    """More requests than rows, greedy and sampled; those whose processors read the text verify chains."""
+    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[8])
+    prompts = [row[mask != 0].tolist() for row, mask in zip(*inputs.values(), strict=True)]
+    few = ContinuousBatchingConfig(max_requests_per_batch=3)
+    drafter = RANDOM_DRAFTERS[kind](target).configure(4, tree=12)
+    for options in ({"do_sample": False}, {"do_sample": True, "seeds": [*range(8)]}):
+        for processors in ([], [RepetitionPenaltyLogitsProcessor(1.3)]):
+            options |= {"max_new_tokens": NEW, "logits_processor": processors}
+            plain = target.generate(**inputs, **options, assistant_model=NoDrafter(target))
+            options["continuous_batching_config"] = few
+            out = target.generate_batch(prompts, **options, assistant_model=drafter)
+            del options["continuous_batching_config"]
+            found = [one.generated_tokens for one in out.values()]
+            assert found == plain[:, -NEW:].tolist()
+            assert drafter.stats.tree == (0 if processors else 12)
+
+
+def test_managers_draft_chains():
+    target = tiny_target("llama")
+    drafter = random_peagle(target).configure(tree=8)
+    with pytest.raises(ValueError, match="tree=0 for chains"):
+        target.init_continuous_batching(assistant_model=drafter)

@@ -1,0 +1,276 @@
+"""Trees of drafts: building, verification and moves, Triton against the references, and those against plain loops.
+
+On a machine without a GPU the kernels run in Triton's interpreter.
+"""
+
+import heapq
+
+import pytest
+import torch
+from chi_square import p_value
+
+from hf_specdec.kernels import (
+    draft_sampling,
+    draft_sampling_reference,
+    draft_tree,
+    draft_tree_reference,
+    move_slots,
+    move_slots_reference,
+    random_reference,
+    round_state,
+    round_state_reference,
+    verify_sampling_reference,
+    verify_tree,
+    verify_tree_reference,
+)
+from hf_specdec.kernels.types import NO_TOKEN, RandomStream, Tree
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that kernels are to write holds a token of no vocabulary before."""
+    for owner, name in ((torch, "empty"), (torch.Tensor, "new_empty")):
+        make = getattr(owner, name)
+
+        def filled(*args, _make=make, **options):
+            made = _make(*args, **options)
+            return made.fill_(-77 if made.dtype == torch.int64 else float("nan"))
+
+        monkeypatch.setattr(owner, name, filled)
+
+
+def candidates(batch, depth, width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    values, tokens = torch.randn(batch, depth, 40, generator=generator).mul(2).log_softmax(-1).topk(width)
+    return values.to(DEVICE), tokens.to(DEVICE)
+
+
+def best_first(logprobs, tokens, num_nodes):
+    """The likeliest paths of one row by a heap on the host: `(score, path of ranks)`."""
+    depth, width = logprobs.shape
+    heap, found = [(-float(logprobs[0, 0]), (0,))], []
+    while heap and len(found) < num_nodes:
+        score, ranks = heapq.heappop(heap)
+        found.append((-score, ranks))
+        total = lambda path: sum(float(logprobs[d, r]) for d, r in enumerate(path))  # noqa: E731
+        if ranks[-1] + 1 < width:
+            heapq.heappush(heap, (-total(sibling := (*ranks[:-1], ranks[-1] + 1)), sibling))
+        if len(ranks) < depth:
+            heapq.heappush(heap, (-total(child := (*ranks, 0)), child))
+    return found
+
+
+def paths_of(parents, tokens):
+    """The tokens of the path to each node of one row, by node; `parents` `[N + 1]`, `tokens` `[N]`."""
+    paths = {0: ()}
+    for node in range(1, len(parents)):
+        if parents[node] >= 0:
+            paths[node] = (*paths[int(parents[node])], int(tokens[node - 1]))
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("depth", "width", "num_nodes"), [(1, 4, 3), (3, 2, 7), (7, 8, 32), (15, 16, 63), (5, 16, 127)]
+)
+def test_the_likeliest_paths(depth, width, num_nodes):
+    logprobs, tokens = candidates(3, depth, width)
+    out, *tree = draft_tree_reference.best_paths(logprobs, tokens, num_nodes)
+    tree = Tree(*tree)
+    for found, right in zip(draft_tree.best_paths(logprobs, tokens, num_nodes), (out, *tree), strict=True):
+        assert torch.equal(found, right)
+    for row in range(3):
+        expected = best_first(logprobs[row].double(), tokens[row], num_nodes)
+        of_ranks = {tuple(int(tokens[row, d, r]) for d, r in enumerate(ranks)) for _, ranks in expected}
+        paths = paths_of(tree.parents[row], out[row])
+        assert set(paths.values()) - {()} == of_ranks
+        for node, path in paths.items():
+            assert tree.depths[row, node] == len(path)
+            bits = [word >> bit & 1 for word in tree.ancestors[row, node].tolist() for bit in range(64)]
+            assert {paths[other] for other, bit in enumerate(bits) if bit} == {path[:n] for n in range(len(path) + 1)}
+
+
+def test_fewer_paths_than_nodes_and_tokens_that_are_impossible():
+    logprobs, tokens = candidates(4, 2, 2)  # 6 paths
+    logprobs[1, 0, 1] = logprobs[1, 1, 1] = float("-inf")
+    logprobs[2], logprobs[3, 1] = float("nan"), float("nan")
+    out, *tree = draft_tree_reference.best_paths(logprobs, tokens, 9)
+    for found, right in zip(draft_tree.best_paths(logprobs, tokens, 9), (out, *tree), strict=True):
+        assert torch.equal(found, right)
+    assert [len(paths_of(tree[0][row], out[row])) - 1 for row in range(4)] == [6, 2, 0, 2]
+    assert bool((tree[0][2] == -1).all()) and bool((out[2] == 0).all())
+
+
+def random_trees(batch, num_drafts, vocabulary, seed=0):
+    """Parents, depths, drafts of which siblings differ; the last node of each row is not used."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = torch.full((batch, num_drafts + 1), -1)
+    drafts = torch.zeros(batch, num_drafts, dtype=torch.int64)
+    depths = torch.zeros_like(parents)
+    for row in range(batch):
+        taken: dict[int, set] = {}
+        for node in range(1, num_drafts):
+            parent = int(torch.randint(0, node, (), generator=generator))
+            left = [one for one in range(vocabulary) if one not in taken.setdefault(parent, set())]
+            drafts[row, node - 1] = token = left[int(torch.randint(0, len(left), (), generator=generator))]
+            taken[parent].add(token)
+            parents[row, node], depths[row, node] = parent, depths[row, parent] + 1
+    return parents.to(DEVICE), depths.to(DEVICE), drafts.to(DEVICE)
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("num_drafts", [1, 12, 80])
+def test_verification_follows_the_targets_tokens(num_drafts, is_drawn):
+    vocabulary, batch, depth = 90, 9, 4
+    parents, depths, drafts = random_trees(batch, num_drafts, vocabulary, num_drafts)
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(batch, num_drafts + 1, vocabulary, generator=generator).to(DEVICE)
+    for row in range(batch):  # the target likes what was drafted
+        for node in range(1, num_drafts + 1):
+            if row % 3 and parents[row, node] >= 0:
+                scores[row, parents[row, node], drafts[row, node - 1]] += 12.0
+    scores[8, 0] = float("nan")
+    seeds, lengths = torch.arange(batch, device=DEVICE) + 2**33, torch.arange(batch, device=DEVICE) + 5
+    arguments = scores, drafts, parents, depths, seeds if is_drawn else None, lengths, depth
+    expected, found = verify_tree_reference.verify_tree(*arguments), verify_tree.verify_tree(*arguments)
+    tokens, accepted, committed, path = expected
+    for row in range(batch):
+        node, walked = 0, []
+        while True:
+            # As without drafts: a round of one column at this position.
+            alone = scores[row, node][None, None]
+            if is_drawn:
+                at = lengths[row : row + 1] + depths[row, node]
+                options = alone, drafts[:1, :0], None, None, seeds[row : row + 1], at
+                token = int(verify_sampling_reference.verify_sampling(*options).tokens)
+            else:
+                token = int(alone.argmax())
+            walked.append((node, token))
+            children = [
+                one
+                for one in range(1, num_drafts + 1)
+                if parents[row, one] == node and drafts[row, one - 1] == token and len(walked) <= depth
+            ]
+            if not children:
+                break
+            (node,) = children
+        count = len(walked)
+        assert accepted[row] == count - 1 and committed[row] == count
+        assert list(zip(path[row, :count].tolist(), tokens[row, :count].tolist(), strict=True)) == walked
+        for ours, right in zip((found[0], found[3]), (tokens, path), strict=True):
+            assert torch.equal(ours[row, :count], right[row, :count])
+    assert torch.equal(found[1], accepted) and torch.equal(found[2], committed)
+    assert int(accepted.max()) >= min(2, int(depths.max()))
+    assert not is_drawn or tokens[8, 0] == NO_TOKEN
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_a_chain_is_a_tree_in_which_each_parent_is_the_node_before(is_drawn):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(5, 4, 7, generator=generator).mul(3).to(DEVICE)
+    drafts = scores[:, :-1].argmax(-1)
+    seeds, lengths = torch.arange(5, device=DEVICE), torch.arange(5, device=DEVICE) + 3
+    nodes = torch.arange(4, device=DEVICE).expand(5, -1).contiguous()
+    for module in (verify_tree, verify_tree_reference):
+        options = (seeds if is_drawn else None, lengths, 3)
+        chain = module.verify_tree(scores, drafts, None, None, *options)
+        for ours, right in zip(chain, module.verify_tree(scores, drafts, nodes - 1, nodes, *options), strict=True):
+            assert torch.equal(ours, right)
+
+
+@pytest.mark.parametrize("has_ids", [False, True])
+def test_the_noise_of_the_target(has_ids):
+    """Of equal distributions the best token is that which the target draws, at each position."""
+    vocabulary, size = 300, 200 if has_ids else 300
+    logits = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    ids = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(1))[:size].to(DEVICE) if has_ids else None
+    temperatures = torch.tensor([0.7, 1.5], device=DEVICE)
+    seeds, lengths = torch.tensor([3, 2**40], device=DEVICE), torch.tensor([11, 4], device=DEVICE)
+    arguments = logits, ids, temperatures, seeds, lengths, 2
+    expected = draft_sampling_reference.add_target_noise(*arguments)
+    torch.testing.assert_close(draft_sampling.add_target_noise(*arguments), expected, rtol=1e-4, atol=1e-4)
+    best = draft_sampling_reference.best_draft(expected, ids)
+    scores = logits / temperatures[:, None, None]
+    if has_ids:
+        scores = torch.full((2, 3, vocabulary), float("-inf"), device=DEVICE).index_copy(2, ids, scores)
+    positions = lengths[:, None] + 2 + torch.arange(3, device=DEVICE)
+    drawn = random_reference.exponential_sample(scores.softmax(-1), seeds[:, None], positions, RandomStream.TARGET)
+    assert torch.equal(best, drawn)
+
+
+def test_slots_and_positions_of_nodes():
+    parents, depths, drafts = random_trees(4, 6, 9)
+    tokens = torch.randint(9, (4, 30), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    lengths, limits = (torch.tensor(one, device=DEVICE) for one in ([3, 9, 5, 4], [20, 11, 20, 20]))
+    finished = torch.tensor([False, False, True, False], device=DEVICE)
+    arguments = tokens, lengths, limits, finished, drafts, parents, depths, 29
+    expected = round_state_reference.tree_block(*arguments)
+    for found, right in zip(round_state.tree_block(*arguments), expected, strict=True):
+        assert torch.equal(found, right)
+    block, slots, positions = (one.tolist() for one in expected)
+    for row in range(4):
+        length = int(lengths[row])
+        assert block[row] == [tokens[row, length - 1], *drafts[row].tolist()]
+        for node in range(7):
+            position = length - 1 + int(depths[row, node])
+            is_run = not finished[row] and position <= limits[row] - 2 and (node == 0 or parents[row, node] >= 0)
+            assert positions[row][node] == (position if is_run else 29)
+            assert slots[row][node] == (29 if finished[row] else length - 1 + node)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float8_e4m3fn, torch.bfloat16)], ids=str)
+def test_accepted_nodes_are_moved_to_their_positions(dtypes):
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(2, 5), (1, 700), (3, 1)]
+    wide = torch.randn(3, 20, 4, 8, generator=generator).to(DEVICE, dtypes[1])  # a slot is not the next one's neighbour
+    buffers = [torch.randn(3, 20, *size, generator=generator).to(DEVICE, dtypes[0]) for size in sizes] + [
+        wide[:, :, 1:3]
+    ]
+    path = torch.tensor([[0, 2, 3, 6], [0, 1, 5, 5], [0, 4, 7, 9]], device=DEVICE)
+    lengths, committed = torch.tensor([9, 12, 6], device=DEVICE), torch.tensor([4, 3, 0], device=DEVICE)
+    expected = [one.clone() for one in buffers]
+    for buffer in expected:
+        before = buffer.clone()
+        for row in range(3):
+            root = int(lengths[row] - committed[row]) - 1
+            for step in range(1, int(committed[row])):
+                buffer[row, root + step] = before[row, root + int(path[row, step])]
+    theirs, ours = ([one.clone() for one in buffers[:3]] + [wide.clone()[:, :, 1:3]] for _ in range(2))
+    move_slots_reference.move_slots(theirs, path, lengths, committed)
+    move_slots.move_slots(ours, move_slots.address_table(ours), path, lengths, committed)
+    for right, *found in zip(expected, theirs, ours, strict=True):
+        assert all(torch.equal(one.float(), right.float()) for one in found)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_the_law_of_texts_with_drafts_chosen_by_the_targets_noise(temperature):
+    """Texts of up to depth 3 of 8 drafts, of a drafter that is wrong, have the target's distribution."""
+    vocabulary, depth, rows = 3, 3, 20_000
+    generator = torch.Generator().manual_seed(0)
+    # Logits after every text, of which nodes are told apart by number: v's child w is 3 v + w + 1.
+    target = torch.randn(sum(vocabulary**n for n in range(depth + 1)), vocabulary, generator=generator).to(DEVICE)
+    drafter = torch.randn(1, depth, vocabulary, generator=generator).to(DEVICE).expand(rows, -1, -1)
+    seeds, lengths = torch.arange(rows, device=DEVICE), torch.full((rows,), 7, device=DEVICE)
+    temperatures = torch.full((rows,), temperature, device=DEVICE)
+    noisy = draft_sampling_reference.add_target_noise(drafter, None, temperatures, seeds, lengths, 0)
+    values, tokens = noisy.log_softmax(-1).sort(dim=-1, descending=True)
+    drafts, *tree = draft_tree_reference.best_paths(values, tokens, 8)
+    texts = torch.zeros(rows, 9, dtype=torch.int64, device=DEVICE)
+    for node in range(1, 9):
+        parent = texts.gather(1, tree[0][:, node, None].clamp(min=0))[:, 0]
+        texts[:, node] = vocabulary * parent + drafts[:, node - 1] + 1
+    scores = target[texts] / temperature
+    found, accepted, _, _ = verify_tree_reference.verify_tree(scores, drafts, *tree[:2], seeds, lengths, depth)
+    assert accepted.bincount(minlength=depth + 1).min() > 100
+    # Rounds go on until texts have as many tokens: without drafts, as far as the law is concerned.
+    at, text = torch.zeros_like(seeds), torch.zeros_like(seeds)
+    law = torch.ones(1, dtype=torch.float64, device=DEVICE)
+    probs = (target / temperature).softmax(-1)
+    for step in range(depth):
+        alone = random_reference.exponential_sample(probs[at], seeds, lengths + step, RandomStream.TARGET)
+        token = torch.where(step <= accepted, found[:, step], alone)
+        first = (vocabulary**step - 1) // (vocabulary - 1)
+        law = (law[:, None] * probs[first : first + vocabulary**step].double()).flatten()
+        at, text = vocabulary * at + token + 1, vocabulary * text + token
+    assert p_value(text.bincount(minlength=vocabulary**depth).cpu(), law.cpu()) > 1e-3

@@ -1,0 +1,116 @@
+"""A drafter that learns from the passes that a trainer makes of its target."""
+
+import pytest
+import torch
+from graph_stand_ins import replay_on_cpu
+from oracle import RANDOM_DRAFTERS, random_eagle3
+from targets import new_target
+from torch import nn
+
+from hf_specdec import NoDrafter
+from hf_specdec.hosting import equivalence
+from hf_specdec.training.learner import DrafterLearner
+
+NEW = 24
+
+
+class Training:
+    """Steps of a trainer on a few prompts, padded before: a rollout, a pass with gradients, an optimizer's step."""
+
+    def __init__(self, family="eagle3", dtype=torch.float32, **settings):
+        self.target = new_target("llama").to(dtype)
+        self.drafter = RANDOM_DRAFTERS[family](self.target).to(dtype)
+        self.drafter.bind(self.target)
+        self.drafter.num_assistant_tokens = 3
+        self.attachment = self.drafter.attach(self.target)
+        self.learner = DrafterLearner(self.drafter, self.target, learning_rate=5e-3, **settings)
+        self.optimizer = torch.optim.AdamW(self.target.parameters(), lr=1e-5)
+        self.prompts = torch.randint(3, 16, (8, 6), generator=torch.Generator().manual_seed(0))
+        self.mask = torch.ones_like(self.prompts)
+        self.mask[:3, :2] = 0
+
+    def step(self):
+        self.target.train()
+        options = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
+        ids = self.target.generate(self.prompts, attention_mask=self.mask, **options)
+        mask = torch.cat([self.mask, torch.ones_like(ids[:, 6:])], dim=1)
+        with torch.no_grad():  # such as of a reference: nothing is learned from it
+            self.target(ids, attention_mask=mask)
+        logits = self.target(ids, attention_mask=mask, logits_to_keep=NEW + 1).logits
+        (logits.float().square().mean() * 1e-3).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.drafter.stats.acceptance_length
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("eagle3", "float32"), ("eagle3", "bfloat16"), ("mtp", "float32"), ("dflash", "float32")]
+)
+def test_acceptance_grows_without_a_capture(monkeypatch, family, dtype):
+    replay, checks, lengths = replay_on_cpu(monkeypatch), [], []
+    difference = equivalence._difference
+    monkeypatch.setattr(equivalence, "_difference", lambda *args: (checks.append(1), difference(*args))[1])
+    dtype = getattr(torch, dtype)
+    training = Training(family, dtype)
+    with training.learner as learner:
+        for step in range(16):
+            lengths.append(training.step())
+            learner.step()
+            if step == 2:
+                captures, num_checks = replay.count, len(checks)
+    assert sum(lengths[-3:]) / 3 > lengths[0] + 0.06, lengths
+    assert captures > 0 and (replay.count, len(checks)) == (captures, num_checks)
+    assert training.drafter.stats.execution.startswith("captured") and learner.skipped == 0
+    assert training.drafter.dtype == dtype
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in training.target.modules())
+    metrics = learner.metrics()
+    assert metrics["loss"][0] > 0 and learner.metrics() == {}
+
+
+def test_what_is_learned_from():
+    """The tokens of answers in passes with gradients, without padding, up to a number of tokens."""
+    training = Training(max_tokens=100)
+    with training.learner as learner:
+        training.step()
+        (one,) = learner._passes
+        assert one.input_ids.shape == (100 // (6 + NEW), 6 + NEW)
+        assert one.lengths[:, 0].tolist() == [4 + NEW] * 3 and one.prompt_lengths[:, 0].tolist() == [4] * 3
+        assert torch.equal(one.input_ids[:, :4], training.prompts[:3, 2:])
+        ids = one.input_ids[:, : 4 + NEW]
+        learner._passes.clear()
+        with training.learner._target.get_decoder().register_forward_pre_hook(lambda *_: None):
+            training.target(ids, labels=ids.where(torch.arange(4 + NEW) >= 9, -100)).loss.backward()
+        (one,) = learner._passes
+        assert one.prompt_lengths[:, 0].tolist() == [9] * 3
+        plain = training.target.get_decoder()(ids, output_hidden_states=True)
+        torch.testing.assert_close(one.hidden, plain.last_hidden_state.detach())
+        first, *_ = training.drafter.aux_hidden_state_layer_ids
+        found = one.aux_hidden_states[..., : one.hidden.shape[-1]]
+        torch.testing.assert_close(found, plain.hidden_states[first].detach())
+        learner._passes.clear()
+        training.target(inputs_embeds=training.target.get_input_embeddings()(ids))
+        training.target(ids, position_ids=torch.arange(4 + NEW).remainder(10)[None])
+        assert learner.skipped == 2 and not learner._passes
+        training.target.get_decoder().layers[1].register_forward_hook(fails := Fails())
+        with pytest.raises(RuntimeError, match="fails"):
+            training.target(ids)
+        assert learner._running is None and not learner._passes and fails.was_called
+
+
+class Fails:
+    was_called = False
+
+    def __call__(self, *_):
+        self.was_called = True
+        raise RuntimeError("fails")
+
+
+def test_drafters_that_cannot_learn():
+    target = new_target("llama")
+    for make in (NoDrafter, RANDOM_DRAFTERS["domino"]):
+        with pytest.raises(ValueError, match="cannot learn: it does not implement"):
+            DrafterLearner(make(target), target)
+    with pytest.raises(ValueError, match="bound to another target"):
+        DrafterLearner(random_eagle3(target), new_target("llama"))
+    with pytest.raises(ValueError, match="no transformers model inside"):
+        DrafterLearner(random_eagle3(target), nn.Linear(2, 2))
