@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -35,6 +36,23 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torc
     Rows are flattened first, because `F.linear` of a non-contiguous `[B, n, in]` by a weight without gradient runs one
     matmul for each of the B batch rows and reads the weight B times.
     """
+    return _linear(None, inputs, weight, bias)
+
+
+def _linear(
+    module: nn.Linear | None,
+    inputs: torch.Tensor,
+    weight: torch.Tensor | StoredWeight | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`linear`; with a plain `module` its `forward`, which outside of an engine's passes computes as it always does.
+
+    One function, since a round calls it once for each layer.
+    """
+    if module is not None:
+        if not torch.compiler.is_compiling() and this_thread.engine is None:
+            return nn.Linear.forward(module, inputs)
+        weight, bias = module.weight, module.bias
     rows = inputs.numel() // inputs.shape[-1]
     flat = inputs.reshape(rows, inputs.shape[-1])
     policy = DEVICE_POLICIES.get(inputs.device.type, DEFAULT_POLICY)
@@ -59,8 +77,8 @@ def computes(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:
     return ops.has_fast_linear(inputs.reshape(-1, inputs.shape[-1]), weight)
 
 
-def _forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
-    """`linear` as the `forward` of a module, which outside of an engine's passes computes as it always does."""
+def _stored_linear(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+    """As `_linear`, of a module with a quantised weight: what `linear` does not compute its library does."""
     if not torch.compiler.is_compiling() and this_thread.engine is None:
         return type(module).forward(module, inputs)
     weight = weight_of(module)
@@ -83,7 +101,7 @@ def gated_linear(
 
 def runs_linear(module: nn.Module) -> bool:
     """Whether a forward pass of `module` is one of `linear` with its weight and bias."""
-    return getattr(vars(module).get("forward"), "func", None) is _forward
+    return getattr(vars(module).get("forward"), "func", None) in (_linear, _stored_linear)
 
 
 def _has_own(device: torch.device) -> bool:
@@ -117,16 +135,17 @@ def patched_linear(*models: nn.Module) -> Replacements:
     """
     modules = modules_of(*models)
     heads = {id(module.get_output_embeddings()) for module in modules if isinstance(module, PreTrainedModel)}
-    chosen = (
-        module
-        for module in modules
-        if isinstance(module, nn.Linear)
-        and ("forward" not in vars(module) or runs_linear(module))
-        and (weight := weight_of(module)) is not None
-        and (
-            policy_of(module.weight.device).few_row_linear
-            if isinstance(weight, StoredWeight)
-            else _has_own(module.weight.device) or id(module) in heads
-        )
+
+    def own_forward(module: nn.Module) -> Callable | None:
+        if not isinstance(module, nn.Linear) or not ("forward" not in vars(module) or runs_linear(module)):
+            return None
+        weight = weight_of(module)
+        if isinstance(weight, StoredWeight):
+            return _stored_linear if policy_of(module.weight.device).few_row_linear else None
+        is_chosen = weight is not None and (_has_own(weight.device) or id(module) in heads)
+        return _linear if is_chosen else None
+
+    found = ((module, own_forward(module)) for module in modules)
+    return Replacements(
+        {"forward": [(module, functools.partial(functools.partial, own)) for module, own in found if own is not None]}
     )
-    return Replacements({"forward": [(module, functools.partial(functools.partial, _forward)) for module in chosen]})

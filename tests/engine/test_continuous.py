@@ -421,6 +421,9 @@ def test_admission():
         def prefill(self, prefixes, group, running):
             entered.append(([one.row for one in prefixes], group))
 
+        def observe(self, request):
+            pass
+
         def prefill_next(self):
             return (SimpleNamespace(read=lambda: ([[0]] * 4, [0] * 4, [0] * 4), logprobs=()), {}) if entered else None
 

@@ -396,6 +396,12 @@ class SimulatedRows(Runner):
     def leave_target(self):
         pass
 
+    def observe(self, request):
+        pass
+
+    def why_no_adapter(self, request):
+        return None
+
     def finish(self, rows):
         self.finished.update(rows)
 
