@@ -111,18 +111,16 @@ def _has_own(device: torch.device) -> bool:
 
 
 @fact
-def computed_by_libraries(model: PreTrainedModel) -> tuple[str, ...]:
+def _quantised_classes(model: PreTrainedModel) -> frozenset[tuple[str, bool]]:
+    """Package and class of the quantised linear layers of `model`, each with whether kernels know such a layer."""
+    classes = ((quantised_class(one), one) for one in model.modules() if isinstance(one, nn.Linear))
+    return frozenset((name, weight_of(one) is not None) for name, one in classes if name is not None)
+
+
+def computed_by_libraries(model: PreTrainedModel) -> list[str]:
     """Package and class of the quantised linear layers of `model` that are not computed by `linear`, by their names."""
-    layers = [one for one in model.modules() if isinstance(one, nn.Linear) and quantised_class(one) is not None]
-    return tuple(
-        sorted(
-            {
-                quantised_class(one)
-                for one in layers
-                if weight_of(one) is None or not policy_of(one.weight.device).few_row_linear
-            }
-        )
-    )
+    has_kernels = policy_of(model.device).few_row_linear
+    return sorted({name for name, is_known in _quantised_classes(model) if not (is_known and has_kernels)})
 
 
 def patched_linear(*models: nn.Module) -> Replacements:

@@ -379,7 +379,7 @@ class SimulatedRows(Runner):
 
     def __init__(self, rows, slots):
         self.memory = RowMemory(rows, slots, 64, CPU)
-        self.state = SimpleNamespace(tokens=torch.zeros(rows))
+        self.state = SimpleNamespace(tokens=torch.zeros(rows), num_nodes=0)
         self.session = SimpleNamespace(fence=Fence(CPU))
         self.held = [[] for _ in range(rows)]
         self.num_rows, self.capacity = rows, self.memory.capacity
