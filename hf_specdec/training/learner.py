@@ -56,7 +56,8 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         max_tokens: most tokens of the passes between two steps that are kept, with their hidden states.
 
     Attributes:
-        skipped: passes that nothing was learned from: of embeddings, or of several texts packed in a row.
+        skipped: passes that nothing was learned from: of embeddings, of several texts packed in a row, or in a step
+            whose gradients are not finite, which leaves the drafter as it was.
 
     Raises:
         ValueError: the drafter is not bound to the target, or is of another family.
@@ -81,7 +82,7 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         self._optimizer = torch.optim.AdamW(self._student.parameters(), lr=learning_rate, betas=(0.9, 0.95))
         self._max_tokens, self.skipped = max_tokens, 0
         self._passes: list[_Pass] = []
-        self._counts: torch.Tensor | None = None
+        self._counts: torch.Tensor | int = 0
         self._handles: list[Any] = []
         # Of the pass that runs: its recorder, tokens, mask, and first column that it is asked about.
         self._running: tuple[AuxHiddenStateRecorder, torch.Tensor, torch.Tensor | None, Any] | None = None
@@ -150,6 +151,7 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         """Learn from the passes since the last step, and let calls use what was learned."""
         passes, self._passes = self._passes, []
         self._student.sync_with(self._target)
+        counts = []
         for one in passes:
             batch = Batch.of(one.input_ids, one.lengths, one.prompt_lengths)
             if len(batch.places):
@@ -157,24 +159,29 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
                 states = [None if state is None else state.to(self._target.dtype) for state in one[3:]]
                 learned = self._teacher.outputs(batch, *states)
                 with torch.enable_grad(), self._autocast(), self._random_numbers():
-                    loss, counts = self._objective(learned)
+                    loss, counted = self._objective(learned)
                     (loss / len(passes)).backward()
-                self._counts = counts if self._counts is None else self._counts + counts
+                counts.append(counted)
         parameters = [one for one in self._student.parameters() if one.requires_grad]
         if dist.is_initialized() and dist.get_world_size() > 1:
             for one in parameters:
                 one.grad = torch.zeros_like(one) if one.grad is None else one.grad
                 dist.all_reduce(one.grad)
                 one.grad /= dist.get_world_size()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        self._optimizer.step()
+        is_finite = nn.utils.clip_grad_norm_(parameters, 1.0).isfinite()
+        if is_finite:
+            self._optimizer.step()
+            self._counts = sum(counts, self._counts)
+        else:
+            self.skipped += len(passes)
         self._optimizer.zero_grad(set_to_none=True)
-        self.drafter.load_weights(dict(self._student.named_parameters()))
+        if is_finite:
+            self.drafter.load_weights(dict(self._student.named_parameters()))
 
     def metrics(self) -> dict[str, Any]:
         """What `summarize` finds in the steps since the last call; empty if nothing was learned from."""
-        counts, self._counts = self._counts, None
-        return {} if counts is None else summarize(counts)
+        counts, self._counts = self._counts, 0
+        return summarize(counts) if isinstance(counts, torch.Tensor) else {}
 
     def _random_numbers(self) -> AbstractContextManager:
         """Context after which the trainer's random numbers go on as if none had been drawn."""

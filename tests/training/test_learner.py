@@ -105,6 +105,22 @@ class Fails:
         raise RuntimeError("fails")
 
 
+def test_a_step_without_numbers_is_left_out():
+    """A pass of a target that has diverged, and one after it."""
+    training = Training()
+    before = {name: one.clone() for name, one in training.drafter.state_dict().items()}
+    with training.learner as learner:
+        training.step()
+        learner._passes[0].aux_hidden_states[0, 0] = float("nan")
+        learner.step()
+        assert learner.skipped == 1
+        assert all(torch.equal(one, before[name]) for name, one in training.drafter.state_dict().items())
+        training.step()
+        learner.step()
+    assert learner.skipped == 1 and all(one.isfinite().all() for one in training.drafter.state_dict().values())
+    assert any(not torch.equal(one, before[name]) for name, one in training.drafter.state_dict().items())
+
+
 def test_drafters_that_cannot_learn():
     target = new_target("llama")
     for make in (NoDrafter, RANDOM_DRAFTERS["domino"]):
