@@ -82,6 +82,14 @@ def test_one_for_each_row(tape, kind):
     assert not any(module._forward_pre_hooks for module in target.modules())
 
 
+def test_rows_whose_drafts_are_trees(tape):
+    """All nodes of a row have its adapters."""
+    target, adapted = adapted_target()
+    drafter = RANDOM_DRAFTERS["dflash"](target).configure(tree=10)
+    assert same(adapted, drafter, adapter_names=NAMES) != same(adapted, drafter, adapter_names=["a"] * 3)
+    assert drafter.stats.tree == 10 and "captured" in drafter.stats.execution
+
+
 # By family: which layers have adapters. PEFT itself has none for each row on experts.
 FAMILIES = {
     "qwen3": EVERY,
