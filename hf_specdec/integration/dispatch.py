@@ -96,16 +96,16 @@ def _warn(message: str) -> None:
     logger.warning("hf_specdec: %s", message)
 
 
-def _on_static_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Call, str | None]:
+def _fitted_to_static_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Call, str | None]:
     """`call` as the static engine is to run it, and the reason why it cannot; None if it can."""
     with _rows_in_state(call):
-        found, obstacle = _without_row_hooks(call, model_kwargs, is_continuous)
+        found, obstacle = _with_present_hooks(call, model_kwargs, is_continuous)
     if call.adapters is None or obstacle is not None or found.inputs is None:
         return found, obstacle
     # The target itself runs the prompts, with PEFT's hooks if it has them.
     if names_in_hooks(signature_of(call.model).hooked) is None:
         return call, "rows have adapters of their own, but the target itself runs the prompts of this call"
-    return _without_row_hooks(replace(call, adapters=None), model_kwargs, is_continuous)
+    return _with_present_hooks(replace(call, adapters=None), model_kwargs, is_continuous)
 
 
 def _rows_in_state(call: Call) -> AbstractContextManager[None]:
@@ -120,8 +120,8 @@ def row_adapters(model: PreTrainedModel, names: Sequence[str] | None, count: int
     return names_of_rows(signature.adapters, signature.hooked, names, count)
 
 
-def _without_row_hooks(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Call, str | None]:
-    """`_on_static_engine`, for a call whose hooks are those to be called."""
+def _with_present_hooks(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Call, str | None]:
+    """`_fitted_to_static_engine`, for a call that runs with the hooks which modules have now."""
     model, prompts = call.model, call.prompts
     obstacle = why_not_static(model, call.config, prompts, model_kwargs, is_continuous)
     if obstacle is not None:
@@ -151,7 +151,7 @@ def _choose_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool
         ValueError: the static engine was forced and cannot run it.
     """
     drafter = call.drafter
-    on_static, obstacle = _on_static_engine(call, model_kwargs, is_continuous)
+    on_static, obstacle = _fitted_to_static_engine(call, model_kwargs, is_continuous)
     if drafter.engine == "static" and obstacle is not None:
         raise ValueError(f'engine="static" was forced, but {obstacle}; use engine="auto" or "stock".')
     if drafter.engine != "auto":
