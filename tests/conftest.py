@@ -88,6 +88,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         config.cache.set(SECONDS, dict(seconds))
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup() -> None:
+    """Weights that a test draws without a seed of its own do not depend on the tests before it."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def no_times_of_other_tests() -> None:
     """Calls with `num_assistant_tokens="auto"` begin with nothing known."""
