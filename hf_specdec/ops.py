@@ -7,6 +7,7 @@ imported elsewhere, too. Triton is imported when the first kernel is called.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -405,7 +406,7 @@ class SlotMoves:
 
     def __init__(self) -> None:
         self._key: tuple = ()
-        self._table: torch.Tensor | None = None
+        self._table: Any = None  # a `kernels.move_slots.SlotTable`
 
     def __call__(
         self, buffers: Sequence[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor, committed: torch.Tensor
@@ -413,13 +414,13 @@ class SlotMoves:
         if not is_for_triton(path):
             move_slots_reference.move_slots(buffers, path, lengths, committed)
             return
-        from .kernels.move_slots import address_table, move_slots
+        from .kernels.move_slots import SlotTable, move_slots
 
         with torch.cuda.device_of(path):
             key = tuple((one.data_ptr(), one.stride()) for one in buffers)
             if key != self._key:  # not while a round is captured, which was run before
-                self._key, self._table = key, address_table(buffers)
-            move_slots(buffers, self._table, path, lengths, committed)
+                self._key, self._table = key, SlotTable.of(buffers)
+            move_slots(self._table, path, lengths, committed)
 
 
 def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:

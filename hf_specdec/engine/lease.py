@@ -47,7 +47,6 @@ def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
         draft_probs=call.draft_probs,
         num_ends=next_power_of_two(max(len(call.ends), 8)),
         verification=call.verification,
-        logprobs=call.logprobs,
         num_nodes=call.num_nodes,
     )
 
@@ -169,7 +168,8 @@ class SessionLease:
 
         Where rounds for longer texts are captured, and none for those that there are, those do.
         """
-        state, rounds, key = self.session.state, self.session.rounds, self._process.key
+        state, rounds = self.session.state, self.session.rounds
+        key = self._process.key, state.logprobs
         if not self._grows:
             return key, num_drafts, state.slots
         span = least = span_for(state.live, state.slots)
