@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from .kernels import (
-    attention_reference,
     draft_inputs_reference,
     experts_reference,
     linear_reference,
@@ -44,7 +43,6 @@ from .op_choice import (
     is_capturing,
     is_for_triton,
     kernel_op,
-    note_attended,
     references,
     register_op,
     without_dispatch_modes,
@@ -89,27 +87,6 @@ __all__ = [
     "verify_tree",
     "write_kv",
 ]
-
-
-@register_op(
-    "hf_specdec::attention",
-    schema="(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window, Tensor? sinks, "
-    "float? softcap, Tensor? starts, Tensor? ends, int? num_splits, int? chunk, Tensor? scales, Tensor? ancestors) "
-    "-> Tensor",
-)
-def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, *others):
-    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
-    if not is_for_triton(query):
-        return attention_reference.attention(*args, *others)
-    from .kernels.attention import attention
-
-    return attention(*args, num_splits, *others, fixed_splits=is_batch_invariant())
-
-
-@_attention.register_fake
-def _(query, key, value, *rest):
-    batch, heads, num_queries, _ = query.shape
-    return query.new_empty(batch, num_queries, heads, value.shape[3])
 
 
 @register_op(
@@ -235,6 +212,20 @@ def _(inputs, values, *rest):
     return inputs.new_empty(len(inputs), len(values) // (1 if rest[-1] is None else 2))
 
 
+def _attention(*args):
+    from .kernels.attention import attention
+
+    return attention(*args, fixed_splits=is_batch_invariant())
+
+
+attention = kernel_op(
+    "attention.attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window=None, Tensor? sinks=None, "
+    "float? softcap=None, Tensor? starts=None, Tensor? ends=None, int? chunk=None, Tensor? scales=None, "
+    "Tensor? ancestors=None) -> Tensor",
+    lambda query, key, value, *rest: query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]),
+    launch=_attention,
+)
 write_kv = kernel_op(
     "kv_cache.write_kv",
     "(Tensor(a!) keys, Tensor(b!) values, Tensor key_states, Tensor value_states, Tensor positions, "
@@ -327,31 +318,6 @@ plan_experts = kernel_op(
     "(Tensor expert_ids, int num_experts, int rows) -> Tensor",
     lambda expert_ids, num_experts, rows: expert_ids.new_empty(4, expert_ids.numel(), dtype=torch.int32),
 )
-
-
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    scaling: float,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    softcap: float | None = None,
-    starts: torch.Tensor | None = None,
-    ends: torch.Tensor | None = None,
-    num_splits: int | None = None,
-    chunk: int | None = None,
-    scales: torch.Tensor | None = None,
-    ancestors: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """See `kernels.attention_reference.attention`; a Triton kernel on GPUs."""
-    note_attended(key, value, *(() if scales is None else (scales,)))
-    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
-    # The reference for packed prompts reads the starts on the host; so it is called inside the op.
-    if is_for_triton(query) or is_batch_invariant() or (starts is not None and starts.dim() == 2):
-        return _attention(*args, num_splits, chunk, scales, ancestors)
-    return attention_reference.attention(*args, chunk, scales, ancestors)
 
 
 def prepare_inputs(

@@ -134,6 +134,8 @@ def draft_and_forward(
 
 def propose(state: DecodeState, drafter: Drafter, *last_block: Any) -> Proposal:
     """`Drafter.propose`, attending to as much of the text as the drafter is to."""
+    if drafter.draft_window_size is None:
+        return drafter.propose(state, *last_block)
     drafter.limit_attention(state, drafter.draft_window_size)
     proposal = drafter.propose(state, *last_block)
     drafter.limit_attention(state, None)
