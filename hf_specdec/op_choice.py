@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -150,6 +150,28 @@ def register_op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> C
     return register
 
 
+def _split(args: Sequence[Any], groups: Mapping[int, type[tuple]]) -> list[Any]:
+    """The arguments of an op, of those of its function but the first: with the elements of `groups`."""
+    found: list[Any] = []
+    for place, one in enumerate(args, start=1):
+        if place not in groups:
+            found.append(one)
+        else:
+            found += [None] * len(groups[place]._fields) if one is None else one
+    return found
+
+
+def _joined(args: Sequence[Any], groups: Mapping[int, type[tuple]]) -> list[Any]:
+    """The arguments of the function, of those of the op; see `_split`."""
+    found, left = [], list(args)
+    while left:
+        group = groups.get(len(found))
+        count = 1 if group is None else len(group._fields)
+        some, left = left[:count], left[count:]
+        found.append(some[0] if group is None or some[0] is None else group(*some))
+    return found
+
+
 def kernel_op(
     place: str,
     schema: str,
@@ -158,6 +180,7 @@ def kernel_op(
     reference: str | None = None,
     result: type[tuple] = tuple,
     launch: Callable | None = None,
+    groups: Mapping[int, type[tuple]] | None = None,
 ) -> Callable:
     """A function that runs a Triton kernel where the device of its first argument has one, elsewhere the reference.
 
@@ -169,6 +192,7 @@ def kernel_op(
         reference: `module.function` of the reference, if not `module_reference.function`.
         result: the named tuple that is returned, where it is one: ops of torch return plain ones.
         launch: calls the kernel with the arguments of the op, if they are not those of the kernel.
+        groups: arguments that are named tuples, or None, by place; the op has their elements in the schema.
     """
     module, _, name = place.partition(".")
     file, _, name_there = (reference or f"{module}_reference.{name}").partition(".")
@@ -176,7 +200,7 @@ def kernel_op(
     kernels = functools.cache(functools.partial(importlib.import_module, f"{__package__}.kernels.{module}"))
 
     def plain_results(*args: Any) -> Any:
-        out = getattr(kernels(), name)(*args)
+        out = getattr(kernels(), name)(*(_joined(args, groups) if groups else args))
         return tuple(out) if isinstance(out, tuple) else out
 
     op = register_op(f"hf_specdec::{name}", schema, mutates_args)(launch or plain_results)
@@ -186,7 +210,7 @@ def kernel_op(
     @functools.wraps(plain)
     def run(tensor: torch.Tensor, *args: Any) -> Any:
         if is_for_triton(tensor):
-            out = op(tensor, *args)
+            out = op(tensor, *(_split(args, groups) if groups else args))
         elif torch.compiler.is_compiling() or not (_choice.batch_invariant or _choice.on_reference):
             out = plain(tensor, *args)
         else:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from .kernels import (
-    draft_inputs_reference,
     experts_reference,
     linear_reference,
     low_rank_reference,
@@ -87,19 +86,6 @@ __all__ = [
     "verify_tree",
     "write_kv",
 ]
-
-
-@register_op(
-    "hf_specdec::prepare_inputs",
-    mutates_args=("out_tokens", "out_slots", "out_positions", "out_sources"),
-    schema="(Tensor tokens, Tensor lengths, Tensor committed, Tensor limits, Tensor finished, Tensor(a!) out_tokens, "
-    "Tensor(b!) out_slots, Tensor(c!) out_positions, Tensor(d!) out_sources, int num_masks, int mask_token, int shift) "
-    "-> ()",
-)
-def _prepare_inputs(tokens, lengths, committed, limits, finished, *args):
-    from .kernels.draft_inputs import prepare_inputs
-
-    prepare_inputs(tokens, lengths, committed, limits, finished, DraftInputs(*args[:4]), *args[4:])
 
 
 @register_op(
@@ -226,6 +212,15 @@ attention = kernel_op(
     lambda query, key, value, *rest: query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]),
     launch=_attention,
 )
+prepare_inputs = kernel_op(
+    "draft_inputs.prepare_inputs",
+    "(Tensor tokens, Tensor lengths, Tensor committed, Tensor limits, Tensor finished, Tensor(a!) out_tokens, "
+    "Tensor(b!) out_slots, Tensor(c!) out_positions, Tensor(d!) out_sources, int num_masks, int mask_token, int shift) "
+    "-> ()",
+    None,
+    mutates_args=("out_tokens", "out_slots", "out_positions", "out_sources"),
+    groups={5: DraftInputs},
+)
 write_kv = kernel_op(
     "kv_cache.write_kv",
     "(Tensor(a!) keys, Tensor(b!) values, Tensor key_states, Tensor value_states, Tensor positions, "
@@ -318,26 +313,6 @@ plan_experts = kernel_op(
     "(Tensor expert_ids, int num_experts, int rows) -> Tensor",
     lambda expert_ids, num_experts, rows: expert_ids.new_empty(4, expert_ids.numel(), dtype=torch.int32),
 )
-
-
-def prepare_inputs(
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    committed: torch.Tensor,
-    limits: torch.Tensor,
-    finished: torch.Tensor,
-    out: DraftInputs,
-    num_masks: int,
-    mask_token: int,
-    shift: int,
-) -> None:
-    """See `kernels.draft_inputs_reference.prepare_inputs`; a Triton kernel on GPUs."""
-    if is_for_triton(tokens):
-        _prepare_inputs(tokens, lengths, committed, limits, finished, *out, num_masks, mask_token, shift)
-    else:
-        draft_inputs_reference.prepare_inputs(
-            tokens, lengths, committed, limits, finished, out, num_masks, mask_token, shift
-        )
 
 
 def recurrence(
