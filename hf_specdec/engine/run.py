@@ -284,7 +284,7 @@ class Run:
         if arrived.is_changed:
             self._prefixes.forget()
         self._waiting.extend(arrived.requests)
-        self._tokens_waiting += sum([one.remaining for one in arrived.requests])
+        self._tokens_waiting += sum([one.left for one in arrived.requests])
         withdrawn = list(arrived.withdrawn)
         for one in arrived.requests:
             if one.adapter is not None and (error := self._runner.why_no_adapter(one.adapter)) is not None:
