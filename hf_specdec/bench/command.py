@@ -29,9 +29,9 @@ from ..loading import GGUF_SUFFIX, load_tokenizer, set_end_tokens
 from ..parallel.tensor_parallel import is_first_process, local_rank, num_processes
 from ..prompt_sources import load_prompts
 from .batches import Batch, random_batches, text_batches
-from .measure import Bench, Case, Setting, compare
+from .measure import Bench, Case, Setting, compare, short_name
 from .models import load_target, random_drafter
-from .report import environment, table
+from .report import check_matplotlib, draw, environment, table
 from .synthetic import acceptance_rates, check_acceptance, scripted_acceptance
 from .traffic import copy_bandwidth
 
@@ -122,6 +122,7 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
     )
     add("--json", action="store_true", help="print one JSON object instead of the table")
     add("--output", type=Path, help="JSON file for all figures")
+    add("--plots", type=Path, help="folder for pictures; needs matplotlib")
     parser.set_defaults(run=run_bench)
 
 
@@ -164,7 +165,7 @@ def measure(arguments: argparse.Namespace) -> None:
     check_drafters(arguments.drafter)
     device = find_device(arguments.device, arguments.tensor_parallel)
     if not is_first_process():
-        arguments.output = None
+        arguments.output = arguments.plots = None
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
     dtype = getattr(torch, arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
@@ -201,6 +202,8 @@ def measure(arguments: argparse.Namespace) -> None:
     if is_first_process():
         print(json.dumps(report, indent=1) if arguments.json else table(cases, drift))
     check_measured(cases, arguments)
+    if arguments.plots is not None:
+        draw(cases, caption(report), arguments.plots)
 
 
 def check_measured(cases: list[Case], arguments: argparse.Namespace) -> None:
@@ -239,6 +242,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError("--random-weights answers random tokens; drop --prompts or --random-weights.")
     if arguments.synthetic_acceptance is not None:
         check_acceptance(arguments.synthetic_acceptance)
+    if arguments.plots is not None:
+        check_matplotlib()
     for name in ("continuous", "serve"):
         if getattr(arguments, name) and arguments.gpu_time:
             raise ValueError(f"--gpu-time times rounds of one batch; drop it, or --{name}.")
@@ -412,6 +417,13 @@ def acceptance(arguments: argparse.Namespace, drafter: Drafter, k: int | str) ->
         first = acceptance_rates(asked, drafter.num_own_draft_tokens)[0]
         rates = [first**step for step in range(1, CANDIDATES[-1] + 1)]
     return scripted_acceptance(rates, drafter.device)
+
+
+def caption(report: dict[str, Any]) -> str:
+    """The title of the plots: target, dtype, whether weights or acceptance are synthetic, device."""
+    stated, found = report["arguments"], report["environment"]
+    synthetic = [name.replace("_", " ") for name in ("random_weights", "synthetic_acceptance") if stated[name]]
+    return ", ".join([short_name(stated["target"]), found["dtype"], *synthetic]) + "\n" + found["device"]
 
 
 def count_passes(arguments: argparse.Namespace) -> int:

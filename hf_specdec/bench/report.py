@@ -1,16 +1,22 @@
-"""The output of a benchmark: table and environment."""
+"""The output of a benchmark: table, environment and plots."""
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..config import AUTO
 from .measure import Case, Latency, Setting, Spread, short_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PACKAGES = ("hf-specdec", "torch", "transformers", "triton")
 MISSING = "-"
@@ -84,6 +90,14 @@ def _draft_probs(case: Case) -> str:
     return "" if case.draft_probs in (None, "auto") else f", draft probs {case.draft_probs}"
 
 
+def _lines(drafted: list[Case]) -> list[tuple[str, list[Case]]]:
+    """The cases that a picture joins, by K, and what to call them."""
+    lines: dict[tuple[str, str | None], list[Case]] = {}
+    for case in sorted(drafted, key=lambda case: len(case.acceptance_per_position)):
+        lines.setdefault((case.name, case.draft_probs), []).append(case)
+    return [(short_name(line[0].name) + _draft_probs(line[0]), line) for line in lines.values()]
+
+
 def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
     """The cases as aligned text, a line each, without empty columns and without `VARIED` ones that do not vary.
 
@@ -117,3 +131,83 @@ def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
         what = f"{drift['case']} at {Setting(**{name: drift[name] for name in Setting._fields})}"
         lines.append(f"drift: measured again at the end, a step of {what} takes {drift['ratio']:.2f} times as long")
     return "\n".join(lines)
+
+
+def check_matplotlib() -> None:
+    """Raise `ValueError` if matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "--plots draws with matplotlib, which is not installed. Install it (pip install 'hf-specdec[bench]'), or "
+            "drop --plots: --output keeps all figures."
+        )
+
+
+def draw(cases: list[Case], about: str, folder: Path) -> list[Path]:
+    """Plot tokens a second, time a round and acceptance over K into `folder`; returns the paths of the pictures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    measured = [case for case in cases if case.error is None]
+    pictures = {
+        "tokens_per_second": _over_k(measured, "tokens a second", "tokens_per_second"),
+        "round_time": _over_k(measured, "ms a round", "ms_per_round"),
+        "acceptance": _over_positions(measured),
+    }
+    paths = []
+    for name, figure in pictures.items():
+        figure.suptitle(about, fontsize=9)
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1], dpi=120)
+    return paths
+
+
+def _panels(cases: list[Case], ylabel: str, xlabel: str) -> tuple[Figure, list[tuple[Setting, Any]]]:
+    """A figure with one panel for each setting, a row for each temperature; and pairs of setting and panel."""
+    from matplotlib.figure import Figure  # not pyplot, which chooses a backend by the display
+    from matplotlib.ticker import MaxNLocator
+
+    sizes = sorted({(case.batch_size, case.prompt_length) for case in cases})
+    temperatures = sorted({case.temperature for case in cases})
+    figure = Figure(figsize=(4.2 * len(sizes), 3.4 * len(temperatures)), layout="constrained")
+    panels = figure.subplots(len(temperatures), len(sizes), squeeze=False)
+    found = []
+    for row, temperature in zip(panels, temperatures, strict=True):
+        row[0].set_ylabel(ylabel)
+        for panel, (size, length) in zip(row, sizes, strict=True):
+            setting = Setting(size, temperature, length)
+            panel.set(title=str(setting), xlabel=xlabel)
+            panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+            panel.grid(alpha=0.3)
+            found.append((setting, panel))
+    return figure, found
+
+
+def _over_k(cases: list[Case], ylabel: str, figure_name: str) -> Figure:
+    """A line for each drafter, with the spread of the runs, and a horizontal line for each baseline."""
+    figure, panels = _panels(cases, ylabel, "K, draft tokens a round")
+    for setting, panel in panels:
+        here = [case for case in cases if case.setting == setting and getattr(case, figure_name) is not None]
+        drafted = [case for case in here if case.k and case.k != AUTO]
+        for label, line in _lines(drafted):
+            values = [getattr(case, figure_name) for case in line]
+            errors = [[one.median - one.low for one in values], [one.high - one.median for one in values]]
+            medians = [one.median for one in values]
+            panel.errorbar([case.k for case in line], medians, errors, marker="o", capsize=2, label=label)
+        for style, case in zip(("--", ":", "-."), (case for case in here if case not in drafted), strict=False):
+            level = getattr(case, figure_name).median
+            panel.axhline(level, linestyle=style, color="black", alpha=0.6, label=case.name)
+        panel.set_ylim(bottom=0)
+        panel.legend(fontsize=7)
+    return figure
+
+
+def _over_positions(cases: list[Case]) -> Figure:
+    """Acceptance at each position, of every drafter at its largest K."""
+    figure, panels = _panels(cases, "share of drafts accepted", "position in the block")
+    for setting, panel in panels:
+        drafted = [case for case in cases if case.setting == setting and case.k]
+        for label, (*_, case) in _lines(drafted):
+            positions = range(1, len(case.acceptance_per_position) + 1)
+            panel.plot(positions, case.acceptance_per_position, marker="o", label=f"{label}, K = {case.k}")
+        panel.set_ylim(0, 1)
+        if drafted:
+            panel.legend(fontsize=7)
+    return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -195,12 +196,13 @@ def test_synthetic_acceptance(folders, tmp_path):
 
 @pytest.mark.parametrize(
     ("further", "asked"),
-    [([], [1.9]), (["--continuous"], [0.9, 0.5, 0.3, 0.2, 0.1, 0.1, 0.0])],
+    [(["--plots"], [1.9]), (["--continuous"], [0.9, 0.5, 0.3, 0.2, 0.1, 0.1, 0.0])],
     ids=["generate", "continuous"],
 )
 def test_k_that_is_chosen_round_by_round(folders, tmp_path, further, asked):
     output, options = tmp_path / "out.json", ["--max-new-tokens", 48, "--runs", 1, "--baselines", "engine"]
     options += ["--prompts", folders / "prompts.jsonl", "--limit", 1, "--drafter", folders / "eagle3", "-k", 2, "auto"]
+    further = [*further, tmp_path] if further == ["--plots"] else further
     assert bench(folders, *options, *further, "--synthetic-acceptance", *asked, "--output", output) == 0
     cases = {case["k"]: case for case in json.loads(output.read_text())["cases"]}
     assert list(cases) == [0, 2, "auto"] and not any(case["error"] for case in cases.values())
@@ -617,12 +619,15 @@ def test_errors_are_one_line(folders, capsys, monkeypatch, tmp_path):
     (tmp_path / "no_json.jsonl").write_text("w5\n")
     (tmp_path / "empty.jsonl").write_text("\n")
     monkeypatch.setitem(sys.modules, "datasets", None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
     for arguments, message in (
         (["--prompts", tmp_path / "none.jsonl"], "There is no file of prompts at"),
         (["--prompts", tmp_path / "no_prompt.jsonl"], "Line 2 of"),
         (["--prompts", tmp_path / "no_json.jsonl"], "is not JSON"),
         (["--prompts", tmp_path / "empty.jsonl"], "holds no prompts"),
         (["--prompts", "hub:org/chats"], "needs the library `datasets`"),
+        (["--plots", tmp_path], "pip install 'hf-specdec[bench]'"),
         (["-k", 0], "num_assistant_tokens is 0"),
         (["--runs", 0], "--runs is 0; expected at least 1"),
         (["--max-new-tokens", 1], "expected at least 2"),
@@ -702,6 +707,17 @@ def test_measurements_are_written_before_the_process_ends(folders, tmp_path, mon
     report = json.loads(output.read_text())
     assert [case["name"] for case in report["cases"]] == ["dynamic"] and report["drift"] is None
     assert 0 < report["cases"][0]["cold_ms_to_first_token"] < 60e3
+
+
+def test_plots(folders, tmp_path):
+    pytest.importorskip("matplotlib")
+    options = ["--prompts", folders / "prompts.jsonl", "--max-new-tokens", 6, "--runs", 2, "--limit", 1]
+    options += ["--temperature", 0, 1, "--draft-probs", "on", "auto"]
+    drafters = [folders / "eagle3", folders / "missing"]
+    assert bench(folders, "--drafter", *drafters, "-k", 1, 2, *options, "--plots", tmp_path / "plots") == 0
+    pictures = {path.name: path.read_bytes() for path in (tmp_path / "plots").iterdir()}
+    assert sorted(pictures) == ["acceptance.png", "round_time.png", "tokens_per_second.png"]
+    assert all(content.startswith(b"\x89PNG") and len(content) > 5000 for content in pictures.values())
 
 
 @pytest.mark.gpu
