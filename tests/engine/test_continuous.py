@@ -35,6 +35,7 @@ from hf_specdec.engine.continuous import ContinuousRunner
 from hf_specdec.engine.runner import Runner
 from hf_specdec.graphs import buckets
 from hf_specdec.integration import continuous as bulk
+from hf_specdec.state import RoundShape
 from hf_specdec.stats import Counters
 
 LENGTHS = (5, 1, 9, 20, 3, 3, 7, 30, 2, 1, 4, 13)
@@ -433,9 +434,9 @@ def test_admission():
 
     def finish(*which):
         committed = [1 if row in which else 0 for row in range(4)]
-        report = SimpleNamespace(read=lambda: ([[END[0], 0]] * 4, [0] * 4, committed), logprobs=())
+        report = SimpleNamespace(read=lambda: ([[END[0], 0]] * 4, [0] * 4, committed, None), logprobs=())
         occupied = [(row, one) for row, one in rows._occupied if row in which]
-        rows._take(run._Launched(occupied, report, num_drafts=1, start=0.0, end=0.0))
+        rows._take(run._Launched(occupied, report, drafted=RoundShape(1), start=0.0, end=0.0))
         rows.admit()
         return [[one.index for one in group] for _, group in entered]
 

@@ -362,7 +362,11 @@ def rows_without_trees(outcomes: list[Outcome]) -> list[str]:
         if found == REFUSED and outcome.engine == "static":
             reason = reason.partition(" but ")[2].partition(". Set tree=0")[0] or reason
             classes.setdefault(reason.removeprefix(f"{outcome.name} has "), []).append(outcome.name)
-    return ["| what there is | classes |", "|---|---|", *(f"| {why} | {', '.join(of)} |" for why, of in classes.items())]
+    return [
+        "| what there is | classes |",
+        "|---|---|",
+        *(f"| {why} | {', '.join(of)} |" for why, of in classes.items()),
+    ]
 
 
 KINDS = (
