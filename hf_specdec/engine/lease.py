@@ -216,7 +216,7 @@ class SessionLease:
 
     def allowed(self, drafted: RoundShape) -> RoundShape:
         """`drafted`; its chain while a processor reads the text, which is one text."""
-        return RoundShape(drafted.num_drafts) if self._process.key is None else drafted
+        return RoundShape(drafted.num_drafts) if drafted.num_nodes and self._process.key is None else drafted
 
     def _price(self, drafted: RoundShape) -> float:
         """Milliseconds that it takes to capture such rounds, the same on all processes; 0 where they are."""
