@@ -21,9 +21,10 @@ from transformers import PreTrainedModel
 from ..parallel.tensor_parallel import from_first_rank
 from ..state import RoundShape
 
-# The numbers of drafts that rounds are tried with: K of chains, and N of trees of the largest K. With the last
-# committed token these are tiles of 16 rows.
-CANDIDATES, TREES = (0, 1, 2, 3, 5, 7), (15, 31, 47)
+# What rounds are tried with: K of chains, and trees, which with the last committed token have tiles of 16 rows. Where
+# each draft of a path takes a pass of the drafter, a tree that is wide and not deep may be the better one.
+CANDIDATES = (0, 1, 2, 3, 5, 7)
+TREES = (RoundShape(3, 15), RoundShape(7, 15), RoundShape(7, 31), RoundShape(7, 47))
 
 # In place of what a round has: rounds of a call without the drafter, which even with K = 0 reads what is committed.
 ALONE = RoundShape(-1)
@@ -83,14 +84,16 @@ def first_drafts(asked: int, rows: int, device: torch.device) -> RoundShape:
 def tree_size(rows: int, device: torch.device) -> int:
     """N of the largest tree that is tried in rounds of so many rows; 0 if none is."""
     affordable = (_MOST_ON_CPU if device.type == "cpu" else _MOST_TREE_TOKENS) // rows - 1
-    return max((one for one in TREES if one <= affordable), default=0)
+    return max((one.num_nodes for one in TREES if one.num_nodes <= affordable), default=0)
 
 
 def candidates(most: RoundShape) -> list[RoundShape]:
     """What rounds are tried with, the fewest drafts first: chains, and trees of up to `most.num_nodes`."""
     chains = [RoundShape(one) for one in CANDIDATES if one <= most.num_drafts]
-    depth, sizes = chains[-1].num_drafts, sorted({*(one for one in TREES if one < most.num_nodes), most.num_nodes})
-    return chains + [RoundShape(depth, one) for one in sizes if one > depth > 0]
+    depth = chains[-1].num_drafts
+    trees = {(min(one.num_drafts, depth), one.num_nodes) for one in TREES if one.num_nodes <= most.num_nodes}
+    trees = [RoundShape(*one) for one in {*trees, (depth, most.num_nodes)} if one[1] > depth > 0]
+    return chains + sorted(trees, key=lambda one: (one.width, one))
 
 
 class Acceptance:
@@ -160,7 +163,7 @@ class Acceptance:
         depth, num_nodes = drafted
         gains = self._gains.get(depth, [])
         if len(gains) <= num_nodes:
-            gains = self._gains[depth] = self._likeliest(depth, max(num_nodes, TREES[-1]))
+            gains = self._gains[depth] = self._likeliest(depth, max(num_nodes, TREES[-1].num_nodes))
         return gains[num_nodes]
 
     def _likeliest(self, depth: int, num_nodes: int) -> list[float]:
@@ -231,7 +234,7 @@ class RoundTimes:
             chain = RoundShape(drafted.num_drafts)
             others = {chain, *(one for one in others if one.num_nodes and one.num_drafts == drafted.num_drafts)}
         else:
-            others = {one for one in others if not one.num_nodes} or others
+            others = {one for one in others if not one.num_nodes} or {max(others)}
         known, width = sorted(others, key=lambda other: abs(other.width - drafted.width)), drafted.width
         first = self.milliseconds(known[0])
         if len(known) == 1:
