@@ -139,6 +139,8 @@ def draft_and_forward(
 
 def propose(state: DecodeState, drafter: Drafter, *last_block: Any) -> Proposal:
     """`Drafter.propose`, attending to as much of the text as the drafter is to."""
+    if drafter.draft_window_size is None:
+        return drafter.propose(state, *last_block)
     drafter.limit_attention(state, drafter.draft_window_size)
     proposal = drafter.propose(state, *last_block)
     drafter.limit_attention(state, None)
@@ -212,20 +214,28 @@ class RoundReport:
     Args:
         result: of the round; its tensors may be overwritten by the next one.
         logprobs, walk: see `RoundOutput`; so may they.
+        names: those of `DecodeState.logprobs`.
 
     Attributes:
-        logprobs: on the host, once `read` was called.
+        logprobs: on the host, once `read` was called, by name.
     """
 
-    def __init__(self, result: VerificationResult, logprobs: tuple[torch.Tensor, ...] = (), walk: Walk | None = None):
+    def __init__(
+        self,
+        result: VerificationResult,
+        logprobs: tuple[torch.Tensor, ...],
+        names: tuple[str, ...],
+        walk: Walk | None = None,
+    ):
         self._num_tokens = result.tokens.shape[1]
         parts = (result.tokens, result.accepted[:, None], result.committed[:, None], *(walk or ()))
         packed = torch.cat(parts, dim=1)
         if packed.is_cuda:
-            self._packed, *self.logprobs = map(_copy_to_host, (packed, *logprobs))
+            self._packed, *logprobs = map(_copy_to_host, (packed, *logprobs))
             self._arrived = torch.cuda.current_stream(packed.device).record_event()
         else:
-            self._packed, self.logprobs, self._arrived = packed, [one.clone() for one in logprobs], None
+            self._packed, logprobs, self._arrived = packed, [one.clone() for one in logprobs], None
+        self.logprobs: dict[str, torch.Tensor] = dict(zip(names, logprobs, strict=True))
 
     def read(self) -> tuple[list[list[int]], list[int], list[int], list[list[int]] | None]:
         """Tokens of each row, numbers of accepted drafts and of committed tokens; waits for the copy.

@@ -368,7 +368,7 @@ class Reported(NamedTuple):
     accepted: list
     committed: list
     rejected: None = None
-    logprobs = ()
+    logprobs = {}
 
     def read(self):
         return self
@@ -400,9 +400,6 @@ class SimulatedRows(Runner):
 
     def observe(self, request):
         pass
-
-    def why_no_adapter(self, request):
-        return None
 
     def finish(self, rows):
         self.finished.update(rows)
@@ -437,7 +434,7 @@ def test_equal_prompts_take_rows_that_share_memory():
             entered.extend(requests)
 
     requests = [Request(index, torch.tensor([5, 6, 7]), 4, prompt_ids=[5, 6, 7]) for index in range(2)]
-    rows = Run(Place(2, 1024), requests, Counters(2, 1), ContinuousBatching())
+    rows = Run(Place(2, 1024), Arrived(requests, is_open=False), Counters(2, 1), ContinuousBatching())
     rows.admit()
     assert [one.index for one in entered] == [0, 1] and not any(one.is_over for one in requests)
 
@@ -468,7 +465,7 @@ def test_ten_thousand_requests_lose_nothing(monkeypatch):
             return Arrived(new, [(one, "withdrawn") for one in there[:1]], bool(arriving))
 
     setting = ContinuousBatching(arrivals=Script(), on_finished=ended.append)
-    rows = Run(place, [], Counters(1, 3), setting)
+    rows = Run(place, Arrived(), Counters(1, 3), setting)
     waits = 0
     while True:
         rows.admit()
