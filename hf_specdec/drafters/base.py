@@ -341,9 +341,9 @@ class Drafter(PreTrainedModel):
             raise ValueError(f"tree is {tree!r}; expected an int of 0, for a chain, to {MOST_NODES} drafts.")
         if tree and not self.drafts_trees:
             raise ValueError(
-                f"tree is {tree}, but {type(self).__name__} drafts tokens one after the other, each given the ones "
-                "before it, of which no trees are made; expected 0, or a drafter that drafts all tokens in one pass: "
-                "DFlash, P-EAGLE or PARD."
+                f"tree is {tree}, but {type(self).__name__} drafts tokens in passes, one after the other, of which no "
+                "trees are made; expected 0, or a drafter that drafts all tokens in one pass: DFlash and its kinds, "
+                "P-EAGLE or PARD."
             )
         return tree
 

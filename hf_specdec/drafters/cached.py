@@ -13,14 +13,12 @@ from ..cache.layer_kinds import LayerKinds, Use
 from ..cache.packed_cache import PackedCache
 from ..cache.ragged_cache import RaggedCache
 from ..config import DrafterConfig
-from ..kernels.types import DraftInputs, Proposal, Tree, VerificationResult
+from ..kernels.types import DraftInputs, Proposal, VerificationResult
 from ..ops import draw_draft
 from ..state import DecodeState
 from .base import MATCH, Drafter
 from .none import no_drafts
-
-# Drafts of a tree that follow the same one, at most.
-MOST_CHILDREN = 16
+from .trees import tree_of_independent
 
 
 @dataclass
@@ -264,26 +262,22 @@ class CachedDrafter(Drafter):
             torch.cat(tokens, dim=1), torch.cat(probs, dim=1) if state.draft_probs else None, state.memory.draft_ids
         )
 
+    def add_noise(self, state: DecodeState, logits: torch.Tensor, first: int) -> torch.Tensor:
+        """Logits `[B, n, V_d]` by which drafts `first` to `first + n - 1` of the round are chosen: with the noise that
+        the target's tokens will be drawn with, if these are what drafts are verified by.
+        """
+        if not (state.is_sampling and state.verification == MATCH):
+            return logits
+        temperatures = state.temperature * state.row_temperatures
+        return ops.add_target_noise(logits, self.target_ids, temperatures, state.seeds, state.lengths, first)
+
     def draw(self, state: DecodeState, logits: torch.Tensor, first: int) -> Proposal:
         """Draft tokens `first` to `first + n - 1` of the round, from their logits `[B, n, V_d]`; or their tree."""
-        target_ids = self.target_ids
-        if state.is_sampling and state.verification == MATCH:
-            temperatures = state.temperature * state.row_temperatures
-            logits = ops.add_target_noise(logits, target_ids, temperatures, state.seeds, state.lengths, first)
+        target_ids, logits = self.target_ids, self.add_noise(state, logits, first)
         if state.num_nodes:
-            return self._grow(logits, state.num_nodes)
+            return tree_of_independent(logits, target_ids, state.num_nodes)
         if not state.draft_probs:
             return Proposal(ops.best_draft(logits, target_ids), None)
         temperatures = state.temperature * state.row_temperatures
         index, probs = draw_draft(logits, temperatures, state.seeds, state.lengths, first)
         return Proposal(index if target_ids is None else target_ids[index], probs)
-
-    def _grow(self, logits: torch.Tensor, num_nodes: int) -> Proposal:
-        """The tree of the likeliest drafts, of logits `[B, K, V_d]` of which each does not depend on other drafts."""
-        logits = logits.float()
-        values, index = logits.topk(min(num_nodes, MOST_CHILDREN, logits.shape[-1]))
-        logprobs = values - logits.logsumexp(-1, keepdim=True)
-        drafts, *tree = ops.best_paths(
-            logprobs, index if self.target_ids is None else self.target_ids[index], num_nodes
-        )
-        return Proposal(drafts, None, tree=Tree(*tree))
