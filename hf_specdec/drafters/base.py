@@ -82,6 +82,8 @@ class Drafter(PreTrainedModel):
     most_draft_tokens: int | None = None
     # Whether `propose` can draft a tree, of `state.num_nodes` drafts.
     drafts_trees = False
+    # The smallest sliding window of layers that run nodes of trees; None if there is none.
+    smallest_window: int | None = None
     # Whether it reads the target's last hidden state, after the final norm, instead of auxiliary ones.
     reads_last_hidden_state = False
     # Whether it reads keys and values of the target, which the static engine alone has in slots.
@@ -341,9 +343,9 @@ class Drafter(PreTrainedModel):
             raise ValueError(f"tree is {tree!r}; expected an int of 0, for a chain, to {MOST_NODES} drafts.")
         if tree and not self.drafts_trees:
             raise ValueError(
-                f"tree is {tree}, but {type(self).__name__} drafts tokens in passes, one after the other, of which no "
-                "trees are made; expected 0, or a drafter that drafts all tokens in one pass: DFlash and its kinds, "
-                "P-EAGLE or PARD."
+                f"tree is {tree}, but of what {type(self).__name__} drafts no trees are made; expected 0, or a drafter "
+                "that makes them: EAGLE-3, P-EAGLE, DFlash and its kinds, a single MTP module that runs as on "
+                "committed tokens, or a draft model of attention layers."
             )
         return tree
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 
 from .. import ops
-from ..kernels.types import Proposal, Tree
+from ..kernels.types import WORD_BITS, Proposal, Tree
 
-# Drafts that follow the same one, at most.
-MOST_CHILDREN = 16
+# Drafts that follow the same one, at most; and those of a depth that a pass of layers goes on from, as EAGLE-2's.
+MOST_CHILDREN, WIDEST_FRONT = 16, 8
 
 
 def likeliest_tree(logprobs: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None, num_nodes: int) -> Proposal:
@@ -27,11 +27,17 @@ def tree_of_independent(logits: torch.Tensor, target_ids: torch.Tensor | None, n
         logits: `[B, K, V_d]`, of each of K drafts.
         target_ids: `[V_d]` int64, the target's token of each token of the draft vocabulary; None if they are the same.
     """
+    logprobs, tokens = likeliest_tokens(logits, target_ids, num_nodes)
+    return likeliest_tree(logprobs[:, :, None], tokens[:, :, None], None, num_nodes)
+
+
+def likeliest_tokens(
+    logits: torch.Tensor, target_ids: torch.Tensor | None, num_nodes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and tokens `[B, n, W]` of the drafts that may follow the same one in a tree of `num_nodes`."""
     logits = logits.float()
     values, index = logits.topk(min(num_nodes, MOST_CHILDREN, logits.shape[-1]))
-    logprobs = values - logits.logsumexp(-1, keepdim=True)
-    tokens = index if target_ids is None else target_ids[index]
-    return likeliest_tree(logprobs[:, :, None], tokens[:, :, None], None, num_nodes)
+    return values - logits.logsumexp(-1, keepdim=True), index if target_ids is None else target_ids[index]
 
 
 def tree_of_pairs(logprobs: torch.Tensor, tokens: torch.Tensor, num_nodes: int) -> Proposal:
@@ -69,10 +75,10 @@ class GrowingTree:
         self._layers.append([logprobs, tokens.gather(-1, order), torch.full_like(order, -1)])
 
     def front(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose what the last layer is gone on from.
+        """Choose the drafts of the last layer that are gone on from.
 
         Returns:
-            tokens `[B, width]` int64; and which of the drafts that the layer before was gone on from they follow.
+            tokens `[B, width]` int64; and which drafts they follow, of those that the layer before was gone on from.
         """
         logprobs, tokens, rows = self._layers[-1]
         paths = logprobs if self._paths is None else logprobs + self._paths[..., None]
@@ -85,3 +91,21 @@ class GrowingTree:
         shape = self._layers[-1][0].shape
         kinds = zip(*self._layers, strict=True)
         return likeliest_tree(*[torch.stack([one.expand(shape) for one in kind], dim=1) for kind in kinds], num_nodes)
+
+
+def descendants(ancestors: torch.Tensor, parents: torch.Tensor, first: int) -> torch.Tensor:
+    """Words of ancestors `[B, n, W]`, see `Tree`, of nodes `first` to `first + n - 1`.
+
+    Args:
+        ancestors: `[B, P, W]` int64, of nodes.
+        parents: `[B, n]` int64, which of these they follow.
+    """
+    number = torch.arange(first, first + parents.shape[1], device=parents.device)
+    bit, word = torch.ones_like(number) << number % WORD_BITS, number // WORD_BITS
+    own = torch.stack([torch.where(word == one, bit, 0) for one in range(ancestors.shape[2])], dim=-1)
+    return take(ancestors, parents) | own
+
+
+def take(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Of `values` `[B, P, width]` those at `index` `[B, n]`."""
+    return values.gather(1, index[..., None].expand(-1, -1, values.shape[2]))

@@ -249,6 +249,8 @@ def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.
         starts = cache.starts_of(positions)
         last = None if ends is None else ends[layer_idx]
         options = {"window": window, "starts": starts, "ends": last, "scales": scales}
+        if cache.nodes is not None:
+            positions, options["ancestors"] = cache.nodes
         return ops.attention(query, keys, values, positions, scaling, **options)
 
     return attend

@@ -6,8 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle import random_dflash2, random_domino, random_dspark, random_dspine
-from targets import tiny_target
+from oracle import (
+    random_dflash2,
+    random_domino,
+    random_draft_model,
+    random_dspark,
+    random_dspine,
+    random_eagle3,
+    random_mtp,
+)
+from targets import padded_prompts, tiny_target
+
+from hf_specdec.modules.hidden_states import AuxHiddenStateRecorder
 
 DEPTH, NUM_NODES = 3, 20
 FEW = {"draft_vocab_size": 9}  # so that all of the draft vocabulary are candidates
@@ -18,6 +28,11 @@ KINDS = {
     "domino": partial(random_domino, pure_draft_prefix_len=1, **FEW),
     "dflash2": random_dflash2,
     "dspine": random_dspine,
+}
+BY_LAYERS = {
+    "eagle3": partial(random_eagle3, layer_types=["sliding_attention"], sliding_window=6),
+    "draft-model": random_draft_model,
+    "mtp": partial(random_mtp, num_modules=1),
 }
 
 
@@ -48,6 +63,14 @@ def paths_by_chains(drafter, anchor, normed):
     return {tuple(path[: n + 1]): float(sums[n][at]) for at, path in enumerate(tokens) for n in range(DEPTH)}
 
 
+def paths_of(parents, tokens):
+    """The tokens of the path to each node of one row, by node; `parents` `[N + 1]`, `tokens` `[N]`."""
+    paths = {0: ()}
+    for node, token in enumerate(tokens.tolist(), start=1):
+        paths[node] = (*paths[int(parents[node])], token)
+    return paths
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_trees_are_the_likeliest_paths_of_chains(kind):
@@ -65,10 +88,73 @@ def test_trees_are_the_likeliest_paths_of_chains(kind):
     )
     (proposal,) = drafter.draft(state, first, normed)
     for row in range(2):
-        paths = {0: ()}
-        for node in range(1, NUM_NODES + 1):
-            paths[node] = (*paths[int(proposal.tree.parents[row, node])], int(proposal.tokens[row, node - 1]))
+        paths = paths_of(proposal.tree.parents[row], proposal.tokens[row])
         by_chains = paths_by_chains(drafter, first[row : row + 1], normed[row : row + 1])
         likeliest = sorted(by_chains, key=by_chains.get, reverse=True)[:NUM_NODES]
         assert len(paths) == NUM_NODES + 1 and {*paths.values()} - {()} == {*likeliest}
         assert max(map(len, likeliest)) == DEPTH
+
+
+def read_hidden_states(target, drafter, tokens):
+    """`[1, n, width]`: what the drafter reads of the target at `tokens` `[1, n]`; None if nothing."""
+    ids, reads_last = drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state
+    with AuxHiddenStateRecorder(target, ids, reads_last) as recorder:
+        target(tokens)
+        return recorder.aux_hidden_states
+
+
+def likeliest_by_layers(after, depth, num_nodes, width):
+    """Paths of EAGLE-2's tree: of each layer the `width` likeliest are gone on from, and of all `num_nodes` are kept.
+
+    Args:
+        after: log-probabilities `[V]` of what follows a path of tokens.
+    """
+    found, front = {}, {(): 0.0}
+    for _ in range(depth):
+        layer = {}
+        for path, score in front.items():
+            logprobs = after(path)
+            for token in logprobs.topk(min(num_nodes, 16)).indices.tolist():
+                layer[(*path, token)] = score + float(logprobs[token])
+        found |= layer
+        front = {path: layer[path] for path in sorted(layer, key=layer.get, reverse=True)[:width]}
+    return {*sorted(found, key=found.get, reverse=True)[:num_nodes]}
+
+
+@pytest.mark.parametrize("kind", BY_LAYERS)
+@pytest.mark.parametrize(("depth", "num_nodes", "width"), [(4, 12, 4), (3, 40, 8), (5, 3, 1)])
+@torch.no_grad()
+def test_trees_by_layers_are_those_of_whole_texts(kind, depth, num_nodes, width, monkeypatch):
+    """Their conditional distributions are those that the drafter has for each path by itself, without a cache."""
+    target, inputs = tiny_target("llama"), padded_prompts([7, 4])
+    drafter = BY_LAYERS[kind](target)
+    grow, found = type(drafter)._grow, []
+
+    def growing(self, state, *args):
+        proposal = grow(self, state, *args)
+        texts = [tokens[:length] for tokens, length in zip(state.tokens.clone(), state.lengths.tolist(), strict=True)]
+        found.append((texts, proposal.tokens.clone(), proposal.tree.parents.clone()))
+        return proposal
+
+    monkeypatch.setattr(type(drafter), "_grow", growing)
+    options = {"num_assistant_tokens": depth, "tree": num_nodes, "max_new_tokens": 9, "do_sample": False}
+    target.generate(**inputs, **options, assistant_model=drafter)
+    assert len(found) >= 4
+    for texts, tokens, parents in found[0], found[3]:
+        for row, text in enumerate(texts):
+            place = len(text) - 1 - drafter.shift
+            states = read_hidden_states(target, drafter, text[None])
+
+            def after(path, text=text, place=place, states=states):
+                whole = torch.cat([text, torch.tensor(path, dtype=torch.int64)])[None]
+                if states is not None:
+                    states = torch.nn.functional.pad(states, (0, 0, 0, len(path)))
+                normed = drafter.unroll(whole, states, len(path) + 1)[-1][0, place]
+                logprobs = (drafter.logit_scale * (drafter.head_weight @ normed)).log_softmax(-1)
+                if drafter.target_ids is None:
+                    return logprobs
+                return torch.full((target.config.vocab_size,), -torch.inf).scatter(0, drafter.target_ids, logprobs)
+
+            least = min(depth, num_nodes)
+            expected = likeliest_by_layers(after, least, num_nodes, width)
+            assert set(paths_of(parents[row], tokens[row]).values()) - {()} == expected
