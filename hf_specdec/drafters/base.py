@@ -309,8 +309,8 @@ class Drafter(PreTrainedModel):
                 the model's dtype, by rounding, and not between calls with and without drafts. Rounds are not compiled
                 then. See docs/generate.md.
             tree: how many drafts a round verifies as a tree of up to `num_assistant_tokens` in a row, 1 to
-                `MOST_NODES`; 0 for a chain. Of drafters that draft all tokens in one pass. When sampling, a tree is
-                verified as `verification="match"` verifies a chain. See docs/generate.md.
+                `MOST_NODES`; 0 for a chain. Not all drafters make trees. When sampling, a tree is verified as
+                `verification="match"` verifies a chain. See docs/generate.md.
 
         Raises:
             ValueError: expected one of the values above.
