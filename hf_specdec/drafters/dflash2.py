@@ -7,7 +7,7 @@ from torch import nn
 
 from ..config import DFlash2Config
 from .base import Reads
-from .dflash import Places, WalkingDrafter
+from .walking import Places, WalkingDrafter
 
 
 class CandidateSelector(nn.Module):

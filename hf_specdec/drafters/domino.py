@@ -8,7 +8,7 @@ from torch import nn
 from ..config import DominoConfig
 from ..patching.linear import linear
 from .base import Reads
-from .dflash import Places, WalkingDrafter, project
+from .walking import Places, WalkingDrafter, project
 
 
 class PrefixGRU(nn.Module):

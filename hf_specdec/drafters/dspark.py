@@ -7,7 +7,8 @@ from torch import nn
 
 from ..config import DSparkConfig
 from .base import Reads
-from .dflash import DFlashDrafter, Places, WalkingDrafter, project
+from .dflash import DFlashDrafter
+from .walking import Places, WalkingDrafter, project
 
 
 class MarkovHead(nn.Module):

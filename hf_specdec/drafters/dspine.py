@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from ..config import DSpineConfig
 from .base import Reads
-from .dflash import Places, WalkingDrafter
 from .dflash2 import widened
 from .layers import Attend
+from .walking import Places, WalkingDrafter
 
 
 class AdjacentInjection(nn.Module):
