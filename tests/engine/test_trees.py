@@ -53,7 +53,7 @@ def test_greedy_texts_with_trees_of_every_drafter_that_makes_them(kind):
         assert drafter.stats.tree == tree
 
 
-@pytest.mark.parametrize("kind", ["dflash", "domino", "eagle3"])
+@pytest.mark.parametrize("kind", ["domino", "eagle3"])
 def test_kernels_generate_the_same(kind, monkeypatch):
     """Greedy texts, and those of seeds."""
     target, inputs = tiny_target("llama"), padded_prompts([3, 5])
