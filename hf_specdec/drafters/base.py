@@ -127,7 +127,7 @@ class Drafter(PreTrainedModel):
         self.draft_probs: bool | str = "auto"
         self.engine = "auto"
         self.verification = "token"
-        self.tree = 0
+        self.tree: int | None = None
         self.compile_rounds = False
         self.batch_invariant = False
         self.draft_window_size: int | None = None
@@ -309,8 +309,10 @@ class Drafter(PreTrainedModel):
                 the model's dtype, by rounding, and not between calls with and without drafts. Rounds are not compiled
                 then. See docs/generate.md.
             tree: how many drafts a round verifies as a tree of up to `num_assistant_tokens` in a row, 1 to
-                `MOST_NODES`; 0 for a chain. Not all drafters make trees. When sampling, a tree is verified as
-                `verification="match"` verifies a chain. See docs/generate.md.
+                `MOST_NODES`; 0 for a chain. Not all drafters make trees. When sampling, a tree is
+                verified as `verification="match"` verifies a chain. If it is never set, chains are drafted, and trees
+                where `num_assistant_tokens="auto"` finds them faster: in greedy calls, and with
+                `verification="match"`. With both, "auto" tries trees of up to so many. See docs/generate.md.
 
         Raises:
             ValueError: expected one of the values above.

@@ -173,21 +173,19 @@ def check_key_dtype(call: Call, engine: str) -> None:
 
 def check_tree(call: Call, engine: str) -> None:
     """Raise `ValueError` unless drafts of a call can be the trees that they are to be, on the `engine` that runs it."""
-    if call.num_nodes and (reason := _why_no_tree(call, engine)) is not None:
+    if call.num_nodes and (reason := why_no_tree(call, engine)) is not None:
         raise ValueError(
             f"Drafts are to be trees of {call.num_nodes} (tree), but {reason}. Set tree=0 for chains of drafts."
         )
 
 
-def _why_no_tree(call: Call, engine: str) -> str | None:
+def why_no_tree(call: Call, engine: str) -> str | None:
     """The reason why drafts of the call cannot be trees; None if they can."""
     model, drafter, name = call.model, call.drafter, type(call.model).__name__
     if engine != "static":
         return f"the call runs on the {engine} engine ({call.reason}); expected the static engine"
     if (reason := why_not_used(model, Use.TREES)) is not None:
         return f"{name} has {reason}"
-    if call.is_auto:
-        return 'num_assistant_tokens is "auto", which chooses the length of chains; expected a number'
     windows = {name: cache_windows(model), type(drafter).__name__: (drafter.smallest_window,)}
     for owner, sizes in windows.items():
         window = min(filter(None, sizes), default=None)
