@@ -428,7 +428,7 @@ class MtpDrafter(CachedDrafter):
     def _draft_by_target(self, state: DecodeState, inputs: DraftInputs) -> list[Proposal]:
         tokens, slots, hidden = inputs.tokens, inputs.slots, state.memory.hidden[:, -inputs.tokens.shape[1] :]
         width, num_modules = tokens.shape[1], self.config.num_modules
-        if state.num_nodes:
+        if state.num_nodes and state.num_draft_tokens:
             positions = state.position_ids(slots)
             found = self.extend_cache(state, tokens, slots, positions, hidden, num_logits=1)
             return [self._grow(state, *found, *[one[:, -1:] for one in (tokens, slots, positions, hidden)])]

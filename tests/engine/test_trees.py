@@ -324,13 +324,13 @@ def test_a_manager_is_asked_for_trees_as_a_call_is():
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("kind", ["p-eagle", "dflash"])
+@pytest.mark.parametrize("kind", ["p-eagle", "dflash", "dspark", "eagle3"])
 def test_rounds_of_other_shapes_follow_each_other(kind, is_captured, monkeypatch):
     """Chains and trees of several sizes in one text, whose drafter reads what each has left."""
     if is_captured:
         replay_on_cpu(monkeypatch)
     vary_drafts(monkeypatch, [(4, 12), 2, (4, 5), 0, (4, 12), (2, 12), 4])
-    drafter = TEXTS.check("llama", PROMPTS[3], lambda target, *_: PARALLEL[kind](target), 4, tree=12)
+    drafter = TEXTS.check("llama", PROMPTS[3], lambda target, *_: MAKERS[kind](target), 4, tree=12)
     stats = drafter.stats
     assert {*stats.rounds_by_tree} == {5, 12} and {*stats.rounds_by_k} == {0, 2, 4}
     assert sum(stats.rounds_by_tree.values()) < stats.num_rounds == sum(stats.rounds_by_k.values())

@@ -47,7 +47,7 @@ def test_a_seed_gives_the_text_that_it_gives_without_drafts(kind, verification):
     assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), expected)
 
 
-@pytest.mark.parametrize("kind", PARALLEL)
+@pytest.mark.parametrize("kind", MAKERS)
 def test_captured_chains_and_trees_follow_each_other(kind, monkeypatch):
     target, inputs, options = on_gpu("llama"), prompts([1, 12, 5]), {"do_sample": False, "max_new_tokens": 60}
     plain = target.generate(**inputs, **options)
