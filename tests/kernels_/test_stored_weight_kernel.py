@@ -65,7 +65,7 @@ def test_equals_the_sum_in_float64(kind, dtype):
     exact = dequantise(weight, torch.float64)
     for rows in (1, 5, 32):
         inputs = inputs_for(rows, SHAPE[1], dtype)
-        expected = inputs.double() if not weight.rounds_inputs else round_inputs(inputs, weight.group).double()
+        expected = inputs.double() if not weight.rounds_inputs else round_inputs(inputs, weight).double()
         expected = expected @ exact.T + bias.double()
         atol = EPSILON[dtype] * expected.abs().max().item()
         torch.testing.assert_close(linear_reference.linear(inputs, weight, bias).double(), expected, rtol=0, atol=atol)
