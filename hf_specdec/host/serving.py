@@ -43,6 +43,8 @@ CHAT_HANDLER = named_in(f"{_SERVER}.chat_completion", "ChatCompletionHandler", w
 COMPLETION_HANDLER = named_in(f"{_SERVER}.completion", "CompletionHandler", why=_HANDLER, is_needed=False)
 RESPONSE_HANDLER = named_in(f"{_SERVER}.response", "ResponseHandler", why=_HANDLER, is_needed=False)
 
+named_in(f"{_SERVER}.model_manager:ModelManager", "list_models", why="adapters are listed beside the target")
+
 TensorParallelLayer = lazy_part(_TENSOR_PARALLEL, "TensorParallelLayer", why="wrapper of a sharded layer")
 ColwiseParallel = lazy_part(_TENSOR_PARALLEL, "ColwiseParallel", why="wrapper that is removed where it does nothing")
 RowwiseParallel = lazy_part(_TENSOR_PARALLEL, "RowwiseParallel", why="wrapper whose all-reduce is replaced")
