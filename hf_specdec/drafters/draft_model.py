@@ -99,6 +99,7 @@ class DraftModelDrafter(CachedDrafter):
         if model is None:
             own = config.model_config
             model = auto_class(own).from_config(own)
+        keep_stored(model)
         _check_supported(model, config.name_or_path)
         set_ragged_attention(model)
         self.model = model

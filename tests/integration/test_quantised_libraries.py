@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.integrations import finegrained_fp8
 
-from hf_specdec import ops
+from hf_specdec import AutoDrafter, ops
 from hf_specdec.kernels import linear_reference
 from hf_specdec.kernels.stored_weight_reference import dequantise
 from hf_specdec.kernels.types import StoredWeight
@@ -267,6 +267,16 @@ def test_compressed_tensors_stay_as_in_the_file(library, targets, tmp_path):
     library_own = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     torch.testing.assert_close(target(**inputs).logits, library_own(**inputs).logits)
     assert {one.weight.dtype for one in layers_of(library_own)} == {torch.float32}
+
+
+def test_draft_models_of_compressed_tensors_stay_as_in_the_file(targets):
+    target, draft = targets("torchao int8", "llama"), targets("compressed-tensors W4A16", "llama")
+    drafter = AutoDrafter.from_pretrained(draft.name_or_path, target=target)
+    inputs = prompts_for(PROMPTS[3])
+    assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
+    assert drafter.stats.accepted > 0
+    found, expected = ([(type(one), one.weight.dtype) for one in layers_of(model)] for model in (drafter.model, draft))
+    assert found == expected
 
 
 @pytest.mark.parametrize(
