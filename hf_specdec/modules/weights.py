@@ -72,6 +72,14 @@ def weight_of(module: nn.Module) -> torch.Tensor | StoredWeight | None:
     return stored if stored is not None and is_known(stored) else None
 
 
+def may_round_inputs(module: nn.Module) -> bool:
+    """Whether `module` is a quantised linear layer that rounds its inputs, or of which the kernels do not know it."""
+    if quantised_class(module) is None:
+        return False
+    stored = weight_of(module)
+    return stored is None or stored.rounds_inputs
+
+
 def is_known(stored: StoredWeight) -> bool:
     """Whether the parts of `stored` have the dtypes, shapes and strides that the kernels take."""
     (size_out, size_in), values, scales = stored.shape, stored.values, stored.scales

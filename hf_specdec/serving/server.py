@@ -396,14 +396,16 @@ def _build_server(
     from fastapi.responses import JSONResponse, PlainTextResponse
     from starlette.exceptions import HTTPException
 
-    adapters, target, list_models = list(settings.adapters), model_manager.force_model, model_manager.list_models
+    adapters, target = list(settings.adapters), model_manager.force_model
     for one in (*args, *kwargs.values()):
         kind = _HANDLERS.get(type(one).__name__)
         if kind is not None:
             one.handle_request = _checking_handler(one.handle_request, kind, adapters, target)
-    model_manager.list_models = lambda: [
-        one | more for one in list_models() for more in ({}, *({"id": name, "parent": target} for name in adapters))
-    ]
+    if adapters:
+        listed = [{"id": name, "object": "model", "created": 0, "owned_by": ""} for name in (target, *adapters)]
+        listed[1:] = [one | {"parent": target} for one in listed[1:]]
+        for name in serving_parts.MODEL_LISTS:
+            setattr(model_manager, name, lambda: listed)
     app = build_server(model_manager, *args, generation_state=generation_state, **kwargs)
 
     def refusal(status: int, message: str) -> JSONResponse:
