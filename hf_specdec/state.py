@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import state_ops
+from .cache.hidden_states import HiddenStates
 from .cache.layer_kinds import LayerKinds
 from .cache.packed_cache import PackedCache
 from .cache.ragged_cache import RaggedCache
@@ -29,6 +30,7 @@ class Shape(NamedTuple):
         verification: see `Drafter.configure`.
         logprobs: whether log-probabilities of tokens are computed: `"processed"`, `"raw"` or both, see `Call`.
         num_nodes: N, the drafts of a round where they are a tree, of depth K; 0 where they are a chain.
+        keeps_hidden_states: whether hidden states are kept of all tokens, see `Drafter.rollouts`.
     """
 
     batch: int
@@ -40,6 +42,7 @@ class Shape(NamedTuple):
     verification: str = "token"
     logprobs: tuple[str, ...] = ()
     num_nodes: int = 0
+    keeps_hidden_states: bool = False
 
 
 @dataclass
@@ -141,6 +144,8 @@ class DecodeState:
         numbers = blank_numbers(batch, device)
         views = dict(zip(NUMBERS, numbers, strict=True))
         cache = RaggedCache(layers, shape.slots, None, views["lengths"], shape.num_draft_tokens) if layers else None
+        if shape.keeps_hidden_states:
+            cache.hidden_states = HiddenStates()
         return cls(
             tokens=torch.zeros(batch, shape.slots, dtype=torch.int64, device=device),
             finished=torch.ones(batch, dtype=torch.bool, device=device),

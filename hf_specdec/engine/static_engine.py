@@ -86,6 +86,7 @@ def _alone(call: Call) -> Call:
         pool.substitute = NoDrafter(call.model)
     same = {name: getattr(drafter, name) for name in ("compile_rounds", "batch_invariant", "kv_cache_dtype")}
     pool.substitute.configure(**same)
+    pool.substitute.rollouts = drafter.rollouts
     return replace(call, drafter=pool.substitute, num_draft_tokens=0, is_auto=False)
 
 
