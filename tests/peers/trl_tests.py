@@ -7,7 +7,7 @@
 CHECKOUT is one of TRL, of about the version that is installed, of which only the tests are run. Nothing is downloaded.
 The models of text and the data sets that the tests ask for are made by the checkout's own scripts, and take the place
 of those of the Hub; their tokenizer has a token for each byte. A test that asks for anything else of the Hub counts as
-skipped. No outcome may differ, unless `docs/rollouts.md` names the test.
+skipped. No outcome may differ.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
-from peer_tests import ROOT, Runner, class_of, compared, report, table, together
+from peer_tests import Outcomes, Runner, class_of, compared, report, table
 
-PAGE = ROOT / "docs" / "rollouts.md"
 HEADING = "## TRL's own tests"
 SCRIPTS = "scripts.generate_tiny_models"
 # Where a script reads a configuration of the Hub: what that is one of, by how the repository's name begins.
@@ -105,15 +104,15 @@ def make_hub(source: Path, folder: Path) -> None:
             data.main(0.1, True, name.replace("_", "-"))
 
 
-def rollouts(tests: dict) -> str:
+def rollouts(drafted: Outcomes) -> str:
     """What became of the calls of tests that passed with drafters attached."""
-    notes = [note for _, after in tests.values() if after.outcome == "passed" for note in after.notes]
-    counted = [one for _, after in tests.values() if after.outcome == "passed" and after.notes for one in [after]]
-    reasons = Counter(note.removeprefix("plainly: ") for note in notes if note.startswith("plainly: "))
-    drafted = sum(any(note.startswith("drafted") for note in one.notes) for one in counted)
-    lines = [f"Rollouts of {drafted} tests that passed had drafts."]
+    passed = [one.notes for one in drafted.values() if one.outcome == "passed"]
+    reasons = Counter(note for notes in passed for note in notes if note.startswith("plainly: "))
+    count = sum(any(note.startswith("drafted: ") for note in notes) for notes in passed)
+    lines = [f"Of these that passed, {count} had rollouts with drafts."]
     if reasons:
-        lines.append(table(["why calls ran plainly", "tests"], [[why, count] for why, count in reasons.most_common()]))
+        rows = [[why.removeprefix("plainly: "), count] for why, count in reasons.most_common()]
+        lines.append(table(["why calls ran plainly", "tests"], rows))
     return "\n\n".join(lines)
 
 
@@ -142,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
         counts, differences = compared(alone, run, class_of, name)
         sections.append(f"With {name}:\n\n{counts}")
         faults += [f"differs: {one}" for one in differences]
-    sections.append(rollouts(together(alone, drafted)))
+    sections.append(rollouts(drafted))
     tests = re.sub(r"\s", "", (source / "VERSION").read_text())
     used = ", ".join(f"{name} {version(name)}" for name in ("trl", "transformers"))
     introduction = INTRODUCTION.format(versions=used, tests=tests, files=", ".join(options.tests))
