@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from ..calls.prompts import Prompts
 
 
 class HiddenStates:
@@ -38,16 +34,18 @@ class HiddenStates:
         for ours, theirs in zip(self.buffers, source.buffers, strict=True):
             ours[rows, :slots] = theirs[taken, :slots]
 
-    def steps(self, prompts: Prompts, num_steps: int) -> tuple[tuple[torch.Tensor, ...], ...]:
-        """As `generate()` returns them: first the padded prompt without cached columns, then one position a step."""
-        prompt_lengths, width = prompts.lengths, prompts.width - prompts.cached
+    def steps(
+        self, prompt_lengths: Sequence[int], cached_lengths: Sequence[int], width: int, num_steps: int
+    ) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """As `generate()` returns them: first the padded prompt of `width` columns without cached ones, then
+        one position a step."""
 
         def gather(buffer: torch.Tensor, step: int) -> torch.Tensor:
             if step > 0:
                 rows = torch.arange(buffer.shape[0], device=buffer.device)
                 return buffer[rows, torch.tensor(prompt_lengths, device=buffer.device) - 1 + step]
             out = buffer.new_zeros(len(buffer), width, buffer.shape[-1])
-            for row, (length, cached) in enumerate(zip(prompt_lengths, prompts.cached_lengths, strict=True)):
+            for row, (length, cached) in enumerate(zip(prompt_lengths, cached_lengths, strict=True)):
                 out[row, width - (length - cached) :] = buffer[row, cached:length, 0]
             return out
 
