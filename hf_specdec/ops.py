@@ -267,8 +267,8 @@ verify_tree = kernel_op(
 )
 best_paths = kernel_op(
     "draft_tree.best_paths",
-    "(Tensor logprobs, Tensor tokens, int num_nodes) -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda logprobs, tokens, num_nodes: (
+    "(Tensor logprobs, Tensor tokens, Tensor? rows, int num_nodes) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda logprobs, tokens, rows, num_nodes: (
         tokens.new_empty(len(tokens), num_nodes),
         *(tokens.new_empty(len(tokens), num_nodes + 1) for _ in range(2)),
         tokens.new_empty(len(tokens), num_nodes + 1, num_nodes // WORD_BITS + 1),

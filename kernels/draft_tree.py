@@ -1,8 +1,9 @@
 """Triton search for the tree of the likeliest paths; the reference is `draft_tree_reference.best_paths`.
 
-Shapes: logprobs and tokens `[B, D, W]`; N nodes, W' = N // 64 + 1 words of ancestors. With ranks r_1 to r_d a path has
+Shapes: logprobs, tokens and rows `[B, D, P, W]`; N nodes, W' = N // 64 + 1 words of ancestors. With ranks r_1 to r_d a
+path has
 
-    score(r_1, ..., r_d) = sum over i of logprobs[b, i, r_i]
+    score(r_1, ..., r_d) = sum over i of logprobs[b, i, p_i, r_i],    p_1 = 0, p_(i + 1) = rows[b, i, p_i, r_i]
 
 and the nodes are the N paths of the largest scores. Each is found by the one before its last rank, (r_1, ..., r_d - 1),
 or, if that is 0, by its parent: so the next one is the best of at most 2 N + 1 that are known.
@@ -17,8 +18,6 @@ import triton.language as tl
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .types import Tree
 
-_NONE = float("-inf")
-
 
 @triton.jit
 def _at(is_at, values):
@@ -27,23 +26,25 @@ def _at(is_at, values):
 
 
 @triton.jit
-def _load(logprobs_ptr, depth, rank, exists, WIDTH: tl.constexpr):
+def _load(logprobs_ptr, at, exists):
     """A log-probability, -inf for NaN and where it does not exist."""
-    value = tl.load(logprobs_ptr + depth * WIDTH + rank, mask=exists, other=float("-inf"))
+    value = tl.load(logprobs_ptr + at, mask=exists, other=float("-inf"))
     return tl.where(value > float("-inf"), value, float("-inf"))
 
 
 # do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["num_nodes", "depth"])
+@triton.jit(do_not_specialize=["num_nodes", "depth", "num_rows"])
 def _best_paths_kernel(
     logprobs_ptr,
     tokens_ptr,
+    rows_ptr,
     out_ptr,
     parents_ptr,
     depths_ptr,
     ancestors_ptr,
     num_nodes,
     depth,
+    num_rows,
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
     NUM_WORDS: tl.constexpr,
@@ -51,13 +52,16 @@ def _best_paths_kernel(
 ):
     """The tree of one row.
 
-    Grid: (B,). Reads a row of `logprobs` and `tokens` `[B, D, W]`; writes one of `out` `[B, N]`, of `parents` and
-    `depths` `[B, N + 1]` and of `ancestors` `[B, N + 1, words]`.
+    Grid: (B,). Reads a row of `logprobs`, `tokens` and `rows` `[B, D, P, W]`; writes one of `out` `[B, N]`, of
+    `parents` and `depths` `[B, N + 1]` and of `ancestors` `[B, N + 1, words]`.
     """
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PLACES)
-    logprobs_ptr += row * depth * WIDTH
-    tokens_ptr += row * depth * WIDTH
+    size = num_rows * WIDTH  # of a depth
+    logprobs_ptr += row * depth * size
+    tokens_ptr += row * depth * size
+    if rows_ptr is not None:
+        rows_ptr += row * depth * size
     out_ptr += row * num_nodes - 1
     parents_ptr += row * (num_nodes + 1)
     depths_ptr += row * (num_nodes + 1)
@@ -71,11 +75,10 @@ def _best_paths_kernel(
     tl.store(ancestors_ptr, one)
     if NUM_WORDS > 1:
         tl.store(ancestors_ptr + 1, zero)
-    # Of known paths: scores, those without the last rank, depths, last ranks, parents and the ancestors of these.
-    scores = tl.where(place == 0, _load(logprobs_ptr, 0, 0, True, WIDTH), float("-inf"))
+    # Of known paths: scores, those without the last rank, where that is in the tables, parents and their ancestors.
+    scores = tl.where(place == 0, _load(logprobs_ptr, 0, True), float("-inf"))
     before = tl.zeros([PLACES], tl.float32)
-    depths = tl.zeros([PLACES], tl.int32)
-    ranks = tl.zeros([PLACES], tl.int32)
+    entries = tl.zeros([PLACES], tl.int32)
     parents = tl.zeros([PLACES], tl.int32)
     low = tl.full([PLACES], 1, tl.int64)
     high = tl.zeros([PLACES], tl.int64)
@@ -83,39 +86,47 @@ def _best_paths_kernel(
         best = tl.max(scores, axis=0)
         exists = best > float("-inf")
         is_at = place == tl.min(tl.where(scores == best, place, PLACES), axis=0)
-        own_depth = _at(is_at, depths)
-        rank = _at(is_at, ranks)
+        entry = _at(is_at, entries)
+        own_depth = entry // size
         parent = _at(is_at, parents)
         path = _at(is_at, before)
         parent_low = _at(is_at, low)
         parent_high = _at(is_at, high)
         own_low = tl.where(exists, parent_low, 0) | tl.where(node < 64, one << node, 0)
         own_high = tl.where(exists, parent_high, 0) | tl.where(node < 64, 0, one << (node - 64))
-        token = tl.load(tokens_ptr + own_depth * WIDTH + rank, mask=exists, other=0)
+        token = tl.load(tokens_ptr + entry, mask=exists, other=0)
         tl.store(out_ptr + node, token)
         tl.store(parents_ptr + node, tl.where(exists, parent, -1).to(tl.int64))
         tl.store(depths_ptr + node, tl.where(exists, own_depth + 1, 0).to(tl.int64))
         tl.store(ancestors_ptr + node * NUM_WORDS, own_low)
         if NUM_WORDS > 1:
             tl.store(ancestors_ptr + node * NUM_WORDS + 1, own_high)
-        sibling = path + _load(logprobs_ptr, own_depth, rank + 1, exists & (rank + 1 < WIDTH), WIDTH)
-        child = best + _load(logprobs_ptr, own_depth + 1, 0, exists & (own_depth + 1 < depth), WIDTH)
+        first = (own_depth + 1) * size  # of its children
+        has_children = exists & (own_depth + 1 < depth)
+        if rows_ptr is not None:
+            child_row = tl.load(rows_ptr + entry, mask=has_children, other=-1).to(tl.int32)
+            first += child_row * WIDTH
+            has_children = has_children & (child_row >= 0)
+        sibling = path + _load(logprobs_ptr, entry + 1, exists & ((entry + 1) % WIDTH != 0))
+        child = best + _load(logprobs_ptr, first, has_children)
         is_sibling = place == 2 * node - 1
         is_child = place == 2 * node
         scores = tl.where(is_at, float("-inf"), scores)
         scores = tl.where(is_sibling, sibling, tl.where(is_child, child, scores))
         before = tl.where(is_sibling, path, tl.where(is_child, best, before))
-        depths = tl.where(is_sibling, own_depth, tl.where(is_child, own_depth + 1, depths))
-        ranks = tl.where(is_sibling, rank + 1, tl.where(is_child, 0, ranks))
+        entries = tl.where(is_sibling, entry + 1, tl.where(is_child, first, entries))
         parents = tl.where(is_sibling, parent, tl.where(is_child, node, parents))
         low = tl.where(is_sibling, parent_low, tl.where(is_child, own_low, low))
         high = tl.where(is_sibling, parent_high, tl.where(is_child, own_high, high))
 
 
-def best_paths(logprobs: torch.Tensor, tokens: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, ...]:
+def best_paths(
+    logprobs: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None, num_nodes: int
+) -> tuple[torch.Tensor, ...]:
     """See `draft_tree_reference.best_paths`; equal. One launch."""
-    batch, depth, width = logprobs.shape
-    assert logprobs.shape == tokens.shape and logprobs.is_contiguous() and tokens.is_contiguous()
+    batch, depth, num_rows, width = logprobs.shape
+    for one in (logprobs, tokens) if rows is None else (logprobs, tokens, rows):
+        assert one.shape == logprobs.shape and one.is_contiguous(), "tables must be contiguous, of one shape"
     assert logprobs.dtype == torch.float32, "scores are added up in float32"
     parents, depths = (torch.empty(batch, num_nodes + 1, dtype=torch.int64, device=tokens.device) for _ in range(2))
     words = num_nodes // 64 + 1
@@ -124,10 +135,12 @@ def best_paths(logprobs: torch.Tensor, tokens: torch.Tensor, num_nodes: int) -> 
     _best_paths_kernel[(batch,)](
         logprobs,
         tokens,
+        rows,
         out,
         *tree,
         num_nodes,
         depth,
+        num_rows,
         WIDTH=width,
         PLACES=triton.next_power_of_2(2 * num_nodes + 1),
         NUM_WORDS=words,

@@ -9,13 +9,21 @@ from .types import WORD_BITS, Tree
 _NONE = float("-inf")
 
 
-def best_paths(logprobs: torch.Tensor, tokens: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, ...]:
-    """The `num_nodes` likeliest paths of drafts of which each is as likely after any others: best first (DDTree, arXiv
-    2604.12989). A path is at most as likely as what it begins with, so they are a tree.
+def best_paths(
+    logprobs: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None, num_nodes: int
+) -> tuple[torch.Tensor, ...]:
+    """The `num_nodes` likeliest paths of drafts: best first (DDTree, arXiv 2604.12989). A path is at most as likely as
+    what it begins with, so they are a tree.
+
+    Tables say what may follow: those of a depth have P rows, of which each is for drafts before that have the same
+    drafts after them. There is one row where drafts do not depend on each other, one for each token where they depend
+    on the one before, and one for each path that was gone on from where they depend on all (EAGLE-2, arXiv 2406.16858).
 
     Args:
-        logprobs: `[B, D, W]` float32, of the W likeliest tokens of each depth, descending; NaN counts as -inf.
-        tokens: `[B, D, W]` int64.
+        logprobs: `[B, D, P, W]` float32, of the W likeliest tokens, descending; NaN counts as -inf. Of the first depth
+            row 0 is read.
+        tokens: `[B, D, P, W]` int64.
+        rows: `[B, D, P, W]` int64, the row of the next depth for what follows a token, -1 if nothing does; None for 0.
         num_nodes: N, at most `WORD_BITS * MOST_WORDS` - 1.
 
     Returns:
@@ -23,36 +31,43 @@ def best_paths(logprobs: torch.Tensor, tokens: torch.Tensor, num_nodes: int) -> 
         ones that which was found first. Where there are fewer than N paths above -inf, the rest has token 0 and parent
         -1.
     """
-    (batch, depth, width), device = logprobs.shape, logprobs.device
-    logprobs = torch.where(logprobs > _NONE, logprobs, _NONE)
-    rows = torch.arange(batch, device=device)
+    (batch, depth, num_rows, width), device = logprobs.shape, logprobs.device
+    size = num_rows * width
+    logprobs = torch.where(logprobs > _NONE, logprobs, _NONE).flatten(1)
+    tokens, rows = tokens.flatten(1), torch.zeros_like(tokens.flatten(1)) if rows is None else rows.flatten(1)
+    of_batch = torch.arange(batch, device=device)
+
+    def load(at: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
+        return torch.where(exists, logprobs[of_batch, at.clamp(0, depth * size - 1)], _NONE)
+
     # Of paths that may be next, by the place where they were found: after node n its next sibling and its first child.
     places = 2 * num_nodes + 1
     scores, before = logprobs.new_full((batch, places), _NONE), logprobs.new_zeros(batch, places)
-    depths, ranks, parents = (torch.zeros(batch, places, dtype=torch.int64, device=device) for _ in range(3))
-    scores[:, 0] = logprobs[:, 0, 0]
+    entries, parents = (torch.zeros(batch, places, dtype=torch.int64, device=device) for _ in range(2))
+    scores[:, 0] = logprobs[:, 0]
     tree = Tree.allocate(batch, num_nodes, device)
     out = torch.zeros(batch, num_nodes, dtype=torch.int64, device=device)
     for node in range(1, num_nodes + 1):
         best = scores.amax(dim=1)
         at = (scores == best[:, None]).int().argmax(dim=1)  # the first one, which `max` need not find
-        exists, own = best > _NONE, (rows, at)
+        exists, own = best > _NONE, (of_batch, at)
         scores[own] = _NONE
-        d, rank, parent, path = depths[own], ranks[own], parents[own], before[own]
-        out[:, node - 1] = torch.where(exists, tokens[rows, d, rank], 0)
+        entry, parent, path = torch.where(exists, entries[own], 0), parents[own], before[own]
+        own_depth = entry // size
+        out[:, node - 1] = torch.where(exists, tokens[of_batch, entry], 0)
         tree.parents[:, node] = torch.where(exists, parent, -1)
-        tree.depths[:, node] = torch.where(exists, d + 1, 0)
+        tree.depths[:, node] = torch.where(exists, own_depth + 1, 0)
         word, bit = divmod(node, WORD_BITS)
-        tree.ancestors[:, node] = torch.where(exists[:, None], tree.ancestors[rows, parent], 0)
+        tree.ancestors[:, node] = torch.where(exists[:, None], tree.ancestors[of_batch, parent], 0)
         tree.ancestors[:, node, word] |= 1 << bit if bit < WORD_BITS - 1 else -(1 << bit)
-        sibling = torch.where(exists & (rank + 1 < width), logprobs[rows, d, (rank + 1).clamp(max=width - 1)], _NONE)
-        child = torch.where(exists & (d + 1 < depth), logprobs[rows, (d + 1).clamp(max=depth - 1), 0], _NONE)
+        child_row = rows[of_batch, entry]
+        first = (own_depth + 1) * size + child_row * width  # of its children
+        sibling = path + load(entry + 1, exists & ((entry + 1) % width != 0))
+        child = best + load(first, exists & (own_depth + 1 < depth) & (child_row >= 0))
         for place, values in (
-            (2 * node - 1, (path + sibling, path, d, rank + 1, parent)),
-            (2 * node, (best + child, best, d + 1, torch.zeros_like(rank), torch.full_like(parent, node))),
+            (2 * node - 1, (sibling, path, entry + 1, parent)),
+            (2 * node, (child, best, first, torch.full_like(parent, node))),
         ):
-            for one, value in zip((scores, before, depths, ranks, parents), values, strict=True):
+            for one, value in zip((scores, before, entries, parents), values, strict=True):
                 one[:, place] = value
-        for one in (depths, ranks):  # of places that are never taken
-            one[:, 2 * node - 1 : 2 * node + 1].clamp_(max=max(depth, width) - 1)
     return out, *tree

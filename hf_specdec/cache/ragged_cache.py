@@ -177,7 +177,8 @@ class RaggedCache(Cache):
         if self.num_before is not None:
             return slots.new_empty(*slots.shape, 0)[:, None]
         if self.nodes is not None:
-            columns = [self.nodes.positions, torch.zeros_like(slots), *self.nodes.ancestors.unbind(2)]
+            first = torch.zeros_like(slots) if starts is None else starts[:, None].expand_as(slots)
+            columns = [self.nodes.positions, first, *self.nodes.ancestors.unbind(2)]
         elif starts is None:
             return slots[:, None, :, None]
         else:

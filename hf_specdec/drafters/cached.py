@@ -13,14 +13,12 @@ from ..cache.layer_kinds import LayerKinds, Use
 from ..cache.packed_cache import PackedCache
 from ..cache.ragged_cache import RaggedCache
 from ..config import DrafterConfig
-from ..kernels.types import DraftInputs, Proposal, Tree, VerificationResult
+from ..kernels.types import WORD_BITS, DraftInputs, Nodes, Proposal, VerificationResult
 from ..ops import draw_draft
 from ..state import DecodeState
 from .base import MATCH, Drafter
 from .none import no_drafts
-
-# Drafts of a tree that follow the same one, at most.
-MOST_CHILDREN = 16
+from .trees import WIDEST_FRONT, GrowingTree, descendants, likeliest_tokens, take, tree_of_independent
 
 
 @dataclass
@@ -94,7 +92,14 @@ class CachedDrafter(Drafter):
 
     @property
     def drafts_trees(self) -> bool:
-        return self.config.parallel_drafting
+        return self.config.parallel_drafting or self.grows_trees
+
+    @property
+    def grows_trees(self) -> bool:
+        """Whether `extend_cache` may run the nodes of a tree, see `RaggedCache.nodes`: the last `num_logits` of them
+        are new, the others are run again.
+        """
+        return False
 
     def num_masks(self, num_draft_tokens: int) -> int:
         """Mask tokens in the first pass of a round of `num_draft_tokens`."""
@@ -136,8 +141,8 @@ class CachedDrafter(Drafter):
             num_logits: how many of the last columns to compute logits for; 0 for none.
 
         Returns:
-            logits `[B, num_logits, V_d]`, None for 0; and the hidden state that the next step reads, `[B, 1, H]`, or
-            None.
+            logits `[B, num_logits, V_d]`, None for 0; and the hidden states that the next step may read, those of as
+            many columns, `[B, num_logits, H]`, or None.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement extend_cache().")
 
@@ -240,14 +245,62 @@ class CachedDrafter(Drafter):
         logits, feedback = self.extend_cache(state, inputs.tokens, inputs.slots, positions, hidden, num_logits)
         if state.num_draft_tokens == 0:
             return no_drafts(state)
+        if state.num_nodes and not self.config.parallel_drafting:
+            last = [None if one is None else one[:, -1:] for one in (inputs.tokens, inputs.slots, positions, hidden)]
+            return self._grow(state, logits, feedback, *last)
         drafts = [self.draw(state, logits, first=0)]
         for step in range(1 + num_masks, state.num_draft_tokens):
             slots = state.next_slots(step - 1 - self.shift)
             last = drafts[-1].tokens
             positions = self.position_ids(state, slots)
+            feedback = None if feedback is None else feedback[:, -1:]
             logits, feedback = self.extend_cache(state, last, slots, positions, feedback, num_logits=1)
             drafts.append(self.draw(state, logits, first=step))
         return self.join(state, drafts)
+
+    def _grow(
+        self,
+        state: DecodeState,
+        logits: torch.Tensor,
+        feedback: torch.Tensor | None,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor | None,
+    ) -> Proposal:
+        """The tree of a round, by a pass for each depth.
+
+        A pass runs all nodes so far, at slots from that of the root on: a node is seen by its descendants only. They
+        are no more than the drafts of the tree, for which caches have room.
+
+        Args:
+            logits, feedback: of the last column of the first pass.
+            tokens, slots, positions, hidden: `[B, 1]`, what `extend_cache` was given for it: it is the root.
+        """
+        depth, root = min(state.num_draft_tokens, state.num_nodes), slots
+        width = min(WIDEST_FRONT, state.num_nodes // max(depth - 1, 1), logits.shape[-1])
+        tree, places = GrowingTree(width), slots
+        ancestors = torch.zeros(*slots.shape, state.num_nodes // WORD_BITS + 1, dtype=torch.int64, device=slots.device)
+        ancestors[..., 0] = 1
+        cache, newest = state.memory.cache, ancestors
+        for step in range(depth):
+            tree.add(*likeliest_tokens(self.add_noise(state, logits, step, True), self.target_ids, state.num_nodes))
+            if step + 1 == depth:
+                break
+            drafts, parents = tree.front()
+            first, place = tokens.shape[1], state.next_slots(step - self.shift)
+            number = torch.arange(first, first + width, device=root.device)
+            newest = descendants(newest, parents, first)
+            tokens, places = torch.cat([tokens, drafts], dim=1), torch.cat([places, place.expand_as(drafts)], dim=1)
+            slots = torch.cat([slots, torch.where(place < state.dummy_slot, root + number, state.dummy_slot)], dim=1)
+            positions = torch.cat([positions, self.position_ids(state, place).expand_as(drafts)], dim=1)
+            ancestors = torch.cat([ancestors, newest], dim=1)
+            if hidden is not None:
+                hidden = torch.cat([hidden, take(feedback, parents)], dim=1)
+            cache.nodes = Nodes(places, ancestors)
+            logits, feedback = self.extend_cache(state, tokens, slots, positions, hidden, num_logits=width)
+            cache.nodes = None
+        return tree.cut(state.num_nodes)
 
     def limit_attention(self, state: DecodeState, window: int | None) -> None:
         starts = None if window is None else torch.maximum(state.lengths - window, state.draft_starts)
@@ -263,26 +316,29 @@ class CachedDrafter(Drafter):
             torch.cat(tokens, dim=1), torch.cat(probs, dim=1) if state.draft_probs else None, state.memory.draft_ids
         )
 
+    def add_noise(
+        self, state: DecodeState, logits: torch.Tensor, first: int, is_one_draft: bool = False
+    ) -> torch.Tensor:
+        """Logits by which drafts are chosen: with the noise that the target's tokens will be drawn with, if these are
+        what drafts are verified by.
+
+        Args:
+            logits: `[B, n, V_d]`, of drafts `first` to `first + n - 1` of the round; with `is_one_draft` of `first`.
+        """
+        if not (state.is_sampling and state.verification == MATCH):
+            return logits
+        rows, shape = [state.temperature * state.row_temperatures, state.seeds, state.lengths], logits.shape
+        if is_one_draft:
+            rows, logits = [one[:, None].expand(shape[:2]).flatten() for one in rows], logits.reshape(-1, 1, shape[2])
+        return ops.add_target_noise(logits, self.target_ids, *rows, first).view(shape)
+
     def draw(self, state: DecodeState, logits: torch.Tensor, first: int) -> Proposal:
         """Draft tokens `first` to `first + n - 1` of the round, from their logits `[B, n, V_d]`; or their tree."""
-        target_ids = self.target_ids
-        if state.is_sampling and state.verification == MATCH:
-            temperatures = state.temperature * state.row_temperatures
-            logits = ops.add_target_noise(logits, target_ids, temperatures, state.seeds, state.lengths, first)
+        target_ids, logits = self.target_ids, self.add_noise(state, logits, first)
         if state.num_nodes:
-            return self._grow(logits, state.num_nodes)
+            return tree_of_independent(logits, target_ids, state.num_nodes)
         if not state.draft_probs:
             return Proposal(ops.best_draft(logits, target_ids), None)
         temperatures = state.temperature * state.row_temperatures
         index, probs = draw_draft(logits, temperatures, state.seeds, state.lengths, first)
         return Proposal(index if target_ids is None else target_ids[index], probs)
-
-    def _grow(self, logits: torch.Tensor, num_nodes: int) -> Proposal:
-        """The tree of the likeliest drafts, of logits `[B, K, V_d]` of which each does not depend on other drafts."""
-        logits = logits.float()
-        values, index = logits.topk(min(num_nodes, MOST_CHILDREN, logits.shape[-1]))
-        logprobs = values - logits.logsumexp(-1, keepdim=True)
-        drafts, *tree = ops.best_paths(
-            logprobs, index if self.target_ids is None else self.target_ids[index], num_nodes
-        )
-        return Proposal(drafts, None, tree=Tree(*tree))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -56,9 +56,7 @@ class DFlashDrafter(DraftLayersDrafter):
     def most_draft_tokens(self) -> int:
         return self.config.depth
 
-    @property
-    def drafts_trees(self) -> bool:
-        return True
+    drafts_trees = True
 
     def num_read(self, num_draft_tokens: int) -> int:
         """How many of the last tokens of the block the head reads: those that draft one, unless a family needs more."""
@@ -232,52 +230,6 @@ class DFlashDrafter(DraftLayersDrafter):
         kinds = {"full_attention": last, "sliding_attention": windowed}
         layers = zip(self.config.causal, self.config.layer_types, strict=True)
         return [None if is_causal else kinds[kind] for is_causal, kind in layers]
-
-
-class WalkingDrafter(DFlashDrafter):
-    """A DFlash drafter with a small step for each draft token, left to right, which a family implements in `walk`.
-
-    A draft token is drawn from its own logits given the ones before it, so that the distributions that verification
-    reads are those that the tokens were drawn from.
-    """
-
-    @property
-    def drafts_trees(self) -> bool:
-        return False
-
-    def walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Choose the draft tokens of blocks, in order.
-
-        Args:
-            anchors: `[..., 1]` int64, the tokens before the first ones.
-            normed: `[..., n, H]`, inputs of the head, see `num_read`.
-            choose: returns the tokens `[..., 1]` of the target for logits `[..., 1, V_d]`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not implement walk().")
-
-    def head_inputs(self, normed: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError(f"{type(self).__name__} does not implement head_inputs(), which training needs.")
-
-    def draft(self, state: DecodeState, anchors: torch.Tensor, normed: torch.Tensor) -> Sequence[Proposal]:
-        drafts: list[Proposal] = []
-
-        def draw(logits: torch.Tensor) -> torch.Tensor:
-            drafts.append(self.draw(state, logits, first=len(drafts)))
-            return drafts[-1].tokens
-
-        self.walk(anchors, normed, draw)
-        return drafts
-
-    def chain(self, anchors: torch.Tensor, normed: torch.Tensor) -> list[torch.Tensor]:
-        steps: list[torch.Tensor] = []
-
-        def most_likely(logits: torch.Tensor) -> torch.Tensor:
-            steps.append(logits.squeeze(-2))
-            best = logits.argmax(-1)
-            return best if self.target_ids is None else self.target_ids[best]
-
-        self.walk(anchors[..., None], normed, most_likely)
-        return steps
 
 
 class _BlocksAttention:

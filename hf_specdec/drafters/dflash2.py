@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from ..config import DFlash2Config
 from .base import Reads
-from .dflash import WalkingDrafter
+from .walking import Places, WalkingDrafter
 
 
 class CandidateSelector(nn.Module):
@@ -65,11 +63,15 @@ class DFlash2Drafter(WalkingDrafter):
         # Of the codebooks few rows are read.
         return passes, [*reads, (1, self.candidate_selector.hidden_projection.parameters())]
 
-    def walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        logits, last = widened(self.logits(normed)), anchors
-        hidden = self.candidate_selector.hidden_projection(normed)
-        values, candidates = logits.topk(self.config.selector_top_k, dim=-1)
-        for step in range(normed.shape[-2]):
-            at = (..., slice(step, step + 1), slice(None))
-            scores = values[at] + self.candidate_selector(last, hidden[at], candidates[at])
-            last = choose(torch.full_like(logits[at], -torch.inf).scatter(-1, candidates[at], scores))
+    @property
+    def num_candidates(self) -> int:
+        return self.config.selector_top_k
+
+    def read(self, normed: torch.Tensor, candidates: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        return (self.candidate_selector.hidden_projection(normed),)
+
+    def follow(
+        self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        added = self.candidate_selector(tokens, places.read[0][..., None, :], places.candidates[..., None, :])
+        return places.logits[..., None, :] + added, None

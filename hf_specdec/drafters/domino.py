@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from ..config import DominoConfig
 from ..patching.linear import linear
 from .base import Reads
-from .dflash import WalkingDrafter
+from .walking import Places, WalkingDrafter, project
 
 
 class PrefixGRU(nn.Module):
@@ -65,12 +63,17 @@ class DominoDrafter(WalkingDrafter):
         steps = [*self.prefix_gru.parameters(), *self.embed_proj.parameters()]
         return passes, [*reads, (num_draft_tokens, steps)]
 
-    def walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        logits, last, state = self.logits(normed), anchors, None
-        for step in range(normed.shape[-2]):
-            state = self.prefix_gru(self.embed(last), state)
-            at = (..., slice(step, step + 1), slice(None))
-            scores = logits[at]
-            if step >= self.config.pure_draft_prefix_len:
-                scores = scores + self.embed_proj(torch.cat([normed[at], state], dim=-1))
-            last = choose(scores)
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    def follow(
+        self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        state = self.prefix_gru(self.embed(tokens[..., 0, :])[..., None, :, :], memory)
+        scores = places.logits[..., None, :]
+        if places.first < self.config.pure_draft_prefix_len:
+            return scores.expand(*tokens.shape, -1), state
+        hidden = places.read[0][..., None, :].expand(*tokens.shape, -1)
+        inner = self.embed_proj[1](self.embed_proj[0](torch.cat([hidden, state], dim=-1)))
+        return scores + project(inner, self.embed_proj[2], places.candidates), state

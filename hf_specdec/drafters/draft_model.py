@@ -21,6 +21,7 @@ from ..patching.masked_attention import why_not_masked
 from ..patching.support import (
     cache_layers,
     cache_name,
+    cache_windows,
     num_positions,
     position_markers,
     uses_attention_interface,
@@ -125,6 +126,15 @@ class DraftModelDrafter(CachedDrafter):
     @classmethod
     def load_checkpoint(cls, checkpoint: Checkpoint, config: DraftModelConfig, **options: Any) -> DraftModelDrafter:
         return cls(config, load_language_model(checkpoint, config, cls.own_tensors, **options))
+
+    @property
+    def grows_trees(self) -> bool:
+        return why_not_used(self.model, Use.TREES) is None
+
+    @property
+    def smallest_window(self) -> int | None:
+        windows = () if self.config.parallel_drafting else cache_windows(self.model)
+        return min(filter(None, windows), default=None)
 
     @property
     def num_cached_layers(self) -> int:

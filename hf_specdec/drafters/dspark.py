@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from ..config import DSparkConfig
 from .base import Reads
-from .dflash import DFlashDrafter, WalkingDrafter
+from .dflash import DFlashDrafter
+from .walking import Places, WalkingDrafter, project
 
 
 class MarkovHead(nn.Module):
@@ -33,10 +32,10 @@ class MarkovHead(nn.Module):
         if self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + config.hidden_size, 3 * rank)
 
-    def forward(
+    def features(
         self, tokens: torch.Tensor, hidden: torch.Tensor, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The bias on the logits of draft tokens, and s.
+        """What `markov_w2` makes the bias on the logits of draft tokens of, and s.
 
         Args:
             tokens: `[...]` int64, the tokens before them, in the target's vocabulary.
@@ -44,15 +43,8 @@ class MarkovHead(nn.Module):
             memory: `[..., r]`, s of the block's tokens before; None before the first, and for all but `"rnn"`.
 
         Returns:
-            `[..., V_d]`, and `[..., r]` or None.
+            `[..., r]`, and `[..., r]` or None.
         """
-        features, memory = self.features(tokens, hidden, memory)
-        return self.markov_w2(features), memory
-
-    def features(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, memory: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What `markov_w2` reads, `[..., r]`, and s; arguments as of `forward`."""
         embeds = self.markov_w1(tokens)
         if self.kind == "vanilla":
             return embeds, None
@@ -81,35 +73,38 @@ class DSparkDrafter(WalkingDrafter):
         self.post_init()
 
     def num_read(self, num_draft_tokens: int) -> int:
-        runs_through_all = self.config.markov_type == "rnn"
-        return self.num_masks(num_draft_tokens) if runs_through_all else super().num_read(num_draft_tokens)
+        return self.num_masks(num_draft_tokens) if self.remembers else super().num_read(num_draft_tokens)
 
-    def _of_drafts(self, anchors: torch.Tensor, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Those of `normed` `[..., n, H]` that draft a token, and s before them, given `anchors` `[..., 1]`."""
+    @property
+    def remembers(self) -> bool:
+        return self.config.markov_type == "rnn"
+
+    def begin(self, anchors: torch.Tensor, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.num_read(1) == 1:
             return normed, None
-        return normed[..., 1:, :], self.markov_head.features(anchors, normed[..., :1, :], None)[1]
+        memory = self.markov_head.features(anchors, normed[..., :1, :], None)[1]
+        return normed[..., 1:, :], memory[..., None, :]
 
     def round_reads(self, num_draft_tokens: int) -> Reads:
         passes, reads = super().round_reads(num_draft_tokens)
         parts = self.markov_head.named_parameters()
         return passes, [*reads, (num_draft_tokens, [one for name, one in parts if not name.startswith("markov_w1")])]
 
-    def walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        normed, memory = self._of_drafts(anchors, normed)
-        logits, last = self.logits(normed), anchors
-        for step in range(normed.shape[-2]):
-            at = (..., slice(step, step + 1), slice(None))
-            bias, memory = self.markov_head(last, normed[at], memory)
-            last = choose(logits[at] + bias)
+    def follow(
+        self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden = places.read[0][..., None, :].expand(*tokens.shape, -1)
+        features, memory = self.markov_head.features(tokens, hidden, memory)
+        return places.logits[..., None, :] + project(features, self.markov_head.markov_w2, places.candidates), memory
 
     def head_inputs(self, normed: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        normed, memory = self._of_drafts(before[..., :1], normed)
+        normed, memory = self.begin(before[..., :1], normed)
         inputs, weight = DFlashDrafter.head_inputs(self, normed, before)
         features = []
         for step in range(normed.shape[-2]):
             column = slice(step, step + 1)
-            found, memory = self.markov_head.features(before[..., column], normed[..., column, :], memory)
-            features.append(found)
+            hidden = normed[..., column, None, :]
+            found, memory = self.markov_head.features(before[..., column, None], hidden, memory)
+            features.append(found[..., 0, :])
         inputs = torch.cat([inputs, torch.cat(features, dim=-2)], dim=-1)
         return inputs, torch.cat([weight, self.markov_head.markov_w2.weight], dim=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -11,9 +10,9 @@ from torch.nn import functional as F
 
 from ..config import DSpineConfig
 from .base import Reads
-from .dflash import WalkingDrafter
 from .dflash2 import widened
 from .layers import Attend
+from .walking import Places, WalkingDrafter
 
 
 class AdjacentInjection(nn.Module):
@@ -94,17 +93,21 @@ class DSpineDrafter(WalkingDrafter):
             hidden = torch.cat([blocks[..., :1, :], rest], dim=-2).flatten(1, 2)
         return torch.cat([self.norm(hidden), before], dim=-1)
 
-    def walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        normed, hidden = normed.chunk(2, dim=-1)
-        logits, last = widened(self.logits(normed)), anchors
-        features = self.injection.features(hidden, -1)
-        candidates = logits.topk(self.config.selector_top_k, dim=-1).indices
-        weights = self.head_weight[candidates]
-        for step in range(normed.shape[-2]):
-            at = (..., slice(step, step + 1), slice(None))
-            refined = self.norm(self.injection(hidden[at], features[at], self._codes(last), -1))
-            scores = widened(weights[..., step : step + 1, :, :] @ refined[..., None])[..., 0] * self.config.logit_scale
-            last = choose(torch.full_like(logits[at], -torch.inf).scatter(-1, candidates[at], scores))
+    @property
+    def num_candidates(self) -> int:
+        return self.config.selector_top_k
+
+    def read(self, normed: torch.Tensor, candidates: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Hidden states before the last injection, their features, and rows of the head."""
+        hidden = normed[..., self.config.hidden_size :]
+        return hidden, self.injection.features(hidden, -1), self.head_weight[candidates]
+
+    def follow(
+        self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden, features, weights = places.read
+        refined = self.injection(hidden[..., None, :], features[..., None, :], self._codes(tokens), -1)
+        return widened((weights @ self.norm(refined).mT).mT) * self.config.logit_scale, None
 
     def _codes(self, tokens: torch.Tensor) -> torch.Tensor:
         """Features `[..., R]` of known tokens."""

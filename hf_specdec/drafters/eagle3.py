@@ -28,6 +28,7 @@ class Eagle3Drafter(DraftLayersDrafter):
 
     config_class = Eagle3Config
     shift = 1
+    grows_trees = True
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
@@ -43,6 +44,12 @@ class Eagle3Drafter(DraftLayersDrafter):
         self.layers = nn.ModuleList([DraftDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(width, config.rms_norm_eps) if config.final_norm else nn.Identity()
         self._add_head()
+
+    @property
+    def smallest_window(self) -> int | None:
+        config = self.config
+        runs_nodes = not config.parallel_drafting and "sliding_attention" in config.layer_types
+        return config.sliding_window if runs_nodes else None
 
     def combine_hidden_states(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """`[..., aux_hidden_size]`, those of ascending layer ids concatenated, to `[..., H]`."""
@@ -100,9 +107,10 @@ class Eagle3Drafter(DraftLayersDrafter):
         cache = state.memory.cache
         cache.advance(slots, state.live)
         attend = cached_attend(cache, slots)
-        normed, feedback = self.run(tokens, hidden, positions, attend, num_outputs=max(num_logits, 1))
-        logits = self.logits(normed) if num_logits else None
-        return logits, feedback[:, -1:]
+        count = max(num_logits, 1)
+        num_outputs = count if cache.nodes is None else None  # attention over a tree takes all nodes
+        normed, feedback = self.run(tokens, hidden, positions, attend, num_outputs)
+        return self.logits(normed[:, -count:]) if num_logits else None, feedback[:, -count:]
 
     def forward(
         self, input_ids: torch.Tensor, aux_hidden_states: torch.Tensor, num_steps: int = 1

@@ -155,6 +155,14 @@ class MtpDrafter(CachedDrafter):
     def _chains_modules(self) -> bool:
         return self.config.chaining == "modules"
 
+    @property
+    def grows_trees(self) -> bool:
+        return self.config.num_modules == 1 and not self._chains_modules
+
+    @property
+    def smallest_window(self) -> int | None:
+        return getattr(self.decoder.config, "sliding_window", None)
+
     @torch.inference_mode(False)  # it keeps gathered and dequantised weights
     def bind(self, target: PreTrainedModel) -> None:
         config, name = self.config, self.title
@@ -199,6 +207,7 @@ class MtpDrafter(CachedDrafter):
         slots: torch.Tensor,
         hidden: torch.Tensor,
         embeds: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the module of `step` over `[B, n]` slots.
 
@@ -209,6 +218,7 @@ class MtpDrafter(CachedDrafter):
             slots: `[B, n]` int64 of the cache to write.
             hidden: `[B, n, H]` hidden states at the slots.
             embeds: `[B, n, H]`, embeddings that take the place of those of the tokens.
+            positions: `[B, n]` int64 for RoPE, if they are not those of the slots.
 
         Returns:
             inputs of the head and of the next module (feedback), both `[B, n, H]`.
@@ -221,13 +231,25 @@ class MtpDrafter(CachedDrafter):
             index,
             tokens,
             slots,
-            state.position_ids(slots, sections=True),
+            state.position_ids(slots, sections=True) if positions is None else positions,
             hidden,
             embeds,
             attention_mask=cache.attention_mask(slots),
             **{self._cache_name: cache},
             use_cache=True,
         )
+
+    def extend_cache(
+        self,
+        state: DecodeState,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        num_logits: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, feedback = self.run(state, 0, tokens, slots, hidden, positions=positions)
+        return self.logits(0, normed[:, -num_logits:]), feedback[:, -num_logits:]
 
     def _run_module(
         self,
@@ -406,6 +428,10 @@ class MtpDrafter(CachedDrafter):
     def _draft_by_target(self, state: DecodeState, inputs: DraftInputs) -> list[Proposal]:
         tokens, slots, hidden = inputs.tokens, inputs.slots, state.memory.hidden[:, -inputs.tokens.shape[1] :]
         width, num_modules = tokens.shape[1], self.config.num_modules
+        if state.num_nodes and state.num_draft_tokens:
+            positions = state.position_ids(slots)
+            found = self.extend_cache(state, tokens, slots, positions, hidden, num_logits=1)
+            return [self._grow(state, *found, *[one[:, -1:] for one in (tokens, slots, positions, hidden)])]
         # Modules that draft nothing in this round run for their caches.
         for step in range(state.num_draft_tokens, min(state.most_draft_tokens, num_modules)):
             self.run(state, step, tokens, slots, hidden)

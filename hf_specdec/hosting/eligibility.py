@@ -186,9 +186,11 @@ def why_no_tree(call: Call, engine: str) -> str | None:
         return f"the call runs on the {engine} engine ({call.reason}); expected the static engine"
     if (reason := why_not_used(model, Use.TREES)) is not None:
         return f"{name} has {reason}"
-    window = min(filter(None, cache_windows(model)), default=None)
-    if window is not None and window <= call.num_draft_tokens:
-        return f"{name} has windows of {window} tokens; expected more than num_assistant_tokens"
+    windows = {name: cache_windows(model), type(drafter).__name__: (drafter.smallest_window,)}
+    for owner, sizes in windows.items():
+        window = min(filter(None, sizes), default=None)
+        if window is not None and window <= call.num_draft_tokens:
+            return f"{owner} has windows of {window} tokens; expected more than num_assistant_tokens"
     if drafter.batch_invariant:
         return "batch_invariant is True, and keys of a tree are summed up in another order than those of a text"
     if drafter.compiles_rounds:

@@ -245,7 +245,9 @@ def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.
         query, keys, values, scales = read_by_attention(query, *cache.update(key, value, layer_idx))
         positions, scaling = slots[:, -query.shape[2] :], query.shape[-1] ** -0.5
         seen = window, None, None, cache.starts_of(positions), None if ends is None else ends[layer_idx], None, scales
-        return ops.attention(query, keys, values, positions, scaling, *seen)
+        if cache.nodes is None:
+            return ops.attention(query, keys, values, positions, scaling, *seen)
+        return ops.attention(query, keys, values, cache.nodes.positions, scaling, *seen, cache.nodes.ancestors)
 
     return attend
 

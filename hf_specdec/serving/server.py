@@ -438,7 +438,7 @@ def add_serve(subparsers: argparse._SubParsersAction) -> None:
     add("target", help="folder or Hub repository of the target")
     add("--drafter", help="folder or Hub repository of its drafter; without one, rounds have no drafts")
     add("--num-assistant-tokens", "-k", help='draft tokens a round, or "auto", the default: chosen round by round')
-    add("--tree", type=int, help="verify so many drafts as a tree; 0 for chains only, see docs/generate.md")
+    add("--tree", help='drafts that are verified as a tree; 0, the default, for chains; "auto": chosen round by round')
     add("--max-requests", type=int, help="most requests that run at once; by default 256 on a GPU, 16 on a CPU")
     add("--max-queue-size", type=int, default=0, help="most requests that wait, 0 for any number; others are refused")
     add(
@@ -469,15 +469,18 @@ def run_serve(arguments: argparse.Namespace) -> None:
     Raises:
         OSError, ValueError: an argument is invalid, or the server cannot be started.
     """
-    number = arguments.num_assistant_tokens
+    number, tree = (
+        int(one) if one is not None and one.isdigit() else one
+        for one in (arguments.num_assistant_tokens, arguments.tree)
+    )
     if number is not None:
-        number = check_num_or_auto(int(number) if number.isdigit() else number)
+        check_num_or_auto(number)
 
     def load_drafter(model: PreTrainedModel) -> Drafter:
         if arguments.drafter is None:
             return NoDrafter(model)
         drafter = AutoDrafter.from_pretrained(arguments.drafter, target=model)
-        return drafter.configure(number, tree=arguments.tree)
+        return drafter.configure(number, tree=tree)
 
     names = ("max_requests", "max_queue_size", "longest", "warmup", "max_length", "shutdown_timeout")
     with serving(ServeSettings(load_drafter, **{name: getattr(arguments, name) for name in names})):

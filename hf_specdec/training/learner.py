@@ -14,7 +14,8 @@ from torch import nn
 from ..drafters.attachment import innermost
 from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
-from ..drafters.dflash import DFlashDrafter, WalkingDrafter
+from ..drafters.dflash import DFlashDrafter
+from ..drafters.walking import WalkingDrafter
 from ..modules.hidden_states import LAST_HIDDEN_STATE, AuxHiddenStateRecorder, decoder_of
 from .objective import Batch, BlockObjective, DraftObjective, Objective, Teacher, summarize
 from .rollouts import Rollouts

@@ -1,10 +1,20 @@
 """Drafts that are trees: texts, caches and what is returned are those of generation without drafts."""
 
+from functools import partial
+
 import pytest
 import torch
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, GreedyTexts, continuations
-from oracle import RANDOM_DRAFTERS, TreeOracle, random_dflash, random_draft_model, random_eagle3, random_peagle
+from oracle import (
+    RANDOM_DRAFTERS,
+    SELDOM,
+    TreeOracle,
+    random_draft_model,
+    random_eagle3,
+    random_mtp,
+    random_peagle,
+)
 from targets import padded_prompts, set_policy, tiny_target
 from transformers import ContinuousBatchingConfig, DynamicCache, RepetitionPenaltyLogitsProcessor
 from varying_drafts import vary_drafts
@@ -19,7 +29,10 @@ from hf_specdec.host.caches import OUTPUT_NAME
 NEW = 24
 TEXTS = GreedyTexts(tiny_target, NEW)
 FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "gpt-oss", "qwen3-moe", "deepseek-v3"]
-PARALLEL = {name: RANDOM_DRAFTERS[name] for name in ("p-eagle", "pard", "pard2", "dflash")}
+# Of drafts that do not depend on each other, of ones that walk along a block, and of passes for each depth.
+PARALLEL, WALKING = ("p-eagle", "pard", "pard2", "dflash"), ("dspark", "dflash2", "domino", "dspine")
+MAKERS = {name: RANDOM_DRAFTERS[name] for name in (*PARALLEL, *WALKING, "eagle3", "draft-model")}
+MAKERS["mtp"] = partial(random_mtp, num_modules=1)
 
 
 def tree_oracle(target, inputs, sequences, accuracy=0.8):
@@ -36,29 +49,31 @@ def test_greedy_texts_are_those_without_drafts(family):
     assert drafter.stats.acceptance_length > 2, drafter.stats
 
 
-@pytest.mark.parametrize("kind", PARALLEL)
-def test_greedy_texts_with_trees_of_every_parallel_drafter(kind):
-    for num_drafts, tree in ((4, 12), (3, 2), (6, 40)):
-        drafter = TEXTS.check("llama", PROMPTS[3], lambda target, *_: PARALLEL[kind](target), num_drafts, tree=tree)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_greedy_texts_with_trees_of_every_drafter_that_makes_them(kind):
+    for num_drafts, tree in ((3, 2), (6, 40)):
+        drafter = TEXTS.check("llama", PROMPTS[3], lambda target, *_: MAKERS[kind](target), num_drafts, tree=tree)
         assert drafter.stats.tree == tree
 
 
-def test_kernels_generate_the_same(monkeypatch):
+@pytest.mark.parametrize("kind", ["domino", "eagle3"])
+def test_kernels_generate_the_same(kind, monkeypatch):
     """Greedy texts, and those of seeds."""
     target, inputs = tiny_target("llama"), padded_prompts([3, 5])
     texts = []
     for is_triton in (False, True):
         set_policy(monkeypatch, "cpu", triton=is_triton)
         for options in ({"do_sample": False}, {"do_sample": True, "seeds": [1, 2**40]}):
-            drafter = random_dflash(target) if is_triton else NoDrafter(target)
+            drafter = MAKERS[kind](target) if is_triton else NoDrafter(target)
             options |= {"num_assistant_tokens": 3, "tree": 5} if is_triton else {}
             texts.append(target.generate(**inputs, **options, assistant_model=drafter, max_new_tokens=5))
     assert torch.equal(texts[2], texts[0]) and torch.equal(texts[3], texts[1])
 
 
-def test_replayed_rounds_verify_other_trees(monkeypatch):
+@pytest.mark.parametrize("kind", ["domino", "eagle3"])
+def test_replayed_rounds_verify_other_trees(kind, monkeypatch):
     replay_on_cpu(monkeypatch)
-    drafter = random_peagle(tiny_target("llama"))
+    drafter = MAKERS[kind](tiny_target("llama"))
     for lengths in (PROMPTS[3], [4, 6, 2], PROMPTS[8]):
         target, inputs = tiny_target("llama"), padded_prompts(lengths)
         found = TEXTS.greedy(target, inputs, drafter, 4, tree=12)
@@ -98,14 +113,14 @@ def test_caches_are_those_of_a_prefill_of_the_text(family, monkeypatch):
                 torch.testing.assert_close(getattr(handed, name)[row, :, -count:], right)
 
 
-@pytest.mark.parametrize("kind", PARALLEL)
+@pytest.mark.parametrize("kind", [one for one in MAKERS if one not in SELDOM])
 def test_drafters_read_accepted_paths(kind, monkeypatch):
     """A drafter keeps after trees what it keeps after chains with the same text, and its last block is that text's."""
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
     plain = TEXTS.greedy(target, inputs, max_new_tokens=48)
     kept = []
     for tree in (0, 30):
-        state, found = final_state(monkeypatch, target, inputs, PARALLEL[kind](target), tree=tree)
+        state, found = final_state(monkeypatch, target, inputs, MAKERS[kind](target), tree=tree)
         assert torch.equal(found, plain)
         # The last rounds differ in what they read and draft.
         ends = (state.lengths - 12).tolist()
@@ -127,7 +142,7 @@ def sampled(target, inputs, drafter, seeds, **options):
     return target.generate(**inputs, assistant_model=drafter, seeds=seeds, **options)
 
 
-@pytest.mark.parametrize("kind", [*PARALLEL, "oracle"])
+@pytest.mark.parametrize("kind", [*MAKERS, "oracle"])
 def test_a_seed_gives_the_text_that_it_gives_without_drafts(kind):
     """100 of 100 texts, at temperatures and filters of `generate()`."""
     target, inputs = tiny_target("llama"), padded_prompts([6] * 50)
@@ -135,7 +150,7 @@ def test_a_seed_gives_the_text_that_it_gives_without_drafts(kind):
         seeds = torch.arange(50) + 2**35
         expected = sampled(target, inputs, NoDrafter(target), seeds, **options)
         assert len(set(map(tuple, expected[:, 6:].tolist()))) > 45
-        drafter = tree_oracle(target, inputs, expected) if kind == "oracle" else PARALLEL[kind](target)
+        drafter = tree_oracle(target, inputs, expected) if kind == "oracle" else MAKERS[kind](target)
         found = sampled(target, inputs, drafter, seeds, num_assistant_tokens=4, tree=12, **options)
         assert torch.equal(found, expected)
         assert drafter.stats.tree == 12 and (kind != "oracle" or drafter.stats.acceptance_length > 1.8)
@@ -207,11 +222,11 @@ def test_what_is_no_tree_is_refused():
     for tree in (-1, MOST_NODES + 1, 2.0, True, "auto"):
         with pytest.raises(ValueError, match=f"tree is {tree!r}; expected an int of 0, for a chain, to 127"):
             random_peagle(target).configure(tree=tree)
-    for make in (random_eagle3, RANDOM_DRAFTERS["mtp"]):
-        with pytest.raises(ValueError, match="one after the other"):
+    for make in (NoDrafter, RANDOM_DRAFTERS["mtp"]):
+        with pytest.raises(ValueError, match="drafts no trees are made"):
             make(target).configure(tree=8)
         drafter = make(target)
-        with pytest.raises(ValueError, match="one after the other"):
+        with pytest.raises(ValueError, match="drafts no trees are made"):
             TEXTS.greedy(target, padded_prompts([5]), drafter, 3, tree=8)
 
 
@@ -235,7 +250,15 @@ def test_calls_that_have_no_trees(family, settings, options, reason):
         target.generate(**inputs, assistant_model=drafter, **options)
 
 
-@pytest.mark.parametrize("kind", ["p-eagle", "dflash"])
+def test_windows_of_drafters_that_run_nodes():
+    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
+    drafter = random_eagle3(target, layer_types=["sliding_attention"], sliding_window=4)
+    with pytest.raises(ValueError, match="Eagle3Drafter has windows of 4 tokens; expected more than num_assistant_tok"):
+        TEXTS.greedy(target, inputs, drafter, 4, tree=8)
+    assert torch.equal(TEXTS.greedy(target, inputs, drafter, 3, tree=8), TEXTS.plain("llama", PROMPTS[3]))
+
+
+@pytest.mark.parametrize("kind", ["domino", "eagle3"])
 def test_bulk_texts_are_those_of_generate_without_drafts(kind):
     """More requests than rows, greedy and sampled; those whose processors read the text verify chains."""
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[8])
@@ -301,13 +324,13 @@ def test_a_manager_is_asked_for_trees_as_a_call_is():
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("kind", ["p-eagle", "dflash"])
+@pytest.mark.parametrize("kind", ["p-eagle", "dflash", "dspark", "eagle3"])
 def test_rounds_of_other_shapes_follow_each_other(kind, is_captured, monkeypatch):
     """Chains and trees of several sizes in one text, whose drafter reads what each has left."""
     if is_captured:
         replay_on_cpu(monkeypatch)
     vary_drafts(monkeypatch, [(4, 12), 2, (4, 5), 0, (4, 12), (2, 12), 4])
-    drafter = TEXTS.check("llama", PROMPTS[3], lambda target, *_: PARALLEL[kind](target), 4, tree=12)
+    drafter = TEXTS.check("llama", PROMPTS[3], lambda target, *_: MAKERS[kind](target), 4, tree=12)
     stats = drafter.stats
     assert {*stats.rounds_by_tree} == {5, 12} and {*stats.rounds_by_k} == {0, 2, 4}
     assert sum(stats.rounds_by_tree.values()) < stats.num_rounds == sum(stats.rounds_by_k.values())
@@ -360,9 +383,14 @@ def test_which_calls_may_choose_trees(monkeypatch):
         return bool(chosen)
 
     drafter = random_peagle(target)
-    assert chooses(drafter) and not chooses(drafter, num_assistant_tokens=3) and not chooses(drafter, tree=0)
+    assert not chooses(drafter) and chooses(drafter, tree="auto")
+    drafter.configure(tree="auto")
+    assert chooses(drafter) and not chooses(drafter, tree=0)
+    assert not chooses(drafter, num_assistant_tokens=3)
+    assert "chains, since num_assistant_tokens is 3" in drafter.stats.reason
     assert not chooses(drafter, do_sample=True) and not chooses(drafter, repetition_penalty=1.2)
     assert chooses(drafter.configure(verification="match"), do_sample=True, seeds=[1, 2])
-    assert not chooses(drafter.configure(tree=0)) and not chooses(random_eagle3(target))
+    assert not chooses(drafter.configure(tree=0)) and chooses(random_eagle3(target), tree="auto")
     hybrid = tiny_target("qwen3-next")
-    assert not chooses(random_draft_model(hybrid, parallel=True), hybrid)
+    drafter = random_draft_model(hybrid, parallel=True)
+    assert not chooses(drafter, hybrid, tree="auto") and "chains, since" in drafter.stats.reason

@@ -937,7 +937,8 @@ def test_counts_and_loss_of_blocks_by_hand(family, floor):
                 place = anchor + step
                 draft = drafter.logits(normed[step])
                 if family == "dspark":
-                    draft = draft + drafter.markov_head(text[place], normed[step], None)[0]
+                    head = drafter.markov_head
+                    draft = draft + head.markov_w2(head.features(text[place], normed[step], None)[0])
                 losses, weights, *numbers = sums[step]
                 hit = int(ids[draft.argmax()] == best[place])
                 if best[place] in ids:

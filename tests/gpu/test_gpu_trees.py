@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-PARALLEL = ["p-eagle", "pard", "pard2", "dflash"]
+MAKERS = ["p-eagle", "pard", "pard2", "dflash", "dspark", "dflash2", "domino", "dspine", "eagle3", "draft-model"]
 FAMILIES = ["llama", "gemma3", "gpt-oss", "deepseek-v3"]
 
 
@@ -23,7 +23,7 @@ def prompts(lengths):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", PARALLEL)
+@pytest.mark.parametrize("kind", MAKERS)
 def test_greedy_is_identical_in_float32(family, kind):
     target = on_gpu(family)
     drafter = RANDOM_DRAFTERS[kind](target)
@@ -36,7 +36,7 @@ def test_greedy_is_identical_in_float32(family, kind):
             assert drafter.stats.execution == "captured in one graph, not compiled" and drafter.stats.tree == tree
 
 
-@pytest.mark.parametrize("kind", PARALLEL)
+@pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("verification", ["tree", "match"])
 def test_a_seed_gives_the_text_that_it_gives_without_drafts(kind, verification):
     target, inputs = on_gpu("llama"), prompts([6] * 50)
@@ -47,7 +47,7 @@ def test_a_seed_gives_the_text_that_it_gives_without_drafts(kind, verification):
     assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), expected)
 
 
-@pytest.mark.parametrize("kind", PARALLEL)
+@pytest.mark.parametrize("kind", MAKERS)
 def test_captured_chains_and_trees_follow_each_other(kind, monkeypatch):
     target, inputs, options = on_gpu("llama"), prompts([1, 12, 5]), {"do_sample": False, "max_new_tokens": 60}
     plain = target.generate(**inputs, **options)
@@ -68,9 +68,7 @@ def test_bulk_texts_are_those_of_generate_without_drafts(kv_cache_dtype):
     target = on_gpu("llama")
     config = ContinuousBatchingConfig(max_requests_per_batch=3)
     drafters = [NoDrafter(target, kv_cache_dtype=kv_cache_dtype)]
-    drafters += [
-        RANDOM_DRAFTERS[kind](target).configure(4, tree=40, kv_cache_dtype=kv_cache_dtype) for kind in PARALLEL
-    ]
+    drafters += [RANDOM_DRAFTERS[kind](target).configure(4, tree=40, kv_cache_dtype=kv_cache_dtype) for kind in MAKERS]
     found = []
     for drafter in drafters:
         out = target.generate_batch(texts, None, config, assistant_model=drafter, **options)

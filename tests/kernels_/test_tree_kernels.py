@@ -11,6 +11,7 @@ from chi_square import p_value
 from targets import set_policy
 
 from hf_specdec import ops
+from hf_specdec.drafters import trees
 from hf_specdec.kernels import (
     draft_sampling,
     draft_sampling_reference,
@@ -46,21 +47,31 @@ def poisoned(monkeypatch):
 def candidates(batch, depth, width, seed=0):
     generator = torch.Generator().manual_seed(seed)
     values, tokens = torch.randn(batch, depth, 40, generator=generator).mul(2).log_softmax(-1).topk(width)
-    return values.to(DEVICE), tokens.to(DEVICE)
+    return values[:, :, None].to(DEVICE), tokens[:, :, None].to(DEVICE)
 
 
-def best_first(logprobs, tokens, num_nodes):
-    """The likeliest paths of one row by a heap on the host: `(score, path of ranks)`."""
-    depth, width = logprobs.shape
-    heap, found = [(-float(logprobs[0, 0]), (0,))], []
+def linked(batch, depth, num_rows, width, seed=0):
+    """Tables of drafts that depend on others: rows of the next depth, some of which are not there."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(batch, depth, num_rows, 40, generator=generator).mul(2).log_softmax(-1)
+    values, tokens = values.topk(width)
+    rows = torch.randint(-1, num_rows, values.shape, generator=generator)
+    return values.to(DEVICE), tokens.to(DEVICE), rows.to(DEVICE)
+
+
+def best_first(logprobs, rows, num_nodes):
+    """The likeliest paths of one row by a heap on the host: places in the tables, `[(row, rank), ...]`."""
+    depth, _, width = logprobs.shape
+    heap, found = [(-float(logprobs[0, 0, 0]), ((0, 0),))], []
     while heap and len(found) < num_nodes:
-        score, ranks = heapq.heappop(heap)
-        found.append((-score, ranks))
-        total = lambda path: sum(float(logprobs[d, r]) for d, r in enumerate(path))  # noqa: E731
-        if ranks[-1] + 1 < width:
-            heapq.heappush(heap, (-total(sibling := (*ranks[:-1], ranks[-1] + 1)), sibling))
-        if len(ranks) < depth:
-            heapq.heappush(heap, (-total(child := (*ranks, 0)), child))
+        _, path = heapq.heappop(heap)
+        found.append(path)
+        row, rank = path[-1]
+        after = 0 if rows is None else int(rows[len(path) - 1, row, rank])
+        others = [(*path[:-1], (row, rank + 1))] if rank + 1 < width else []
+        others += [(*path, (after, 0))] if len(path) < depth and after >= 0 else []
+        for other in others:
+            heapq.heappush(heap, (-sum(float(logprobs[d][at]) for d, at in enumerate(other)), other))
     return found
 
 
@@ -73,20 +84,23 @@ def paths_of(parents, tokens):
     return paths
 
 
+@pytest.mark.parametrize("num_rows", [1, 5])
 @pytest.mark.parametrize(
     ("depth", "width", "num_nodes"), [(1, 4, 3), (3, 2, 7), (7, 8, 32), (15, 16, 63), (5, 16, 127)]
 )
-def test_the_likeliest_paths(depth, width, num_nodes):
-    logprobs, tokens = candidates(3, depth, width)
-    out, *tree = draft_tree_reference.best_paths(logprobs, tokens, num_nodes)
+def test_the_likeliest_paths(depth, width, num_nodes, num_rows):
+    """Of drafts that do not depend on each other, and of ones that do."""
+    tables = (*candidates(3, depth, width), None) if num_rows == 1 else linked(3, depth, num_rows, width)
+    logprobs, tokens, rows = tables
+    out, *tree = draft_tree_reference.best_paths(*tables, num_nodes)
     tree = Tree(*tree)
-    for found, right in zip(draft_tree.best_paths(logprobs, tokens, num_nodes), (out, *tree), strict=True):
+    for found, right in zip(draft_tree.best_paths(*tables, num_nodes), (out, *tree), strict=True):
         assert torch.equal(found, right)
     for row in range(3):
-        expected = best_first(logprobs[row].double(), tokens[row], num_nodes)
-        of_ranks = {tuple(int(tokens[row, d, r]) for d, r in enumerate(ranks)) for _, ranks in expected}
+        expected = best_first(logprobs[row].double(), None if rows is None else rows[row], num_nodes)
+        of_places = [tuple(int(tokens[row, d][at]) for d, at in enumerate(path)) for path in expected]
         paths = paths_of(tree.parents[row], out[row])
-        assert set(paths.values()) - {()} == of_ranks
+        assert sorted(one for one in paths.values() if one) == sorted(of_places)
         for node, path in paths.items():
             assert tree.depths[row, node] == len(path)
             bits = [word >> bit & 1 for word in tree.ancestors[row, node].tolist() for bit in range(64)]
@@ -95,10 +109,10 @@ def test_the_likeliest_paths(depth, width, num_nodes):
 
 def test_fewer_paths_than_nodes_and_tokens_that_are_impossible():
     logprobs, tokens = candidates(4, 2, 2)  # 6 paths
-    logprobs[1, 0, 1] = logprobs[1, 1, 1] = float("-inf")
+    logprobs[1, :, 0, 1] = float("-inf")
     logprobs[2], logprobs[3, 1] = float("nan"), float("nan")
-    out, *tree = draft_tree_reference.best_paths(logprobs, tokens, 9)
-    for found, right in zip(draft_tree.best_paths(logprobs, tokens, 9), (out, *tree), strict=True):
+    out, *tree = draft_tree_reference.best_paths(logprobs, tokens, None, 9)
+    for found, right in zip(draft_tree.best_paths(logprobs, tokens, None, 9), (out, *tree), strict=True):
         assert torch.equal(found, right)
     assert [len(paths_of(tree[0][row], out[row])) - 1 for row in range(4)] == [6, 2, 0, 2]
     assert bool((tree[0][2] == -1).all()) and bool((out[2] == 0).all())
@@ -258,26 +272,46 @@ def test_what_moves_slots_looks_at_buffers_once(monkeypatch):
     assert made == [2, 1] and buffers[0][0, 3].tolist() == [[8.0, 9.0]]
 
 
+def tree_of(kind, drafter, noise, temperature, num_nodes):
+    """A tree of drafts that depend on none, one or all of those before them; `drafter`: logits after every text."""
+    rows, depth, vocabulary = noise.shape
+    tokens = torch.arange(vocabulary, device=DEVICE).expand(rows, 1, -1)
+    if kind == "independent":
+        return trees.tree_of_independent(drafter[:depth] / temperature + noise, None, num_nodes)
+    if kind == "pairs":
+        logits = drafter[: depth * vocabulary].view(depth, vocabulary, vocabulary) / temperature + noise[:, :, None]
+        return trees.tree_of_pairs(logits.log_softmax(-1), tokens.expand(-1, depth, -1), num_nodes)
+    tree, texts = trees.GrowingTree(2), torch.zeros(rows, 1, dtype=torch.int64, device=DEVICE)
+    for step in range(depth):
+        logprobs = (drafter[texts] / temperature + noise[:, step, None]).log_softmax(-1)
+        tree.add(logprobs, tokens.expand(-1, texts.shape[1], -1))
+        if step + 1 < depth:
+            found, parents = tree.front()
+            texts = vocabulary * texts.gather(1, parents) + found + 1
+    return tree.cut(num_nodes)
+
+
+@pytest.mark.parametrize("kind", ["independent", "pairs", "grown"])
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_the_law_of_texts_with_drafts_chosen_by_the_targets_noise(temperature):
+def test_the_law_of_texts_with_drafts_chosen_by_the_targets_noise(temperature, kind):
     """Texts of up to depth 3 of 8 drafts, of a drafter that is wrong, have the target's distribution."""
     vocabulary, depth, rows = 3, 3, 20_000
     generator = torch.Generator().manual_seed(0)
     # Logits after every text, of which nodes are told apart by number: v's child w is 3 v + w + 1.
-    target = torch.randn(sum(vocabulary**n for n in range(depth + 1)), vocabulary, generator=generator).to(DEVICE)
-    drafter = torch.randn(1, depth, vocabulary, generator=generator).to(DEVICE).expand(rows, -1, -1)
+    texts_up_to_depth = sum(vocabulary**n for n in range(depth + 1))
+    target, drafter = torch.randn(2, texts_up_to_depth, vocabulary, generator=generator).to(DEVICE)
     seeds, lengths = torch.arange(rows, device=DEVICE), torch.full((rows,), 7, device=DEVICE)
     temperatures = torch.full((rows,), temperature, device=DEVICE)
-    noisy = draft_sampling_reference.add_target_noise(drafter, None, temperatures, seeds, lengths, 0)
-    values, tokens = noisy.log_softmax(-1).sort(dim=-1, descending=True)
-    drafts, *tree = draft_tree_reference.best_paths(values, tokens, 8)
+    nothing = torch.zeros(rows, depth, vocabulary, device=DEVICE)
+    noise = draft_sampling_reference.add_target_noise(nothing, None, temperatures, seeds, lengths, 0)
+    drafts, _, _, tree = tree_of(kind, drafter, noise, temperature, 8)
     texts = torch.zeros(rows, 9, dtype=torch.int64, device=DEVICE)
     for node in range(1, 9):
         parent = texts.gather(1, tree[0][:, node, None].clamp(min=0))[:, 0]
         texts[:, node] = vocabulary * parent + drafts[:, node - 1] + 1
     scores = target[texts] / temperature
     found, accepted, _, _ = verify_tree_reference.verify_tree(scores, drafts, *tree[:2], seeds, lengths, depth)
-    assert accepted.bincount(minlength=depth + 1).min() > 100
+    assert accepted.bincount(minlength=depth + 1)[1:].min() > 100
     # Rounds go on until texts have as many tokens: without drafts, as far as the law is concerned.
     at, text = torch.zeros_like(seeds), torch.zeros_like(seeds)
     law = torch.ones(1, dtype=torch.float64, device=DEVICE)

@@ -1,0 +1,182 @@
+"""What DSpark, Domino, DFlash-2 and DSpine have in common: after a pass over a block, small steps along its drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..kernels.types import Proposal
+from ..state import DecodeState
+from .dflash import DFlashDrafter
+from .trees import MOST_CHILDREN, GrowingTree, tree_of_pairs
+
+
+class Places(NamedTuple):
+    """Drafts of a block, in order, before they depend on each other.
+
+    Attributes:
+        first: number of the first one in its block.
+        logits: `[..., n, C]`, of the candidates.
+        candidates: `[..., n, C]` int64, ids of the draft vocabulary; None for all V_d.
+        read: tensors `[..., n, ...]` that a family has computed of the inputs of the head.
+    """
+
+    first: int
+    logits: torch.Tensor
+    candidates: torch.Tensor | None
+    read: tuple[torch.Tensor, ...]
+
+    def at(self, step: int, dim: int) -> Places:
+        """One of them; n is dimension `dim`."""
+
+        def pick(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values.narrow(dim, step, 1)
+
+        return Places(step, pick(self.logits), pick(self.candidates), tuple(map(pick, self.read)))
+
+
+def project(features: torch.Tensor, layer: nn.Linear, candidates: torch.Tensor | None) -> torch.Tensor:
+    """Outputs of `layer`, which has no bias, of `features` `[..., n, P, r]`.
+
+    Returns:
+        `[..., n, P, V_d]`, or `[..., n, P, C]` of `candidates` `[..., n, C]`.
+    """
+    return layer(features) if candidates is None else features @ layer.weight[candidates].mT
+
+
+class WalkingDrafter(DFlashDrafter):
+    """A DFlash drafter of which each draft depends on those before it, by a small step that a family implements in
+    `follow`.
+
+    A chain takes it for each draft token, left to right. A draft token is drawn from its own logits given the ones
+    before it, so that the distributions that verification reads are those that the tokens were drawn from. A tree takes
+    it for many tokens before at once, and for the likeliest candidates by the head alone.
+    """
+
+    @property
+    def num_candidates(self) -> int | None:
+        """How many tokens, the likeliest ones by the head alone, a draft is chosen from; None for all."""
+        return None
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a draft depends on others than the one before it, by a memory that steps pass on."""
+        return False
+
+    def begin(self, anchors: torch.Tensor, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Those of `normed` `[..., n, H]`, see `num_read`, that draft a token, and the memory of the first step, given
+        `anchors` `[..., 1]`.
+        """
+        return normed, None
+
+    def read(self, normed: torch.Tensor, candidates: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """What `follow` reads of the inputs of the head, computed once for all drafts; see `Places`."""
+        return (normed,)
+
+    def follow(
+        self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits of drafts, given the tokens before them.
+
+        Args:
+            tokens: `[..., n, P]` int64, P tokens of the target that may be before each of n drafts.
+            places: these drafts.
+            memory: `[..., n, P, m]`, of the step of each of the tokens; None if a family has none, or before the first
+                step.
+
+        Returns:
+            `[..., n, P, C]`, and the memory of the next step. n is 1 with memory.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement follow().")
+
+    def head_inputs(self, normed: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError(f"{type(self).__name__} does not implement head_inputs(), which training needs.")
+
+    def draft(self, state: DecodeState, anchors: torch.Tensor, normed: torch.Tensor) -> Sequence[Proposal]:
+        if state.num_nodes:
+            return [self._draft_tree(state, anchors, normed)]
+        drafts: list[Proposal] = []
+
+        def draw(logits: torch.Tensor) -> torch.Tensor:
+            drafts.append(self.draw(state, logits, first=len(drafts)))
+            return drafts[-1].tokens
+
+        self._walk(anchors, normed, draw)
+        return drafts
+
+    def chain(self, anchors: torch.Tensor, normed: torch.Tensor) -> list[torch.Tensor]:
+        steps: list[torch.Tensor] = []
+
+        def most_likely(logits: torch.Tensor) -> torch.Tensor:
+            steps.append(logits.squeeze(-2))
+            return self._target_tokens(logits.argmax(-1))
+
+        self._walk(anchors[..., None], normed, most_likely)
+        return steps
+
+    def _target_tokens(self, index: torch.Tensor) -> torch.Tensor:
+        return index if self.target_ids is None else self.target_ids[index]
+
+    def _head_logits(self, normed: torch.Tensor) -> torch.Tensor:
+        return self.logits(normed[..., : self.config.hidden_size])
+
+    def _walk(
+        self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Choose the draft tokens of blocks, in order.
+
+        Args:
+            anchors: `[..., 1]` int64, the tokens before the first ones.
+            normed: `[..., n, H]`, inputs of the head, see `num_read`.
+            choose: returns the tokens `[..., 1]` of the target for logits `[..., 1, V_d]`.
+        """
+        normed, memory = self.begin(anchors, normed)
+        logits, candidates = self._head_logits(normed), None
+        shape = (*logits.shape[:-2], 1, logits.shape[-1])
+        if self.num_candidates is not None:
+            logits, candidates = logits.topk(self.num_candidates, dim=-1)
+        places, last = Places(0, logits, candidates, self.read(normed, candidates)), anchors
+        for step in range(normed.shape[-2]):
+            place = places.at(step, normed.dim() - 2)
+            scores, memory = self.follow(last[..., None], place, memory)
+            scores = scores[..., 0, :]
+            if candidates is not None:
+                scores = scores.new_full(shape, -torch.inf).scatter(-1, place.candidates, scores)
+            last = choose(scores)
+
+    def _draft_tree(self, state: DecodeState, anchors: torch.Tensor, normed: torch.Tensor) -> Proposal:
+        """The tree of a round; arguments as of `draft`."""
+        normed, memory = self.begin(anchors, normed)
+        logits = self._head_logits(normed)
+        noisy = self.add_noise(state, logits, first=0).float()
+        values, candidates = noisy.topk(min(self.num_candidates or MOST_CHILDREN, logits.shape[-1]))
+        tokens, logits = self._target_tokens(candidates), logits.gather(-1, candidates).float()
+        places = Places(0, logits, candidates, self.read(normed, candidates))
+        # What is no candidate keeps the weight that it has by the head alone.
+        total = noisy.logsumexp(-1, keepdim=True)
+        others = total + (-torch.expm1(values.logsumexp(-1, keepdim=True) - total).clamp(max=0.0)).log()
+        temperatures = (state.temperature * state.row_temperatures)[:, None, None, None]
+
+        def follow(before: torch.Tensor, at: Places, memory: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            """Log-probabilities `[B, n, P, C]` of candidates, given tokens before them; and the memory."""
+            rows = slice(at.first, at.first + before.shape[1])
+            scores, memory = self.follow(before, at, memory)
+            scores = values[:, rows, None] + (scores - at.logits[:, :, None]).float() / temperatures
+            whole = torch.logaddexp(scores.logsumexp(-1, keepdim=True), others[:, rows, None])
+            return scores - whole, memory
+
+        count = tokens.shape[2]
+        if not self.remembers:
+            before = torch.cat([anchors.expand(-1, count)[:, None], tokens[:, :-1]], dim=1)
+            return tree_of_pairs(follow(before, places, None)[0], tokens, state.num_nodes)
+        tree, before = GrowingTree(count), anchors
+        for step in range(state.num_draft_tokens):
+            logprobs, memory = follow(before[:, None], places.at(step, 1), memory)
+            tree.add(logprobs[:, 0], tokens[:, step, None].expand_as(logprobs[:, 0]))
+            if step + 1 < state.num_draft_tokens:
+                before, parents = tree.front()
+                memory = memory.gather(2, parents[:, None, :, None].expand(-1, -1, -1, memory.shape[3]))
+        return tree.cut(state.num_nodes)
