@@ -106,6 +106,7 @@ class Drafter(PreTrainedModel):
             "draft_probs",
             "engine",
             "_asked_num_assistant_tokens",
+            "rollouts",
             "sessions",
             "tree",
             "verification",
@@ -122,6 +123,8 @@ class Drafter(PreTrainedModel):
         self._shared_weights: dict[str, SharedWeight] = {}
         # Set by engines: buffers and CUDA graphs for further calls, see `release`.
         self.sessions: Any = None
+        # Set by what learns from calls: a `training.rollouts.Rollouts` that gets their texts; None for none.
+        self.rollouts: Any = None
         self._last_stats: Any = None
         self._asked_num_assistant_tokens: int | str | None = None
         self.draft_probs: bool | str = "auto"
