@@ -35,6 +35,7 @@ from hf_specdec.kernels import (
     verify_greedy_reference,
     verify_sampling_reference,
 )
+from hf_specdec.kernels.attention import attention
 from hf_specdec.kernels.types import DraftInputs, RecurrenceRing
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -112,8 +113,8 @@ def time_attention(
 
     def call(index: int) -> torch.Tensor:
         keys, values = caches[index % num_inputs]
-        options = {"num_splits": num_splits, "scales": scales[index % num_inputs]}
-        return ops.attention(query, keys, values, positions, DIM**-0.5, **options)
+        options = {"num_programs": num_splits, "scales": scales[index % num_inputs]}
+        return attention(query, keys, values, positions, DIM**-0.5, **options)
 
     keys, values = (one[:, :, :live] for one in caches[0])
     if is_float8:

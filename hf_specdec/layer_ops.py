@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .kernels import rms_norm_reference, rotary_angles_reference, rotary_reference
+from .kernels import rms_norm_reference
 from .kernels.gated_activation_reference import ACTIVATIONS
 from .kernels.types import AnglesKind, NormKind, RotaryKind
 from .op_choice import is_for_triton, kernel_op, register_op
@@ -64,11 +64,7 @@ def _(inputs, *rest):
     return inputs.new_empty(inputs.shape), inputs.new_empty(inputs.shape)
 
 
-@register_op("hf_specdec::rotary", schema="(Tensor cos, Tensor sin, Tensor[] states, bool[] kind) -> Tensor[]")
-def _rotary(cos, sin, states, kind):
-    from .kernels.rotary import rotary
-
-    return rotary(cos, sin, states, RotaryKind(*kind))
+_ROTARY_KIND = ", ".join(f"bool {name}" for name in RotaryKind._fields)
 
 
 def _like(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -76,44 +72,31 @@ def _like(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [one.new_empty(one.transpose(1, 2).shape).transpose(1, 2) for one in states]
 
 
-@_rotary.register_fake
-def _(cos, sin, states, kind):
-    return _like(states)
-
-
-@register_op(
-    "hf_specdec::rotate_and_store",
-    mutates_args=("keys", "values", "scales"),
-    schema="(Tensor cos, Tensor sin, Tensor[] states, bool[] kind, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor value_states, Tensor positions, Tensor(c!)? scales) -> Tensor[]",
-)
-def _rotate_and_store(cos, sin, states, kind, *stored):
-    from .kernels.rotary import rotate_and_store
-
-    return rotate_and_store(cos, sin, states, RotaryKind(*kind), *stored)
-
-
-@_rotate_and_store.register_fake
-def _(cos, sin, states, *rest):
-    return _like(states[:-1])
-
-
-@register_op(
-    "hf_specdec::rotary_angles",
-    schema="(Tensor frequencies, Tensor positions, ScalarType dtype, str repeats, float scaling) -> (Tensor, Tensor)",
-)
-def _rotary_angles(frequencies, positions, dtype, repeats, scaling):
-    from .kernels.rotary_angles import rotary_angles
-
-    return rotary_angles(frequencies, positions, dtype, AnglesKind(repeats, scaling))
-
-
-@_rotary_angles.register_fake
-def _(frequencies, positions, dtype, repeats, scaling):
+def _like_angles(frequencies, positions, dtype, repeats, scaling):
     shape = *positions.shape, len(frequencies) * (1 if repeats == "once" else 2)
     return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
+rotary = kernel_op(
+    "rotary.rotary",
+    f"(Tensor cos, Tensor sin, Tensor[] states, {_ROTARY_KIND}) -> Tensor[]",
+    lambda cos, sin, states, *rest: _like(states),
+    groups={3: RotaryKind},
+)
+rotate_and_store = kernel_op(
+    "rotary.rotate_and_store",
+    f"(Tensor cos, Tensor sin, Tensor[] states, {_ROTARY_KIND}, Tensor(a!) keys, Tensor(b!) values, "
+    "Tensor value_states, Tensor positions, Tensor(c!)? scales) -> Tensor[]",
+    lambda cos, sin, states, *rest: _like(states[:-1]),
+    mutates_args=("keys", "values", "scales"),
+    groups={3: RotaryKind},
+)
+rotary_angles = kernel_op(
+    "rotary_angles.rotary_angles",
+    "(Tensor frequencies, Tensor positions, ScalarType dtype, str repeats, float scaling) -> (Tensor, Tensor)",
+    _like_angles,
+    groups={3: AnglesKind},
+)
 gated_activation = kernel_op(
     "gated_activation.gated_activation",
     "(Tensor gate, Tensor up, str activation) -> Tensor",
@@ -140,30 +123,3 @@ def add_rms_norm(
     if is_for_triton(inputs) and inputs.shape[-1] <= MAX_NORM_WIDTH:
         return _add_rms_norm(inputs, addend, weight, eps, *kind)
     return rms_norm_reference.add_rms_norm(inputs, addend, weight, eps, kind)
-
-
-def rotary(
-    cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind
-) -> list[torch.Tensor]:
-    """See `kernels.rotary_reference.rotary`; a Triton kernel on GPUs."""
-    if is_for_triton(states[0]):
-        return _rotary(cos, sin, list(states), list(kind))
-    return rotary_reference.rotary(cos, sin, states, kind)
-
-
-def rotary_angles(
-    frequencies: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype, kind: AnglesKind
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.rotary_angles_reference.rotary_angles`; a Triton kernel on GPUs."""
-    if is_for_triton(frequencies):
-        return _rotary_angles(frequencies, positions, dtype, *kind)
-    return rotary_angles_reference.rotary_angles(frequencies, positions, dtype, kind)
-
-
-def rotate_and_store(
-    cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind, *stored: torch.Tensor | None
-) -> list[torch.Tensor]:
-    """See `kernels.rotary_reference.rotate_and_store`; a Triton kernel on GPUs."""
-    if is_for_triton(states[0]):
-        return _rotate_and_store(cos, sin, list(states), list(kind), *stored)
-    return rotary_reference.rotate_and_store(cos, sin, states, kind, *stored)

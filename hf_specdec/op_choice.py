@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,26 +23,30 @@ def has_kernels(device: torch.device) -> bool:
 
 class _Choice(threading.local):
     """Whether this thread runs the references on every device, and the kernels whose bits depend on no other row;
-    whether what it launches is captured; and where it notes what attention reads.
+    whether what it launches is captured; and what is told of the references that run.
     """
 
     references_only = False
     capturing = False
     batch_invariant = False
-    attended: set[int] | None = None
+    on_reference: Callable[..., object] | None = None
 
 
 _choice = _Choice()
 
 
 @contextmanager
-def references() -> Iterator[None]:
-    """Context in which this thread's ops run the references, and compile no kernel; `torch.compile` ignores it."""
-    before, _choice.references_only = _choice.references_only, True
+def references(on_reference: Callable[..., object] | None = None) -> Iterator[None]:
+    """Context in which this thread's ops run the references, and compile no kernel; `torch.compile` ignores it.
+
+    `on_reference` is told of the ops that `kernel_op` makes: it is called with the name and the arguments of each.
+    """
+    before = _choice.references_only, _choice.on_reference
+    _choice.references_only, _choice.on_reference = True, on_reference
     try:
         yield
     finally:
-        _choice.references_only = before
+        _choice.references_only, _choice.on_reference = before
 
 
 @contextmanager
@@ -58,22 +62,6 @@ def capturing() -> Iterator[None]:
 def is_capturing() -> bool:
     """Whether this thread is in the context `capturing`."""
     return not torch.compiler.is_compiling() and _choice.capturing
-
-
-@contextmanager
-def noting_attended() -> Iterator[set[int]]:
-    """Context that gives the addresses of the storages of all keys and values that this thread's attention is given."""
-    before, _choice.attended = _choice.attended, set()
-    try:
-        yield _choice.attended
-    finally:
-        _choice.attended = before
-
-
-def note_attended(*tensors: torch.Tensor) -> None:
-    """Note the storages of keys and values in the context `noting_attended`."""
-    if not torch.compiler.is_compiling() and _choice.attended is not None:
-        _choice.attended.update(one.untyped_storage().data_ptr() for one in tensors)
 
 
 @contextmanager
@@ -162,6 +150,28 @@ def register_op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> C
     return register
 
 
+def _split(args: Sequence[Any], groups: Mapping[int, type[tuple]]) -> list[Any]:
+    """The arguments of an op, of those of its function but the first: with the elements of `groups`."""
+    found: list[Any] = []
+    for place, one in enumerate(args, start=1):
+        if place not in groups:
+            found.append(one)
+        else:
+            found += [None] * len(groups[place]._fields) if one is None else one
+    return found
+
+
+def _joined(args: Sequence[Any], groups: Mapping[int, type[tuple]]) -> list[Any]:
+    """The arguments of the function, of those of the op; see `_split`."""
+    found, left = [], list(args)
+    while left:
+        group = groups.get(len(found))
+        count = 1 if group is None else len(group._fields)
+        some, left = left[:count], left[count:]
+        found.append(some[0] if group is None or some[0] is None else group(*some))
+    return found
+
+
 def kernel_op(
     place: str,
     schema: str,
@@ -169,6 +179,8 @@ def kernel_op(
     mutates_args: tuple[str, ...] = (),
     reference: str | None = None,
     result: type[tuple] = tuple,
+    launch: Callable | None = None,
+    groups: Mapping[int, type[tuple]] | None = None,
 ) -> Callable:
     """A function that runs a Triton kernel where the device of its first argument has one, elsewhere the reference.
 
@@ -179,28 +191,32 @@ def kernel_op(
         mutates_args: names of arguments that it writes.
         reference: `module.function` of the reference, if not `module_reference.function`.
         result: the named tuple that is returned, where it is one: ops of torch return plain ones.
+        launch: calls the kernel with the arguments of the op, if they are not those of the kernel.
+        groups: arguments that are named tuples, or None, by place; the op has their elements in the schema.
     """
     module, _, name = place.partition(".")
     file, _, name_there = (reference or f"{module}_reference.{name}").partition(".")
     plain = getattr(importlib.import_module(f"{__package__}.kernels.{file}"), name_there)
     kernels = functools.cache(functools.partial(importlib.import_module, f"{__package__}.kernels.{module}"))
 
-    def launch(*args: Any) -> Any:
-        out = getattr(kernels(), name)(*args)
+    def plain_results(*args: Any) -> Any:
+        out = getattr(kernels(), name)(*(_joined(args, groups) if groups else args))
         return tuple(out) if isinstance(out, tuple) else out
 
-    op = register_op(f"hf_specdec::{name}", schema, mutates_args)(launch)
+    op = register_op(f"hf_specdec::{name}", schema, mutates_args)(launch or plain_results)
     if fake is not None:
         op.register_fake(fake)
 
     @functools.wraps(plain)
     def run(tensor: torch.Tensor, *args: Any) -> Any:
         if is_for_triton(tensor):
-            out = op(tensor, *args)
-        elif torch.compiler.is_compiling() or not _choice.batch_invariant:
+            out = op(tensor, *(_split(args, groups) if groups else args))
+        elif torch.compiler.is_compiling() or not (_choice.batch_invariant or _choice.on_reference):
             out = plain(tensor, *args)
         else:
-            with _disable_current_modes():
+            if _choice.on_reference is not None:
+                _choice.on_reference(name, tensor, *args)
+            with without_dispatch_modes():
                 out = plain(tensor, *args)
         return out if result is tuple else result(*out)
 

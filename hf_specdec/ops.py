@@ -7,12 +7,11 @@ imported elsewhere, too. Triton is imported when the first kernel is called.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from .kernels import (
-    attention_reference,
-    draft_inputs_reference,
     experts_reference,
     linear_reference,
     low_rank_reference,
@@ -43,7 +42,6 @@ from .op_choice import (
     is_capturing,
     is_for_triton,
     kernel_op,
-    note_attended,
     references,
     register_op,
     without_dispatch_modes,
@@ -88,40 +86,6 @@ __all__ = [
     "verify_tree",
     "write_kv",
 ]
-
-
-@register_op(
-    "hf_specdec::attention",
-    schema="(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window, Tensor? sinks, "
-    "float? softcap, Tensor? starts, Tensor? ends, int? num_splits, int? chunk, Tensor? scales, Tensor? ancestors) "
-    "-> Tensor",
-)
-def _attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends, num_splits, *others):
-    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
-    if not is_for_triton(query):
-        return attention_reference.attention(*args, *others)
-    from .kernels.attention import attention
-
-    return attention(*args, num_splits, *others, fixed_splits=is_batch_invariant())
-
-
-@_attention.register_fake
-def _(query, key, value, *rest):
-    batch, heads, num_queries, _ = query.shape
-    return query.new_empty(batch, num_queries, heads, value.shape[3])
-
-
-@register_op(
-    "hf_specdec::prepare_inputs",
-    mutates_args=("out_tokens", "out_slots", "out_positions", "out_sources"),
-    schema="(Tensor tokens, Tensor lengths, Tensor committed, Tensor limits, Tensor finished, Tensor(a!) out_tokens, "
-    "Tensor(b!) out_slots, Tensor(c!) out_positions, Tensor(d!) out_sources, int num_masks, int mask_token, int shift) "
-    "-> ()",
-)
-def _prepare_inputs(tokens, lengths, committed, limits, finished, *args):
-    from .kernels.draft_inputs import prepare_inputs
-
-    prepare_inputs(tokens, lengths, committed, limits, finished, DraftInputs(*args[:4]), *args[4:])
 
 
 @register_op(
@@ -234,6 +198,29 @@ def _(inputs, values, *rest):
     return inputs.new_empty(len(inputs), len(values) // (1 if rest[-1] is None else 2))
 
 
+def _attention(*args):
+    from .kernels.attention import attention
+
+    return attention(*args, fixed_splits=is_batch_invariant())
+
+
+attention = kernel_op(
+    "attention.attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window=None, Tensor? sinks=None, "
+    "float? softcap=None, Tensor? starts=None, Tensor? ends=None, int? chunk=None, Tensor? scales=None, "
+    "Tensor? ancestors=None) -> Tensor",
+    lambda query, key, value, *rest: query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]),
+    launch=_attention,
+)
+prepare_inputs = kernel_op(
+    "draft_inputs.prepare_inputs",
+    "(Tensor tokens, Tensor lengths, Tensor committed, Tensor limits, Tensor finished, Tensor(a!) out_tokens, "
+    "Tensor(b!) out_slots, Tensor(c!) out_positions, Tensor(d!) out_sources, int num_masks, int mask_token, int shift) "
+    "-> ()",
+    None,
+    mutates_args=("out_tokens", "out_slots", "out_positions", "out_sources"),
+    groups={5: DraftInputs},
+)
 write_kv = kernel_op(
     "kv_cache.write_kv",
     "(Tensor(a!) keys, Tensor(b!) values, Tensor key_states, Tensor value_states, Tensor positions, "
@@ -328,51 +315,6 @@ plan_experts = kernel_op(
 )
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    scaling: float,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    softcap: float | None = None,
-    starts: torch.Tensor | None = None,
-    ends: torch.Tensor | None = None,
-    num_splits: int | None = None,
-    chunk: int | None = None,
-    scales: torch.Tensor | None = None,
-    ancestors: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """See `kernels.attention_reference.attention`; a Triton kernel on GPUs."""
-    note_attended(key, value, *(() if scales is None else (scales,)))
-    args = (query, key, value, positions, scaling, window, sinks, softcap, starts, ends)
-    # The reference for packed prompts reads the starts on the host; so it is called inside the op.
-    if is_for_triton(query) or is_batch_invariant() or (starts is not None and starts.dim() == 2):
-        return _attention(*args, num_splits, chunk, scales, ancestors)
-    return attention_reference.attention(*args, chunk, scales, ancestors)
-
-
-def prepare_inputs(
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    committed: torch.Tensor,
-    limits: torch.Tensor,
-    finished: torch.Tensor,
-    out: DraftInputs,
-    num_masks: int,
-    mask_token: int,
-    shift: int,
-) -> None:
-    """See `kernels.draft_inputs_reference.prepare_inputs`; a Triton kernel on GPUs."""
-    if is_for_triton(tokens):
-        _prepare_inputs(tokens, lengths, committed, limits, finished, *out, num_masks, mask_token, shift)
-    else:
-        draft_inputs_reference.prepare_inputs(
-            tokens, lengths, committed, limits, finished, out, num_masks, mask_token, shift
-        )
-
-
 def recurrence(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -405,7 +347,7 @@ class SlotMoves:
 
     def __init__(self) -> None:
         self._key: tuple = ()
-        self._table: torch.Tensor | None = None
+        self._table: Any = None  # a `kernels.move_slots.SlotTable`
 
     def __call__(
         self, buffers: Sequence[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor, committed: torch.Tensor
@@ -413,13 +355,13 @@ class SlotMoves:
         if not is_for_triton(path):
             move_slots_reference.move_slots(buffers, path, lengths, committed)
             return
-        from .kernels.move_slots import address_table, move_slots
+        from .kernels.move_slots import SlotTable, move_slots
 
         with torch.cuda.device_of(path):
             key = tuple((one.data_ptr(), one.stride()) for one in buffers)
             if key != self._key:  # not while a round is captured, which was run before
-                self._key, self._table = key, address_table(buffers)
-            move_slots(buffers, self._table, path, lengths, committed)
+                self._key, self._table = key, SlotTable.of(buffers)
+            move_slots(self._table, path, lengths, committed)
 
 
 def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:

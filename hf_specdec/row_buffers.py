@@ -29,14 +29,12 @@ def blank_numbers(batch: int, device: torch.device) -> torch.Tensor:
     """`[len(NUMBERS), batch]` int64: the numbers of rows without a text, in one buffer that one copy sets."""
     # Kernels are given a `[batch]` each; Triton would compile another one for an address that 16 does not divide.
     numbers = torch.empty(len(NUMBERS), batch + batch % 2, dtype=torch.int64, device=device)[:, :batch]
-    return numbers.copy_(upload([[default] * batch for default in NUMBERS.values()], numbers))
+    return numbers.copy_(numbers_of(batch, numbers))
 
 
-def set_numbers(numbers: torch.Tensor, rows: torch.Tensor | slice, count: int, **given: Sequence[int]) -> None:
-    """Set `rows`, which are `count`, of `blank_numbers` in one upload, by names; rows beyond those given are blank."""
-    values = [given.get(name, ()) for name in NUMBERS]
-    lists = zip(values, NUMBERS.values(), strict=True)
-    numbers[:, rows] = upload([[*some, *[default] * (count - len(some))] for some, default in lists], numbers)
+def numbers_of(count: int, like: torch.Tensor, **given: Sequence[int]) -> torch.Tensor:
+    """`[len(NUMBERS), count]` on the device of `like`: those of `count` rows that are `given`, others as of no text."""
+    return upload([given.get(name, [default] * count) for name, default in NUMBERS.items()], like)
 
 
 def set_rows(buffer: torch.Tensor, rows: torch.Tensor | slice, value: float | bool) -> None:

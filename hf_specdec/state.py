@@ -14,7 +14,7 @@ from .cache.layer_kinds import LayerKinds
 from .cache.packed_cache import PackedCache
 from .cache.ragged_cache import RaggedCache
 from .kernels.types import NO_TOKEN, Nodes, Proposal, SamplingSettings, VerificationResult
-from .row_buffers import NEW_ROW, NUMBERS, blank_numbers, set_numbers, set_rows, upload
+from .row_buffers import NEW_ROW, NUMBERS, blank_numbers, numbers_of, set_rows, upload
 
 
 class Shape(NamedTuple):
@@ -27,7 +27,6 @@ class Shape(NamedTuple):
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
         num_ends: entries for end-of-sequence tokens.
         verification: see `Drafter.configure`.
-        logprobs: whether log-probabilities of tokens are computed: `"processed"`, `"raw"` or both, see `Call`.
         num_nodes: N, the drafts of a round where they are a tree, of depth K; 0 where they are a chain.
     """
 
@@ -38,7 +37,6 @@ class Shape(NamedTuple):
     draft_probs: bool
     num_ends: int
     verification: str = "token"
-    logprobs: tuple[str, ...] = ()
     num_nodes: int = 0
 
 
@@ -63,7 +61,8 @@ class DecodeState:
         num_draft_tokens: K of the next round.
         is_sampling: whether tokens are drawn; decoding is greedy otherwise.
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
-        verification, logprobs, num_nodes: see `Shape`.
+        verification, num_nodes: see `Shape`.
+        logprobs: log-probabilities of its tokens that a round computes: `"processed"`, `"raw"`, both or none.
         cached: `[B]` int64, positions of each row that are in the target's cache before prefill.
         draft_starts: `[B]` int64, the first position of each row that the drafter reads.
         position_offsets: `[B]` int64, position ids of each row minus its positions, from the end of the prompt on.
@@ -105,7 +104,6 @@ class DecodeState:
     is_sampling: bool
     draft_probs: bool
     verification: str
-    logprobs: tuple[str, ...]
     num_nodes: int
     cached: torch.Tensor
     draft_starts: torch.Tensor
@@ -118,6 +116,7 @@ class DecodeState:
     result: VerificationResult
     row_slots: int
     block_width: int = 1
+    logprobs: tuple[str, ...] = ()
     aux_hidden_states: torch.Tensor | None = None
     prompt_logits: torch.Tensor | None = None
     records: Any = None
@@ -154,7 +153,6 @@ class DecodeState:
             is_sampling=shape.is_sampling,
             draft_probs=shape.draft_probs,
             verification=shape.verification,
-            logprobs=shape.logprobs,
             num_nodes=shape.num_nodes,
             cache=cache,
             live=shape.slots,
@@ -180,24 +178,18 @@ class DecodeState:
         """Put prompts into `rows`, whatever was there before; they are to be prefilled.
 
         Args:
-            rows: of the state; if it is a `range`, the first ones of a state in which no other row holds a text.
+            rows: of the state; others stay as they are, see `clear`.
             prompts: `[length]` int64 each, without padding.
             eos: `[E]` int64, or `[len(rows), E]` with those of each row; None for no such tokens.
             numbers: `cached`, `draft_starts`, `position_offsets`, `prompt_length_gap` and `adapters` of each row, 0 if
                 not given; `prompt_lengths` where the texts go on after their prompts.
         """
-        count = len(rows)
-        at = slice(count) if isinstance(rows, range) else upload(rows, self.lengths)
-        lengths = list(map(len, prompts))
+        at, lengths = upload(rows, self.lengths), list(map(len, prompts))
         limits = [length + new for length, new in zip(lengths, max_new_tokens, strict=True)]
         given = {"lengths": lengths, "limits": limits, "seeds": seeds, "prompt_lengths": lengths, **numbers}
-        if isinstance(rows, range):
-            self.clear(**given)
-            self.finished[at] = False
-        else:
-            set_numbers(self.numbers, at, count, **given)
-            for name, value in NEW_ROW.items():
-                set_rows(getattr(self, name), at, value)
+        self.numbers[:, at] = numbers_of(len(rows), self.numbers, **given)
+        for name, value in NEW_ROW.items():
+            set_rows(getattr(self, name), at, value)
         texts = upload(torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True), self.tokens)
         self.tokens[at, : texts.shape[1]] = texts
         if eos is not None:
@@ -219,10 +211,10 @@ class DecodeState:
             memory=memory,
         )
 
-    def clear(self, **numbers: Sequence[int]) -> None:
-        """Make all rows finished ones, of one token; `numbers` of the first rows as of `set_numbers`."""
+    def clear(self) -> None:
+        """Make all rows finished ones, of one token."""
         self.result.committed.zero_()
-        set_numbers(self.numbers, slice(None), len(self.lengths), **numbers)
+        self.numbers.copy_(numbers_of(len(self.lengths), self.numbers))
         for name, value in {**NEW_ROW, "finished": True}.items():
             getattr(self, name).fill_(value)
         self.block_width = self.live = 1

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from .kernels import round_state_reference
 from .kernels.types import VerificationResult
-from .op_choice import is_for_triton, kernel_op, register_op
+from .op_choice import kernel_op
 
 __all__ = ["block", "commit", "next_slots", "position_ids", "row_uniform", "tree_block"]
 
@@ -45,39 +44,12 @@ row_uniform = kernel_op(
     lambda seeds, positions, tokens, stream: seeds.new_empty(seeds.shape, dtype=torch.float32),
     reference="random_reference.uniform",
 )
-
-
-@register_op(
-    "hf_specdec::commit",
-    mutates_args=("tokens", "lengths", "finished", "kept_tokens", "kept_accepted", "kept_committed"),
-    schema="(Tensor(a!) tokens, Tensor(b!) lengths, Tensor(c!) finished, Tensor limits, Tensor ends, "
+commit = kernel_op(
+    "round_state.commit",
+    "(Tensor(a!) tokens, Tensor(b!) lengths, Tensor(c!) finished, Tensor limits, Tensor ends, "
     "Tensor new_tokens, Tensor accepted, Tensor committed, Tensor(d!)? kept_tokens, Tensor(e!)? kept_accepted, "
     "Tensor(f!)? kept_committed) -> Tensor",
+    lambda tokens, lengths, *rest: lengths.new_empty(lengths.shape),
+    mutates_args=("tokens", "lengths", "finished", "kept_tokens", "kept_accepted", "kept_committed"),
+    groups={5: VerificationResult, 6: VerificationResult},
 )
-def _commit(tokens, lengths, finished, limits, ends, new_tokens, accepted, committed, *kept):
-    from .kernels.round_state import commit
-
-    result = VerificationResult(new_tokens, accepted, committed)
-    return commit(
-        tokens, lengths, finished, limits, ends, result, None if kept[0] is None else VerificationResult(*kept)
-    )
-
-
-@_commit.register_fake
-def _(tokens, lengths, *rest):
-    return lengths.new_empty(lengths.shape)
-
-
-def commit(
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    finished: torch.Tensor,
-    limits: torch.Tensor,
-    ends: torch.Tensor,
-    result: VerificationResult,
-    kept: VerificationResult | None,
-) -> torch.Tensor:
-    """See `kernels.round_state_reference.commit`; a Triton kernel on GPUs."""
-    if is_for_triton(tokens):
-        return _commit(tokens, lengths, finished, limits, ends, *result, *(kept or (None, None, None)))
-    return round_state_reference.commit(tokens, lengths, finished, limits, ends, result, kept)

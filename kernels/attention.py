@@ -523,10 +523,10 @@ def attention(
     softcap: float | None = None,
     starts: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
-    num_programs: int | None = None,
     chunk: int | None = None,
     scales: torch.Tensor | None = None,
     ancestors: torch.Tensor | None = None,
+    num_programs: int | None = None,
     fixed_splits: bool = False,
 ) -> torch.Tensor:
     """See `attention_reference.attention`. Accumulates in float32; padding queries get 0. Safe in a CUDA graph.

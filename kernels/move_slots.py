@@ -11,6 +11,7 @@ for all buffers in one launch: a table has the address of each, its strides and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -70,43 +71,47 @@ def _move_slots_kernel(
     tl.store(row_ptr + target[:, None] + word[None, :], values, mask=mask)
 
 
-def address_table(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`[buffers, 4]` int64 on their device: address, strides of rows and slots, and size of a slot, in bytes."""
-    assert all(one[0, 0].is_contiguous() for one in buffers), "a slot must be one piece of memory"
-    entries = [
-        (one.data_ptr(), *(stride * one.itemsize for stride in one.stride()[:2]), one[0, 0].numel() * one.itemsize)
-        for one in buffers
-    ]
-    return torch.tensor(entries, dtype=torch.int64, device=buffers[0].device)
+class SlotTable(NamedTuple):
+    """Where the slots of some buffers are, and what follows of it for a launch.
+
+    Attributes:
+        entries: `[buffers, 4]` int64 on their device: address, strides of rows and slots, and size of a slot, in bytes.
+        word: bytes that are moved at once.
+        tiles: programs for the largest slot.
+    """
+
+    entries: torch.Tensor
+    word: int
+    tiles: int
+
+    @classmethod
+    def of(cls, buffers: Sequence[torch.Tensor]) -> SlotTable:
+        assert all(one[0, 0].is_contiguous() for one in buffers), "a slot must be one piece of memory"
+        entries = [
+            (one.data_ptr(), *(stride * one.itemsize for stride in one.stride()[:2]), one[0, 0].numel() * one.itemsize)
+            for one in buffers
+        ]
+        word = 1 if any(number % 4 for entry in entries for number in entry) else 4
+        largest = max(size for *_, size in entries)
+        on_device = torch.tensor(entries, dtype=torch.int64, device=buffers[0].device)
+        return cls(on_device, word, triton.cdiv(largest // word, _TILE))
 
 
-def move_slots(
-    buffers: Sequence[torch.Tensor],
-    table: torch.Tensor,
-    path: torch.Tensor,
-    lengths: torch.Tensor,
-    committed: torch.Tensor,
-) -> None:
+def move_slots(table: SlotTable, path: torch.Tensor, lengths: torch.Tensor, committed: torch.Tensor) -> None:
     """See `move_slots_reference.move_slots`; equal. One launch.
 
     Args:
-        table: `address_table` of the buffers, made before a capture.
+        table: of the buffers, made before a capture.
     """
-    sizes = [one[0, 0].numel() * one.itemsize for one in buffers]
-    is_aligned = all(
-        size % 4 == 0 and one.data_ptr() % 4 == 0 and all(stride * one.itemsize % 4 == 0 for stride in one.stride()[:2])
-        for size, one in zip(sizes, buffers, strict=True)
-    )
-    word = 4 if is_aligned else 1
     assert path.stride(1) == 1 and lengths.is_contiguous() and committed.is_contiguous()
-    _move_slots_kernel[(len(buffers), len(path), triton.cdiv(max(sizes) // word, _TILE))](
-        table,
+    _move_slots_kernel[(len(table.entries), len(path), table.tiles)](
+        table.entries,
         path,
         lengths,
         committed,
         path.stride(0),
         path.shape[1],
-        WORD=word,
+        WORD=table.word,
         STEPS=triton.next_power_of_2(path.shape[1]),
         TILE=_TILE,
         num_warps=8,

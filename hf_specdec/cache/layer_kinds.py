@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -238,11 +239,11 @@ class LayerKinds:
         """The same kinds, with keys and values in another dtype."""
         return self if key_dtype == self.key_dtype else replace(self, key_dtype=key_dtype)
 
-    @property
+    @cached_property
     def stores_keys(self) -> bool:
         return any([kind.stores_keys for kind in self.layers])
 
-    @property
+    @cached_property
     def keeps_states(self) -> bool:
         return any([kind.keeps_states for kind in self.layers])
 
@@ -251,11 +252,11 @@ class LayerKinds:
         """Whether a cache of transformers knows how long its texts are: not if it has states only."""
         return self.stores_keys or not self.keeps_states
 
-    @property
+    @cached_property
     def is_by_slot(self) -> bool:
         return all([kind.is_by_slot for kind in self.layers])
 
-    @property
+    @cached_property
     def reads_mask(self) -> bool:
         return any([kind.reads_mask for kind in self.layers])
 

@@ -67,6 +67,8 @@ class RaggedCache(Cache):
         self.kinds = kinds
         self.slots = slots
         self.takes_mask = kinds.takes_mask
+        # Kernels are given all slots, references those in use.
+        self._shows_all = lengths is not None and ops.has_kernels(lengths.device)
         self._takes_num_before = kinds.is_by_slot and not kinds.takes_mask and starts is None
         self.span = slots - self.takes_mask
         self.kernel_span = slots
@@ -253,9 +255,8 @@ class RaggedCache(Cache):
             return
         if self.recurrence is not None:
             self.recurrence.advance(positions, self.dummy_slot)
-        self.show(live, positions.device)
+        self.show(live)
 
-    def show(self, live: int, device: torch.device) -> None:
+    def show(self, live: int) -> None:
         """Set how many leading slots queries may attend to; see `advance`."""
-        span = self.kernel_span if ops.has_kernels(device) else min(live + 1, self.slots)
-        self.span = span - self.takes_mask
+        self.span = (self.kernel_span if self._shows_all else min(live + 1, self.slots)) - self.takes_mask

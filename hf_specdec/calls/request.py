@@ -40,7 +40,8 @@ class Request:
         prompt_id: the name of the last sequence of its prompt, by which a manager cancels all of them.
         streaming: whether a result is delivered after every round.
         tokens: generated so far.
-        logprobs: of these, under the scores that they were drawn from; empty unless they were asked for.
+        return_logprobs: which log-probabilities of its tokens it gets, see `Call.logprobs`; None for none.
+        logprobs: of `tokens`, if it gets some.
         num_settled: how many of these there were before the last round, which the drafter has read.
         timestamps: `time.perf_counter()` when each of them reached the host.
         num_drafted, num_accepted: draft tokens that were verified for it, and accepted.
@@ -67,6 +68,7 @@ class Request:
     streaming: bool = False
     prompt_ids: list[int] = field(default_factory=list)
     adapter: str | None = None
+    return_logprobs: str | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     num_settled: int = 0

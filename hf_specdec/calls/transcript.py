@@ -182,6 +182,8 @@ class Transcript:
         """Whether each row stops, by each group of criteria that is called."""
         end = self._width + self.steps
         stops = []
+        if not (self._host_criteria or self._criteria):
+            return stops
         with user_code():
             if self._host_criteria:
                 stops.append(self._host_criteria(self._sequences[:, :end], None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
@@ -543,12 +543,12 @@ class Drafter(PreTrainedModel):
         """Allocate what the drafter keeps through one generation; stored as `state.memory`."""
         return None
 
-    def observe(self, prompt: torch.Tensor, tokens: list[int]) -> None:
+    def observe(self, prompt: torch.Tensor, tokens: Sequence[int] | torch.Tensor) -> None:
         """Called between two rounds with each text that has ended, to be drafted from in later rounds.
 
         Args:
             prompt: `[length]` int64.
-            tokens: that were generated after it.
+            tokens: that were generated after it, ints or `[n]` int64.
         """
 
     def copy_rows(

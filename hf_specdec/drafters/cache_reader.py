@@ -171,7 +171,7 @@ class CacheReaderDrafter(CachedDrafter):
         newest = (state.lengths - 1)[:, None]
         # The last token whose key the target has stored; without one, and in rows that take no part, nothing is seen.
         last = torch.where(newest > 0, state.next_slots(-2), state.dummy_slot)
-        state.cache.show(state.live, last.device)
+        state.cache.show(state.live)
         keys = {kind: state.cache.layers[index].shown() for kind, index in self._layers_read.items()}
         positions = last[:, None, :, None]
         tokens, drafts = state.tokens.gather(1, newest), []

@@ -223,9 +223,8 @@ class CachedDrafter(Drafter):
         num_masks: int,
     ) -> None:
         """`ops.prepare_inputs` with what the state and the family give."""
-        mask_token = self.config.mask_token_id or 0
-        given = (state.tokens, state.lengths, committed, limits, state.finished, inputs)
-        ops.prepare_inputs(*given, num_masks=num_masks, mask_token=mask_token, shift=self.shift)
+        rows = state.tokens, state.lengths, committed, limits, state.finished
+        ops.prepare_inputs(*rows, inputs, num_masks, self.config.mask_token_id or 0, self.shift)
 
     def propose(
         self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult

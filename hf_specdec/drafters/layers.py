@@ -72,13 +72,12 @@ class DraftAttention(nn.Module):
     def forward(
         self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend, num_outputs: int
     ) -> torch.Tensor:
-        query = self._heads(self.q_proj(hidden), self.q_norm)
+        query, key, value = self._heads(self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden))
         if num_outputs == hidden.shape[1]:
-            key, value = self._heads(self.k_proj(hidden), self.k_norm), self._heads(self.v_proj(hidden))
             query, key = rotate(*rotary, query, key)
         else:
-            key, value = self.keys_and_values(hidden, rotary)
             cos, sin = rotary
+            (key,) = rotate(cos, sin, key)
             (query,) = rotate(cos[:, -num_outputs:], sin[:, -num_outputs:], query[:, :, -num_outputs:])
         return self.o_proj(attend(self.layer_idx, query, key, value, self.window).flatten(2))
 
@@ -86,12 +85,19 @@ class DraftAttention(nn.Module):
         self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys after RoPE and values of `[B, n, input_size]`, `[B, kv_heads, n, head_dim]` each."""
-        (key,) = rotate(*rotary, self._heads(self.k_proj(hidden), self.k_norm))
-        return key, self._heads(self.v_proj(hidden))
+        _, key, value = self._heads(None, self.k_proj(hidden), self.v_proj(hidden))
+        (key,) = rotate(*rotary, key)
+        return key, value
 
-    def _heads(self, states: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
-        states = states.view(*states.shape[:2], -1, self.head_dim)
-        return (states if norm is None else norm(states)).transpose(1, 2)
+    def _heads(self, *states: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Query, key and value `[B, n, heads * head_dim]` each as `[B, heads, n, head_dim]`, with their norms."""
+        found = []
+        for one, norm in zip(states, (self.q_norm, self.k_norm, None), strict=True):
+            if one is not None:
+                one = one.view(*one.shape[:2], -1, self.head_dim)
+                one = (one if norm is None else norm(one)).transpose(1, 2)
+            found.append(one)
+        return found
 
 
 class DraftDecoderLayer(nn.Module):

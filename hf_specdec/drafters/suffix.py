@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,13 +44,13 @@ class SuffixDrafter(WeightlessDrafter):
         with torch.inference_mode(False):
             self._history = torch.full((self.config.history_size,), NO_TOKEN, device=self.device)
 
-    def observe(self, prompt: torch.Tensor, tokens: list[int]) -> None:
+    def observe(self, prompt: torch.Tensor, tokens: Sequence[int] | torch.Tensor) -> None:
         history = self._history
-        if not tokens or not len(history):
+        if not len(tokens) or not len(history):
             return
         # What an output begins with is found by the end of its prompt.
-        before = upload(prompt[-LONGEST_MATCH:], history)
-        text = torch.cat([before, upload([*tokens, NO_TOKEN], history)])[-len(history) :]
+        parts = upload(prompt[-LONGEST_MATCH:], history), upload(tokens, history), history.new_full((1,), NO_TOKEN)
+        text = torch.cat(parts)[-len(history) :]
         history.copy_(torch.cat([history[len(text) :], text]))
 
     def propose(

@@ -16,7 +16,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from ..calls.call import Call
-from ..calls.request import ContinuousBatching, Request, end, ends_of
+from ..calls.request import Arrived, ContinuousBatching, Request, end, ends_of
 from ..calls.transcript import DECIDED_BY_TOKENS
 from ..device_policy import policy_of
 from ..graphs.buckets import fewer_rows, next_power_of_two, row_sizes
@@ -61,19 +61,11 @@ def decode_continuously(call: Call, requests: Sequence[Request], settings: Conti
     first = sorted((one for one in requests if one.error is None), key=lambda one: -len(one.prompt))
     with HostedTarget(call.model, call.drafter) as target:
         runner = ContinuousRunner(call, settings, target)
-        if arrivals is not None:
-            arrived = arrivals(False, target.unpatch)
-            first = []
-            for one in arrived.requests:
-                one.error = target.why_no_adapter(one)
-                if one.error is None:
-                    first.append(one)
-                else:
-                    end(one, now, settings)
-            if not first and not arrived.is_open:
-                return
-        runner.open(first)
-        run = Run(runner, first, runner.counters(max(len(requests), 1)), settings)
+        arrived = Arrived(first, is_open=False) if arrivals is None else arrivals(False, target.unpatch)
+        if arrivals is not None and not arrived.requests and not arrived.is_open:
+            return
+        runner.open(arrived.requests)
+        run = Run(runner, arrived, runner.counters(max(len(requests), 1)), settings)
         draft_probs = runner.lease.shape.draft_probs
         try:
             run.run()
@@ -137,8 +129,7 @@ class ContinuousRunner(Runner):
     def open(self, first: Sequence[Request]) -> None:
         """Open a session for the requests `first`, with as many rows as fit into memory; all of them are free."""
         call, has_arrivals = self._call, self._settings.arrivals is not None
-        if self._row_sampling is not None:
-            self._row_sampling.filters = any(one.sampling.filters for one in first)
+        self._suit(first)
         self._process.own = self._processors_of(enumerate(first))  # what the first rounds are captured for
         if self._target.is_captured and self._groups is not None:
             self._groups.open(first)  # before the rows, which may take all memory that is left
@@ -160,6 +151,12 @@ class ContinuousRunner(Runner):
         if self._settings.reuses_prefixes:
             self.prefix_margin = margin_of(self._target, self.lease.shape.num_draft_tokens)
         self._process.own = {}
+
+    def _suit(self, requests: Sequence[Request]) -> None:
+        """Let rounds compute what `requests` need, those that occupy rows: there is a captured round for each case."""
+        if self._row_sampling is not None:
+            self._row_sampling.filters = any(one.sampling.filters for one in requests)
+        self._logprobs = tuple(sorted({one.return_logprobs for one in requests} - {None}))
 
     def close(self) -> None:
         """Forget the requests."""
@@ -206,7 +203,7 @@ class ContinuousRunner(Runner):
             num_drafts = lease.drafts(self.acceptance).current
             lease.session.state.live = live = min(self._expected, shape.slots)
             self._clear(lease)
-            lease.session.state.live = live
+            lease.session.state.live, lease.session.state.logprobs = live, self._logprobs
             if lease.lacks_round(num_drafts):
                 lease.capture_round(num_drafts)
         self._longest = longest
@@ -376,8 +373,8 @@ class ContinuousRunner(Runner):
 
     def prefill(self, prefixes: Sequence[Prefix], requests: Sequence[Request], running: Sequence[Request]) -> None:
         rows, margin, lease, state = [one.row for one in prefixes], self.prefix_margin or 0, self.lease, self.state
-        if self._row_sampling is not None:
-            self._row_sampling.filters = any(one.sampling.filters for one in (*running, *requests))
+        self._suit((*running, *requests))
+        state.logprobs = self._logprobs
         self._entering = upload(rows, state.lengths)
         self._entering_processors = self._processors_of(zip(rows, requests, strict=True))
         # What comes after it is known of texts that have lost their rows.
@@ -424,4 +421,4 @@ class ContinuousRunner(Runner):
             adapters=self._target.adapters_of(requests),
         )
         if self._row_sampling is not None:
-            state.set_row_sampling(list(rows), [one.sampling for one in requests])
+            state.set_row_sampling(rows, [one.sampling for one in requests])

@@ -79,8 +79,9 @@ class Groups:
         self._running = lease = self._lease(len(runs), longest)
         source = lease.session.state
         with settled_on_error(lease.session):
+            source.clear()
             source.set_temperature(self._call.temperature)
-            fill(requests, source, range(len(runs)))
+            fill(requests, source, list(range(len(runs))))
             source.cached[: len(runs)] = upload([one.length for one in own], source.cached)
             spans = spans_after(own, [one.num_prefilled for one in requests])
             lease.prefill.capture(spans)

@@ -76,10 +76,6 @@ class HostedTarget(ExitStack):
         adapters = self.adapters
         return [adapters.active if one.adapter is None else adapters.bits([one.adapter]) for one in requests]
 
-    def why_no_adapter(self, request: Request) -> str | None:
-        """Why `request` cannot have its adapter; None if it can."""
-        return None if request.adapter is None else self.adapters.why_no_rows([request.adapter])
-
     def unpatch(self) -> None:
         """Let the target be as it was, until it is used again."""
         self._patched = None

@@ -16,7 +16,6 @@ from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
 from ..graphs.buckets import next_power_of_two, slots_for, span_for, useful_drafts
 from ..memory.virtual_memory import RowMemory, has_virtual_memory, taken_bytes
-from ..op_choice import noting_attended
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import cache_layers, stated_positions, uses_attention_interface
 from ..sampling.processors import BlockProcessor
@@ -47,7 +46,6 @@ def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
         draft_probs=call.draft_probs,
         num_ends=next_power_of_two(max(len(call.ends), 8)),
         verification=call.verification,
-        logprobs=call.logprobs,
         num_nodes=call.num_nodes,
     )
 
@@ -97,7 +95,13 @@ def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
     slots = max(64, 8 * (shape.num_draft_tokens + 1)) + shape.num_nodes
     model, drafter = target.model, target.drafter
     state = drafter.new_state(shape._replace(batch=1, slots=slots), cache_layers(model), model.device)
-    with ops.references(), noting_attended() as attended:
+    attended: set[int] = set()
+
+    def note(name: str, *args: object) -> None:
+        tensors = [one for one in args if isinstance(one, torch.Tensor)] if name == "attention" else ()
+        attended.update(one.untyped_storage().data_ptr() for one in tensors)
+
+    with ops.references(note):
         SessionPrefill(Session(state), target, None, is_continuous=False).run(())
         with state.idle():
             draft_and_forward(state, target(), drafter)
@@ -169,7 +173,8 @@ class SessionLease:
 
         Where rounds for longer texts are captured, and none for those that there are, those do.
         """
-        state, rounds, key = self.session.state, self.session.rounds, self._process.key
+        state, rounds = self.session.state, self.session.rounds
+        key = self._process.key, state.logprobs
         if not self._grows:
             return key, num_drafts, state.slots
         span = least = span_for(state.live, state.slots)

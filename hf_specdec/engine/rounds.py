@@ -134,6 +134,8 @@ def draft_and_forward(
 
 def propose(state: DecodeState, drafter: Drafter, *last_block: Any) -> Proposal:
     """`Drafter.propose`, attending to as much of the text as the drafter is to."""
+    if drafter.draft_window_size is None:
+        return drafter.propose(state, *last_block)
     drafter.limit_attention(state, drafter.draft_window_size)
     proposal = drafter.propose(state, *last_block)
     drafter.limit_attention(state, None)
@@ -206,18 +208,20 @@ class RoundReport:
     Args:
         result: of the round; its tensors may be overwritten by the next one.
         logprobs: of its tokens, see `RoundOutput`; so may they.
+        names: those of `DecodeState.logprobs`.
 
     Attributes:
-        logprobs: on the host, once `read` was called.
+        logprobs: on the host, once `read` was called, by name.
     """
 
-    def __init__(self, result: VerificationResult, logprobs: tuple[torch.Tensor, ...] = ()):
+    def __init__(self, result: VerificationResult, logprobs: tuple[torch.Tensor, ...], names: tuple[str, ...]):
         packed = torch.cat((result.tokens, result.accepted[:, None], result.committed[:, None]), dim=1)
         if packed.is_cuda:
-            self._packed, *self.logprobs = map(_copy_to_host, (packed, *logprobs))
+            self._packed, *logprobs = map(_copy_to_host, (packed, *logprobs))
             self._arrived = torch.cuda.current_stream(packed.device).record_event()
         else:
-            self._packed, self.logprobs, self._arrived = packed, [one.clone() for one in logprobs], None
+            self._packed, logprobs, self._arrived = packed, [one.clone() for one in logprobs], None
+        self.logprobs: dict[str, torch.Tensor] = dict(zip(names, logprobs, strict=True))
 
     def read(self) -> tuple[list[list[int]], list[int], list[int]]:
         """Tokens of each row, numbers of accepted drafts and of committed tokens; waits for the copy."""

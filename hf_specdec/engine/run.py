@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..calls.call import Call, no_positions
-from ..calls.request import Arrivals, ContinuousBatching, Request, end
+from ..calls.request import Arrivals, Arrived, ContinuousBatching, Request, end
 from ..calls.transcript import Transcript, no_distribution
 from ..device_policy import policy_of
 from ..graphs.cuda_graphs import RoundClock
@@ -55,7 +55,7 @@ class Run:
 
     Args:
         runner: has the rows, prefills them and runs rounds.
-        requests: that wait, in the order in which they are admitted.
+        arrived: the first requests, see `Arrivals`.
         counters: of the requests, by their `index`.
         settings: who is told of what, and whether further requests arrive.
         transcript: of a call in lockstep, which may stop rows; None for others.
@@ -64,7 +64,7 @@ class Run:
     def __init__(
         self,
         runner: Runner,
-        requests: Sequence[Request],
+        arrived: Arrived,
         counters: Counters,
         settings: ContinuousBatching,
         transcript: Transcript | None = None,
@@ -77,17 +77,17 @@ class Run:
         self._prefixes = RowPrefixes(runner.prefix_margin, runner.merges_equal)
         # Rows that are being prefilled, and the requests that are to occupy them.
         self._entering: Occupied = []
-        self._waiting = deque(requests)
-        self._tokens_waiting = sum([one.remaining for one in requests])
-        self._is_open = settings.arrivals is not None
+        self._waiting: deque[Request] = deque()
+        self._tokens_waiting, self._is_open = 0, True
         # Of a call in lockstep, rows whose limit is that of the target.
-        self._cut = [one for one in requests if one.is_cut] if transcript is not None else []
+        self._cut = [one for one in arrived.requests if one.is_cut] if transcript is not None else []
         device = runner.state.tokens.device
         self._clock, self._rounds_ahead = RoundClock(device), policy_of(device).rounds_ahead
         self._launched: deque[_Launched] = deque()
         # K of the last round, and when it ended; None if something else came after it.
         self._last: tuple[int, Any] | None = None
         self.seconds = 0.0
+        self._take_arrived(arrived)
 
     @property
     def is_complete(self) -> bool:
@@ -269,24 +269,31 @@ class Run:
         has_waited = False
         while True:
             arrived = arrivals(self._is_empty and not self._waiting, self._runner.leave_target)
-            self._is_open, has_waited = arrived.is_open, has_waited or arrived.has_waited
+            has_waited = has_waited or arrived.has_waited
             if arrived.must_restart:
                 self._leave_all()
                 return has_waited
-            if arrived.is_changed:
-                self._prefixes.forget()
-            self._waiting.extend(arrived.requests)
-            self._tokens_waiting += sum(one.remaining for one in arrived.requests)
-            errors = [(one, self._runner.why_no_adapter(one)) for one in arrived.requests]
-            withdrawn = [*arrived.withdrawn, *((one, error) for one, error in errors if error is not None)]
-            for request, error in withdrawn:
-                self._withdraw(request, error)
-            if withdrawn:
-                self._waiting = deque(one for one in self._waiting if not one.is_over)
-                self._give_up()
+            self._take_arrived(arrived)
             self._refuse()
             if self._waiting or not self._is_empty or not self._is_open:
                 return has_waited
+
+    def _take_arrived(self, arrived: Arrived) -> None:
+        """Let what has arrived wait for rows; end what is withdrawn, and what names an adapter that is gone."""
+        self._is_open = arrived.is_open
+        if arrived.is_changed:
+            self._prefixes.forget()
+        self._waiting.extend(arrived.requests)
+        self._tokens_waiting += sum([one.remaining for one in arrived.requests])
+        withdrawn = list(arrived.withdrawn)
+        for one in arrived.requests:
+            if one.adapter is not None and (error := self._runner.why_no_adapter(one.adapter)) is not None:
+                withdrawn.append((one, error))
+        for request, error in withdrawn:
+            self._withdraw(request, error)
+        if withdrawn:
+            self._waiting = deque(one for one in self._waiting if not one.is_over)
+            self._give_up()
 
     def _give_up(self) -> None:
         """Give up the prefill of requests that are all withdrawn."""
@@ -411,7 +418,7 @@ class Run:
         result, logprobs, scores, logits, _ = runner.lease.run_round(num_drafts)
         end = self._clock.mark()
         records = {"scores": scores, "logits": logits}
-        report = RoundReport(result, logprobs)
+        report = RoundReport(result, logprobs, runner.state.logprobs)
         self._launched.append(_Launched(occupied, report, records, num_drafts, is_typical, start, end))
         self._last = num_drafts, end
 
@@ -441,8 +448,7 @@ class Run:
         logprobs = launched.report.logprobs
         self._add([(row, one, tokens[row][: committed[row]]) for row, one in running], logprobs)
         if self.transcript is not None:
-            records = launched.records | dict(zip(self._runner.state.logprobs, logprobs, strict=True))
-            self._tell_transcript(running, tokens, committed, records)
+            self._tell_transcript(running, tokens, committed, launched.records | logprobs)
 
     def _tell_transcript(
         self,
@@ -467,21 +473,22 @@ class Run:
             for row, one in ended:
                 self._retire(row, one, time.perf_counter())
 
-    def _add(self, found: list[tuple[int, Request, list[int]]], logprobs: Sequence[torch.Tensor]) -> None:
+    def _add(self, found: list[tuple[int, Request, list[int]]], logprobs: Mapping[str, torch.Tensor]) -> None:
         """Add new tokens to the requests of rows; those that end by them leave their rows.
 
         Args:
-            logprobs: `[B, n]` of the tokens of all rows, of which requests keep the first.
+            logprobs: `[B, n]` of the tokens of all rows, by name; requests keep those that they ask for of theirs.
         """
         now, going_on, stopped = time.perf_counter(), [], []
-        of_rows = logprobs[0].tolist() if logprobs else None
+        asked = {one.return_logprobs for _, one, _ in found} - {None} if logprobs else ()
+        of_rows = {name: logprobs[name].tolist() for name in asked}
         for row, request, new in found:
             has_failed = new[-1:] == [NO_TOKEN]
             if not request.tokens:
                 request.first_token = now
             is_ended = request.add(new[:-1] if has_failed else new, now)
-            if of_rows is not None:
-                request.logprobs += of_rows[row][: len(request.tokens) - len(request.logprobs)]
+            if request.return_logprobs is not None:
+                request.logprobs += of_rows[request.return_logprobs][row][: len(request.tokens) - len(request.logprobs)]
             if is_ended and request.criteria is not None:  # the device knows of tokens only
                 stopped.append(row)
             elif not is_ended and has_failed:

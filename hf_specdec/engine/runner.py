@@ -57,6 +57,7 @@ class Runner:
     def __init__(self, call: Call, target: HostedTarget, process: BlockProcessor):
         self._call, self._target, self._process = call, target, process
         self.acceptance = sessions_of(call.drafter).acceptance(call.temperature is not None)
+        self._logprobs = call.logprobs
         self.execution = "no rounds"
 
     def counters(self, count: int) -> Counters:
@@ -67,6 +68,7 @@ class Runner:
     def _use(self, lease: SessionLease, num_drafts: int | None = None) -> None:
         """Let rounds run on the session of `lease`; arguments as of its `drafts`."""
         self.lease, self.session, self.state = lease, lease.session, lease.session.state
+        self.state.logprobs = self._logprobs
         self.drafts = lease.drafts(self.acceptance, num_drafts)
         self.num_rows, self.memory = len(self.state.lengths), self.session.row_memory
         # The last drafts of a tree are behind the positions of its text.
@@ -103,7 +105,7 @@ class Runner:
 
     def _commit_first_tokens(self, rows: torch.Tensor | slice, known: torch.Tensor | None = None) -> FirstTokens:
         result, logprobs, scores, logits, _ = commit_first_token(self.state, self._process, rows, known)
-        return RoundReport(result, logprobs), {"scores": scores, "logits": logits}
+        return RoundReport(result, logprobs, self.state.logprobs), {"scores": scores, "logits": logits}
 
     def finish(self, rows: Sequence[int]) -> None:
         """Let `rows` be finished ones, which no later round gives tokens."""
@@ -116,9 +118,9 @@ class Runner:
     def retire(self, row: int) -> None:
         """The request of `row` has ended, or waits again."""
 
-    def why_no_adapter(self, request: Request) -> str | None:
-        """Why `request` cannot have the LoRA adapter that it names; None if it can."""
-        return self._target.why_no_adapter(request)
+    def why_no_adapter(self, name: str) -> str | None:
+        """Why a row cannot have the LoRA adapter `name`; None if it can."""
+        return self._target.adapters.why_no_rows([name])
 
     def why_refused(self, request: Request) -> str | None:
         """Why there is no room for `request`; None if there may be."""

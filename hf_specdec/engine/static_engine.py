@@ -18,7 +18,7 @@ from ..calls.first_pass import FirstPass
 from ..calls.kv_transfer import DeferredCache, FinishedCall, holds_all_keys, read_cache
 from ..calls.output import SpeculativeOutput
 from ..calls.prompts import Prompts, PromptSpan
-from ..calls.request import ContinuousBatching, Request, ends_of
+from ..calls.request import Arrived, ContinuousBatching, Request, ends_of
 from ..calls.transcript import Transcript
 from ..drafters.none import NoDrafter
 from ..graphs.buckets import next_power_of_two
@@ -175,15 +175,16 @@ class Lockstep(Runner):
             if call.prompts.cached:
                 for counts, start in zip(counters.rows, self._numbers["draft_starts"], strict=True):
                     counts.unread_tokens = start
-            run = Run(self, self._requests, counters, ContinuousBatching(), self._call.transcript())
+            arrived = Arrived(self._requests, is_open=False)
+            run = Run(self, arrived, counters, ContinuousBatching(), self._call.transcript())
             run.admit()
         return run
 
     def prefill(self, prefixes: Sequence[Prefix], requests: Sequence[Request], running: Sequence[Request]) -> None:
         state, prefill, margin = self.state, self.lease.prefill, self.prefix_margin or 0
-        rows = range(len(requests)) if len(requests) == len(self._requests) else [one.row for one in prefixes]
-        self._entering = slice(None) if isinstance(rows, range) else upload(rows, state.lengths)
-        if not running and (self._groups is not None or not isinstance(rows, range)):
+        rows = [one.row for one in prefixes]
+        self._entering = slice(None) if len(rows) == len(self._requests) else upload(rows, state.lengths)
+        if not running:
             state.clear()
         if self._groups is not None:
             self._groups.prefill(state, prefixes, margin, requests, self._fill)
@@ -227,7 +228,7 @@ class Lockstep(Runner):
         )
         temperatures = self._call.row_temperatures
         if temperatures is not None:
-            at = upload(list(rows), state.lengths)
+            at = upload(rows, state.lengths)
             state.row_temperatures[at] = upload(temperatures[[one.index for one in requests]], state.row_temperatures)
 
     def _bring_cached(self) -> None:

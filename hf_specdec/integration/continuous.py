@@ -108,7 +108,8 @@ def generate_batch(
         longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
         tried = [prompts[longest], *[one for index, one in enumerate(prompts) if index != longest][:1]]
         call, model_kwargs = call_of(model, drafter, config, tried, **given)
-        call = with_logprobs(call, settings)
+        logprobs = asked_logprobs(settings.return_logprobs)
+        call = replace(call, logprobs=() if logprobs is None else (logprobs,))
         names = row_adapters(model, adapter_names, len(prompts))
         if names is not None:
             call = replace(call, adapters=[name for name in names for _ in range(sequences)])
@@ -196,11 +197,11 @@ def call_of(
     return new_call(drafter, config, Randomness(seeds, generator), found, **options, **fields), model_kwargs
 
 
-def with_logprobs(call: Call, settings: ContinuousBatchingConfig) -> Call:
-    """`call`, whose requests have log-probabilities of their tokens if `settings` ask for them: `return_logprobs` is
-    True for processed ones, as transformers', or `"processed"` or `"raw"`, see `Call.logprobs`."""
-    asked = settings.return_logprobs
-    return replace(call, logprobs=("processed" if asked is True else asked,)) if asked else call
+def asked_logprobs(asked: bool | str | None) -> str | None:
+    """`Request.return_logprobs` where `asked` is given: True for processed ones, as in transformers; or the name."""
+    if asked not in (None, False, True, "processed", "raw"):
+        raise ValueError(f'return_logprobs is {asked!r}; expected True, "processed", "raw" or None.')
+    return "processed" if asked is True else asked or None
 
 
 def check_known(unknown: Mapping[str, Any], what: str) -> None:

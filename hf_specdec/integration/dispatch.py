@@ -338,6 +338,7 @@ def generate_continuously(
             requests = call.requests(prompts, seeds)
         for one in requests:
             one.prompt_ids, one.records_timestamps = one.prompt.tolist(), settings.records_timestamps
+            one.return_logprobs = next(iter(call.logprobs), None)
         check_continuous(call)
         on_begin()
         decode_continuously(call, requests, settings)

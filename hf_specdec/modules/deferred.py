@@ -89,10 +89,6 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.value
 
 
-def _may_defer(states: torch.Tensor) -> bool:
-    return states.dtype in DTYPES and not torch.is_grad_enabled() and uses_layer_kernels(states)
-
-
 class Sum:
     """A sum of two tensors of one shape and dtype.
 
@@ -113,7 +109,7 @@ def _deferred_sum(first: Any, second: Any) -> Deferred | None:
         return None
     if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         return None
-    if not _may_defer(first):
+    if first.dtype not in DTYPES or torch.is_grad_enabled() or not uses_layer_kernels(first):
         return None
     terms = plain(first), plain(second)
     return Deferred.of(terms[1], None, Sum(*terms))
@@ -121,7 +117,9 @@ def _deferred_sum(first: Any, second: Any) -> Deferred | None:
 
 def residual_stream(states: torch.Tensor) -> torch.Tensor:
     """`states`, sums with which are computed by the norm that reads them, where layers run the ops of `layer_ops`."""
-    return Deferred.of(states, states) if type(states) is torch.Tensor and _may_defer(states) else states
+    if type(states) is not torch.Tensor or states.dtype not in DTYPES or torch.is_grad_enabled():
+        return states
+    return Deferred.of(states, states) if uses_layer_kernels(states) else states
 
 
 def normed(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: layer_ops.NormKind) -> torch.Tensor:
@@ -193,14 +191,20 @@ class Stored:
         return keys, values
 
 
-def as_stored(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Keys and values as attention reads them: with their scales, if they are stored so and nothing has read them."""
+def read_by_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The query, computed, and keys and values as attention reads them: with their scales, if they are stored so and
+    nothing has read them.
+    """
+    if isinstance(query, Deferred):
+        query = plain(query)
     if not (isinstance(key, Deferred) or isinstance(value, Deferred)):
-        return key, value, None
+        return query, key, value, None
     pending = key.pending if isinstance(key, Deferred) else None
     if isinstance(pending, Stored) and isinstance(value, Deferred) and value.pending is pending:
-        return pending.parts
-    return plain(key), plain(value), None
+        return query, *pending.parts
+    return query, plain(key), plain(value), None
 
 
 def rotated(
@@ -222,7 +226,10 @@ def store_kv(
     scales: torch.Tensor | None = None,
 ) -> None:
     """`ops.write_kv`; also rotates query and key, if these are a rotation that is not computed."""
-    pending, value_states = key_states.pending if isinstance(key_states, Deferred) else None, plain(value_states)
-    if isinstance(pending, Rotation) and pending.store(key_states.index, keys, values, value_states, positions, scales):
-        return
-    ops.write_kv(keys, values, plain(key_states), value_states, positions, scales)
+    if isinstance(key_states, Deferred):
+        pending, value_states = key_states.pending, plain(value_states)
+        new = value_states, positions, scales
+        if isinstance(pending, Rotation) and pending.store(key_states.index, keys, values, *new):
+            return
+        key_states = plain(key_states)
+    ops.write_kv(keys, values, key_states, value_states, positions, scales)

@@ -16,7 +16,7 @@ from .. import ops
 from ..cache.layer_kinds import PlugIn, Use, register
 from ..cache.ragged_cache import RaggedCache
 from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ATTENTION_ENTRY, eager_mask
-from ..modules.deferred import as_stored, plain
+from ..modules.deferred import read_by_attention
 from ..modules.patch import Replacements, constant, original, runs_engine
 from .implementations import runs_flash_attention, submodel_configs
 from .mask_rules import MaskRule, rules_by_module
@@ -100,8 +100,7 @@ def _attend(
     **_: Any,
 ) -> torch.Tensor:
     """`s_aux` are attention sinks; with `position_bias` (see `relative_bias`) there are `sinks` of each query."""
-    query = plain(query)
-    key, value, scales = as_stored(key, value)
+    query, key, value, scales = read_by_attention(query, key, value)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     starts = ancestors = None
@@ -124,8 +123,8 @@ def _attend(
     if position_bias is not None:
         key, value = _dequantised(key, value, scales, key.shape[2])
         return biased_attention(query, key, value, positions, position_bias, scaling, sliding_window, sinks, starts)
-    options = {"starts": starts, "chunk": chunk, "scales": scales, "ancestors": ancestors}
-    return ops.attention(query, key, value, positions, scaling, sliding_window, s_aux, softcap, **options)
+    seen = sliding_window, s_aux, softcap, starts, None, chunk, scales, ancestors
+    return ops.attention(query, key, value, positions, scaling, *seen)
 
 
 def _dequantised(
@@ -243,13 +242,10 @@ def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.
     """
 
     def attend(layer_idx, query, key, value, window):
-        keys, values, scales = as_stored(*cache.update(key, value, layer_idx))
-        query = plain(query)
+        query, keys, values, scales = read_by_attention(query, *cache.update(key, value, layer_idx))
         positions, scaling = slots[:, -query.shape[2] :], query.shape[-1] ** -0.5
-        starts = cache.starts_of(positions)
-        last = None if ends is None else ends[layer_idx]
-        options = {"window": window, "starts": starts, "ends": last, "scales": scales}
-        return ops.attention(query, keys, values, positions, scaling, **options)
+        seen = window, None, None, cache.starts_of(positions), None if ends is None else ends[layer_idx], None, scales
+        return ops.attention(query, keys, values, positions, scaling, *seen)
 
     return attend
 

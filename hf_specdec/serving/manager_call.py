@@ -16,7 +16,7 @@ from ..drafters.base import Drafter
 from ..engine.groups import GROUP_SIZES
 from ..graphs.buckets import PACKED_TOKENS, row_sizes
 from ..host.generation import prepared_config
-from ..integration.continuous import call_of, with_logprobs
+from ..integration.continuous import asked_logprobs, call_of
 from ..integration.dispatch import generate_continuously
 from ..integration.request_processors import own_config, processors_of_prompt
 from ..kernels.types import SamplingSettings
@@ -94,7 +94,7 @@ class ManagedCall:
                     with on_host():
                         prompts = [torch.zeros(1, dtype=torch.int64)]
                         call, model_kwargs = call_of(self.model, self._drafter, config, prompts, processors, tree=0)
-                    generate_continuously(with_logprobs(call, self._settings), model_kwargs, (), settings)
+                    generate_continuously(call, model_kwargs, (), settings)
             finally:
                 self.evaluation = before[1]
             stats = self._drafter.stats
@@ -145,6 +145,7 @@ class ManagedCall:
                     ends=ends,
                     sampling=sampling,
                     config=config,
+                    return_logprobs=asked_logprobs(self._settings.return_logprobs),
                 )
                 for length in lengths
             ]

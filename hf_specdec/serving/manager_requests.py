@@ -22,7 +22,7 @@ from transformers import (
 from ..calls.call import fitting_tokens, why_too_long
 from ..calls.request import Request
 from ..graphs.buckets import next_power_of_two
-from ..integration.continuous import tokens_of
+from ..integration.continuous import asked_logprobs, tokens_of
 from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS, own_config
 from ..integration.validation import check_tokens
 from ..kernels.types import NO_TOP_K, SamplingSettings
@@ -32,7 +32,7 @@ from ..ops import row_seeds
 from ..patching.support import num_positions, stated_positions
 
 # Settings of a request that are none of a generation config.
-_OWN_OPTIONS = ("seed", "stop_strings", "tokenizer", "logits_processor", "adapter_name")
+_OWN_OPTIONS = ("seed", "stop_strings", "tokenizer", "logits_processor", "adapter_name", "return_logprobs")
 
 # Sets of stop strings that are kept for further requests.
 MOST_STOP_STRINGS = 32
@@ -66,7 +66,7 @@ class RequestFactory:
 
     Args:
         settings: `seed` is that of requests without a seed, `per_request_processors` whether they may have
-            `SAMPLING_OPTIONS` and `PROCESSOR_OPTIONS` of their own.
+            `SAMPLING_OPTIONS` and `PROCESSOR_OPTIONS` of their own, `return_logprobs` that of requests without it.
         is_in_use: whether a request has an id, which is then given to no other.
     """
 
@@ -79,6 +79,7 @@ class RequestFactory:
     ):
         self._model, self._config, self._is_in_use = model, generation_config, is_in_use
         self._samples_each = bool(settings.per_request_processors)
+        self._return_logprobs = settings.return_logprobs
         self._num_positions = num_positions(model)
         self._seeds = torch.Generator()
         seed = settings.seed
@@ -112,7 +113,9 @@ class RequestFactory:
         prompt = tokens_of(input_ids, index)
         check_tokens(self._model, prompt[None], None)
         options = dict(options)
-        seed, stop_strings, tokenizer, processors, adapter = (options.pop(name, None) for name in _OWN_OPTIONS)
+        seed, stop_strings, tokenizer, processors, adapter, logprobs = (
+            options.pop(name, None) for name in _OWN_OPTIONS
+        )
         self._check_options(options, processors)
         check_adapters(self._model, None if adapter is None else [adapter])
         limit = self._limit(max_new_tokens, len(prompt))
@@ -142,6 +145,7 @@ class RequestFactory:
                 prompt_ids=prompt_ids,
                 streaming=streaming,
                 adapter=adapter,
+                return_logprobs=asked_logprobs(self._return_logprobs if logprobs is None else logprobs),
             )
             for number in range(count)
         ]
@@ -208,8 +212,8 @@ class RequestFactory:
         if unknown:
             raise ValueError(
                 f"{', '.join(unknown)} cannot be set for a request; expected some of seed, stop_strings, adapter_name, "
-                f"{', '.join(SAMPLING_OPTIONS + PROCESSOR_OPTIONS)}, logits_processor, or a setting of the manager's "
-                "generation config."
+                f"return_logprobs, {', '.join(SAMPLING_OPTIONS + PROCESSOR_OPTIONS)}, logits_processor, or a "
+                "setting of the manager's generation config."
             )
         if processors is not None and not isinstance(processors, list):
             raise ValueError(f"logits_processor is a {type(processors).__name__}; expected a LogitsProcessorList.")

@@ -122,7 +122,6 @@ class ServeSettings:
                 per_request_processors=True,
                 max_requests_per_batch=self.max_requests,
                 max_queue_size=self.max_queue_size,
-                return_logprobs="raw",
                 seed=_SEED.get(),  # set by --default-seed, before there are requests
             ),
             workload_hints=WorkloadHints(max_prompt_length=self.longest),
@@ -308,6 +307,8 @@ def _options_of(
     }
     if config.stop_strings is not None:
         options |= {"stop_strings": config.stop_strings, "tokenizer": getattr(processor, "tokenizer", processor)}
+    if parsed.has_logprobs:
+        options["return_logprobs"] = "raw"
     options |= parsed.options
     number, count = options.pop("sequence", (0, 1))
     if _SEED.get() is not None:

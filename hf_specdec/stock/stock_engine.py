@@ -360,7 +360,7 @@ def assist(
             output, seconds_of_row = _assist_row(assisted_decoding, inputs_tensor, inputs, own, row, counters)
         text = (output if isinstance(output, torch.Tensor) else output.sequences)[0, own.prompts.padding[0] :]
         length = own.prompts.input_ids.shape[1] - own.prompts.padding[0]
-        call.drafter.observe(text[:length], text[length:].tolist())
+        call.drafter.observe(text[:length], text[length:])
         outputs.append(output)
         seconds += seconds_of_row
         draft_probs |= own.draft_probs

@@ -90,7 +90,7 @@ def test_images_are_read(name):
     ("name", "kind"),
     cases(
         [(name, kind) for name in (QWEN, HYBRID, GEMMA) for kind in RANDOM_DRAFTERS],
-        [(QWEN, "eagle3"), (QWEN, "draft-model"), (HYBRID, "mtp")],
+        [(QWEN, "eagle3"), (QWEN, "draft-model"), (QWEN, "pard2"), (HYBRID, "mtp")],
     ),
 )
 def test_drafters(name, kind):

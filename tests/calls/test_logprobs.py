@@ -8,6 +8,7 @@ from targets import PAD, padded_prompts, tiny_target
 from transformers import ContinuousBatchingConfig
 
 from hf_specdec import NoDrafter
+from hf_specdec.engine import rounds
 
 OPTIONS = {
     "greedy": {"do_sample": False},
@@ -82,6 +83,33 @@ def test_those_of_requests(drafts):
         assert one.logprobs == pytest.approx(processed(target, prompt, one.generated_tokens, 0.8), abs=2e-5)
     plain = target.generate_batch(prompts[:1], assistant_model=drafter, **options)["req_0"]
     assert plain.logprobs == [] and plain.generated_tokens
+
+
+@torch.no_grad()
+def test_rounds_compute_them_for_requests_that_ask(monkeypatch):
+    """Beside requests that do not; a manager's requests ask one by one, for either kind."""
+    computed = []
+    count = rounds.token_logprobs
+    monkeypatch.setattr(rounds, "token_logprobs", lambda *args: computed.append(1) or count(*args))
+    target, prompt = tiny_target("llama"), [5, 6, 7]
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": 5, "eos_token_id": -1}
+    with target.continuous_batching_context_manager(
+        continuous_batching_config=ContinuousBatchingConfig(max_requests_per_batch=4),
+        assistant_model=NoDrafter(target),
+        **options,
+    ) as manager:
+        assert manager.get_result(manager.add_request(prompt, seed=1), timeout=120).logprobs == [] == computed
+        with manager.pause():
+            names = {one: manager.add_request(prompt, seed=2, return_logprobs=one) for one in (None, "raw", True)}
+        found = {one: manager.get_result(name, timeout=120) for one, name in names.items()}
+        assert len(computed) == 2 * 5
+        with pytest.raises(ValueError, match="return_logprobs is 'all'; expected True"):
+            manager.add_request(prompt, return_logprobs="all")
+        assert manager.get_result(manager.add_request(prompt, seed=1), timeout=120).logprobs == []
+    assert len(computed) == 2 * 5 and found[None].logprobs == []
+    for kind, temperature in (("raw", 1.0), (True, 0.8)):
+        expected = processed(target, prompt, found[kind].generated_tokens, temperature)
+        assert found[kind].logprobs == pytest.approx(expected, abs=2e-5)
 
 
 @pytest.mark.parametrize(

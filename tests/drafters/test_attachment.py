@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from adapters import with_adapters
+from assistants import assistant_drafter, gemma4_target, new_assistant
 from chi_square import Cells, p_value
 from graph_stand_ins import replay_on_cpu
 from lossless import greedy
 from model_state import traces
-from oracle import random_eagle3
+from oracle import RANDOM_DRAFTERS, random_eagle3
 from targets import new_target, padded_prompts
 from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, pipeline, set_seed
@@ -59,6 +60,28 @@ def test_calls_use_the_drafter(make):
     assert traces(target.eval()) == before
     attachment.detach()
     assert torch.equal(target.generate(**INPUTS, **GREEDY), plain) and attachment.stats.calls == 4
+
+
+@pytest.mark.parametrize("kind", [*RANDOM_DRAFTERS, "assistant"])
+def test_every_kind_of_drafter(kind):
+    """In single calls and in bulk, of a target that learns between them."""
+    if kind == "assistant":
+        target = copy.deepcopy(gemma4_target())
+        drafter = assistant_drafter(new_assistant(), target)
+    else:
+        target = new_target("llama", num_layers=3)
+        drafter = RANDOM_DRAFTERS[kind](target)
+    attachment = drafter.attach(target, strict=True)
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(*INPUTS.values(), strict=True)]
+    for _ in range(2):
+        with attachment.paused():
+            plain = target.generate(**INPUTS, **GREEDY)
+        assert torch.equal(target.generate(**INPUTS, **GREEDY), plain)
+        found = target.generate_batch(prompts, **GREEDY)
+        assert [one.generated_tokens for one in found.values()] == plain[:, INPUTS["input_ids"].shape[1] :].tolist()
+        with torch.no_grad():
+            target.lm_head.weight.mul_(torch.linspace(-1, 2, target.config.vocab_size)[:, None])
+    assert attachment.stats.calls == 4 and attachment.stats.drafted
 
 
 @pytest.mark.core

@@ -10,8 +10,17 @@ from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, continuations, greedy
 from targets import VOCAB, build_target, padded_prompts
-from transformers import AutoConfig, AutoModelForImageTextToText, ContinuousBatchingConfig, DynamicCache
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    pipeline,
+)
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
+from word_tokenizer import word_tokenizer
 
 from hf_specdec import AutoDrafter
 from hf_specdec.cli import main
@@ -167,6 +176,41 @@ def test_auto_k_and_rows_that_come_and_go():
     drafter = assistant_drafter(new_assistant(), target)
     inputs = padded_prompts(PROMPTS[3])
     assert torch.equal(greedy(target, inputs, drafter, "auto"), greedy(target, inputs))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 6, "eos_token_id": [5, 9, 14, 60]},
+        {"stopping_criteria": StoppingCriteriaList([lambda ids, scores, **others: ids[:, -1] % 7 == 3])},
+        {"stop_strings": ["d"]},
+        {"return_dict_in_generate": True, "output_scores": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_generate(options):
+    target, words = gemma4_target(), word_tokenizer()
+    drafter = assistant_drafter(new_assistant(), target)
+    options = options | ({"tokenizer": words} if "stop_strings" in options else {})
+    plain, found = (greedy(target, padded_prompts(PROMPTS[3]), *one, **options) for one in ((), (drafter, 3)))
+    if isinstance(found, torch.Tensor):
+        assert torch.equal(found, plain)
+    else:
+        assert torch.equal(found.sequences, plain.sequences)
+        torch.testing.assert_close(found.scores, plain.scores)
+    assert drafter.stats.engine == "static" and drafter.stats.drafted
+
+
+def test_streamers_and_pipelines():
+    target, words = gemma4_target(), word_tokenizer()
+    drafter = assistant_drafter(new_assistant(), target)
+    common = {"task": "text-generation", "model": target, "tokenizer": words}
+    options = {"max_new_tokens": 10, "do_sample": False, "return_full_text": False}
+    plain, fast = pipeline(**common), pipeline(**common, assistant_model=drafter)
+    streamer = TextIteratorStreamer(words, skip_prompt=True)
+    (text,) = plain("abcd", **options)
+    assert fast("abcd", **options, streamer=streamer) == [text] and "".join(streamer) == text["generated_text"]
+    assert drafter.stats.engine == "static"
 
 
 @pytest.mark.parametrize("model_type", ["gemma4_assistant", "gemma4_unified_assistant"])

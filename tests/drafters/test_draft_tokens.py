@@ -377,7 +377,7 @@ def test_layout_of_the_first_pass(shift, num_draft_tokens, is_parallel):
     for buffer in out:
         buffer.fill_(-77)
     before = [argument.clone() for argument in (tokens, lengths, committed, limits, finished)]
-    ops.prepare_inputs(*before, out, num_masks=num_masks, mask_token=91, shift=shift)
+    ops.prepare_inputs(*before, out, num_masks, 91, shift)
     found = torch.stack(list(out), dim=-1).tolist()
     for row in range(batch):
         text = tokens[row, : lengths[row]].tolist()

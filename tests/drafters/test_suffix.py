@@ -122,6 +122,16 @@ def test_stock_engine():
     assert kept(drafter)[-NEW - 5 :] == [*plain[1, 5:].tolist(), NO_TOKEN]  # of the second row, without its padding
 
 
+def test_stock_engine_makes_no_list_of_a_text(monkeypatch):
+    """That would be one number after the other from the device, for drafters that do not read it."""
+    read = []
+    monkeypatch.setattr(NoDrafter, "observe", lambda self, *text: read.append(text))
+    target, inputs = tiny_target(STOCK_FAMILY), padded_prompts([9, 4])
+    target.generate(**inputs, **GREEDY, assistant_model=NoDrafter(target).configure(engine="stock"))
+    assert [(len(prompt), len(tokens)) for prompt, tokens in read] == [(9, NEW), (4, NEW)]
+    assert all(isinstance(one, torch.Tensor) for text in read for one in text)
+
+
 def test_saved_and_loaded(tmp_path, capsys):
     """As a folder with a configuration and no weights, which the command line takes."""
     target = tiny_target("llama")

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from assistants import assistant_drafter, gemma4_target, new_assistant
 from graph_stand_ins import replay_on_cpu, tape_on_cpu
 from oracle import RANDOM_DRAFTERS, random_eagle3
 from targets import build_target, padded_prompts, set_policy, tiny_target
@@ -80,6 +81,23 @@ def test_one_for_each_row(tape, kind):
         assert same(adapted, drafter, adapter_names=NAMES)[1] == mixed[1]  # PEFT's switch is above the names
     assert tape.count == count
     assert not any(module._forward_pre_hooks for module in target.modules())
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in RANDOM_DRAFTERS if kind not in ("eagle3", "draft-model", "mtp-by-target")]
+)
+def test_every_other_kind_of_drafter(kind):
+    target, adapted = adapted_target()
+    drafter = RANDOM_DRAFTERS[kind](target)
+    assert same(adapted, drafter, adapter_names=NAMES) != same(adapted, drafter)
+    assert drafter.stats.engine == "static" and drafter.stats.drafted
+
+
+def test_of_a_target_whose_keys_drafters_read():
+    target, adapted = adapted_target(target=copy.deepcopy(gemma4_target()))
+    drafter = assistant_drafter(new_assistant(), target)
+    assert same(adapted, drafter, adapter_names=NAMES) != same(adapted, drafter)
+    assert drafter.stats.engine == "static" and drafter.stats.drafted
 
 
 def test_rows_whose_drafts_are_trees(tape):

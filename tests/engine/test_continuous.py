@@ -29,12 +29,16 @@ from transformers.generation.logits_process import TopKLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import NoDrafter, SuffixDrafter
-from hf_specdec.calls.request import ContinuousBatching, Request
+from hf_specdec.cache.layer_kinds import LayerKinds
+from hf_specdec.calls.request import Arrived, ContinuousBatching, Request
 from hf_specdec.engine import groups, run
 from hf_specdec.engine.continuous import ContinuousRunner
 from hf_specdec.engine.runner import Runner
 from hf_specdec.graphs import buckets
 from hf_specdec.integration import continuous as bulk
+from hf_specdec.kernels.types import NO_TOKEN
+from hf_specdec.modules.adapters import Adapters
+from hf_specdec.state import DecodeState, Shape
 from hf_specdec.stats import Counters
 
 LENGTHS = (5, 1, 9, 20, 3, 3, 7, 30, 2, 1, 4, 13)
@@ -404,6 +408,44 @@ def test_an_interrupted_call_leaves_nothing_behind(monkeypatch):
     assert generate_batch(target, drafter, LENGTHS, 4)[0] == alone("llama", LENGTHS)
 
 
+def test_what_is_withdrawn_or_has_no_adapter_ends():
+    """By one way, whether it waits when the run begins or arrives later."""
+    ended, arriving = [], []
+
+    class Rows(Runner):
+        num_rows, capacity, memory, state = 1, 100, None, SimpleNamespace(tokens=torch.zeros(1))
+        _target = SimpleNamespace(adapters=Adapters((), frozenset(), None, {}), unpatch=lambda: None)
+
+        def __init__(self):
+            pass
+
+    def requests(*adapters):
+        return [Request(index, torch.zeros(3), 4, adapter=name) for index, name in enumerate(adapters)]
+
+    first, later = requests("gone", None, None), requests(None, "gone")
+    settings = ContinuousBatching(arrivals=lambda *_: arriving.pop(), on_finished=ended.append)
+    rows = run.Run(Rows(), Arrived(first, [(first[1], "withdrawn")]), Counters(3, 1), settings)
+    arriving.append(Arrived(later, is_open=False))
+    assert list(rows._waiting) == [first[2]] and rows._tokens_waiting == 4
+    rows._receive(settings.arrivals)
+    assert list(rows._waiting) == [first[2], later[0]] and rows._tokens_waiting == 8
+    assert ended == [first[1], first[0], later[1]] and first[1].error == "withdrawn"
+    assert all(re.match("There is no LoRA adapter 'gone'", one.error) for one in (first[0], later[1]))
+
+
+def test_rows_are_admitted_beside_others():
+    """They are those of no text before; whoever wants no others clears the state."""
+    state = DecodeState.allocate(Shape(3, 16, 2, False, False, 2), LayerKinds(), torch.device("cpu"))
+    state.admit([2], [torch.tensor([5, 6, 7])], [4], [9], eos=torch.tensor([3]), cached=[2])
+    before = {name: getattr(state, name)[2].clone() for name in ("tokens", "numbers", "finished", "eos")}
+    state.admit(range(2), [torch.tensor([8]), torch.tensor([1, 2])], [1, 1], [0, 0])
+    assert all(torch.equal(getattr(state, name)[2], one) for name, one in before.items() if name != "numbers")
+    assert state.lengths.tolist() == [1, 2, 3] and state.cached.tolist() == [0, 0, 2] and state.live == 16
+    state.clear()
+    assert state.lengths.tolist() == [1, 1, 1] and state.finished.all() and state.live == 1
+    assert (state.eos == NO_TOKEN).all() and state.cached.tolist() == [0, 0, 0]
+
+
 def test_admission():
     """All rows at first; then only when enough are free; the longest group is bounded in rows and in tokens."""
     entered, limits = [], groups.Groups(None, SimpleNamespace(is_captured=True), is_continuous=True)
@@ -425,15 +467,15 @@ def test_admission():
             pass
 
         def prefill_next(self):
-            return (SimpleNamespace(read=lambda: ([[0]] * 4, [0] * 4, [0] * 4), logprobs=()), {}) if entered else None
+            return (SimpleNamespace(read=lambda: ([[0]] * 4, [0] * 4, [0] * 4), logprobs={}), {}) if entered else None
 
     lengths = (9, 8, 7, 3, 2, 2, 2, 1)
     requests = [Request(index, torch.zeros(length), 4, ends=set(END)) for index, length in enumerate(lengths)]
-    rows = run.Run(Rows(), requests, Counters(8, 1), ContinuousBatching())
+    rows = run.Run(Rows(), Arrived(requests, is_open=False), Counters(8, 1), ContinuousBatching())
 
     def finish(*which):
         committed = [1 if row in which else 0 for row in range(4)]
-        report = SimpleNamespace(read=lambda: ([[END[0], 0]] * 4, [0] * 4, committed), logprobs=())
+        report = SimpleNamespace(read=lambda: ([[END[0], 0]] * 4, [0] * 4, committed), logprobs={})
         occupied = [(row, one) for row, one in rows._occupied if row in which]
         rows._take(run._Launched(occupied, report, num_drafts=1, start=0.0, end=0.0))
         rows.admit()

@@ -366,7 +366,7 @@ class Reported(NamedTuple):
     tokens: list
     accepted: list
     committed: list
-    logprobs = ()
+    logprobs = {}
 
     def read(self):
         return self
@@ -398,9 +398,6 @@ class SimulatedRows(Runner):
 
     def observe(self, request):
         pass
-
-    def why_no_adapter(self, request):
-        return None
 
     def finish(self, rows):
         self.finished.update(rows)
@@ -435,7 +432,7 @@ def test_equal_prompts_take_rows_that_share_memory():
             entered.extend(requests)
 
     requests = [Request(index, torch.tensor([5, 6, 7]), 4, prompt_ids=[5, 6, 7]) for index in range(2)]
-    rows = Run(Place(2, 1024), requests, Counters(2, 1), ContinuousBatching())
+    rows = Run(Place(2, 1024), Arrived(requests, is_open=False), Counters(2, 1), ContinuousBatching())
     rows.admit()
     assert [one.index for one in entered] == [0, 1] and not any(one.is_over for one in requests)
 
@@ -466,7 +463,7 @@ def test_ten_thousand_requests_lose_nothing(monkeypatch):
             return Arrived(new, [(one, "withdrawn") for one in there[:1]], bool(arriving))
 
     setting = ContinuousBatching(arrivals=Script(), on_finished=ended.append)
-    rows = Run(place, [], Counters(1, 3), setting)
+    rows = Run(place, Arrived(), Counters(1, 3), setting)
     waits = 0
     while True:
         rows.admit()

@@ -67,7 +67,9 @@ def uncompiled(target: PreTrainedModel, name: str) -> Drafter:
     return DRAFTERS[name](target).configure(compile_rounds=False)
 
 
-DRAFTERS = {"borrower": borrower} | {name: RANDOM_DRAFTERS[name] for name in ("p-eagle", "dspark", "draft-model")}
+DRAFTERS = {"borrower": borrower} | {
+    name: RANDOM_DRAFTERS[name] for name in ("p-eagle", "dflash", "dspark", "domino", "pard", "pard2", "draft-model")
+}
 
 
 def generate(

@@ -318,7 +318,7 @@ def test_cuda_graph_replays_with_changed_inputs(parallel, shift):
     out = DraftInputs.allocate(len(case.rows), case.width, DEVICE)
 
     def prepare():
-        ops.prepare_inputs(*inputs, out, num_masks=case.num_masks, mask_token=MASK_TOKEN, shift=shift)
+        ops.prepare_inputs(*inputs, out, case.num_masks, MASK_TOKEN, shift)
 
     prepare()
     graph = torch.cuda.CUDAGraph()

@@ -50,7 +50,7 @@ def examples():
             (draw(4), tokens, torch.float32, *AnglesKind(one, 1.5)) for one in ("halves", "pairs", "once")
         ],
         "gather_rows": [(states, integers(2, 2) // 4 - 1, one) for one in (weight, None)],
-        "rotate_and_store": [(*angles, one, [False] * 5, *stored, None) for one in (heads, heads[1:])],
+        "rotate_and_store": [(*angles, one, *[False] * 5, *stored, None) for one in (heads, heads[1:])],
         "write_kv": [(*stored[:2], *stored[2:3] * 2, stored[3], None)],
     }
 
@@ -74,7 +74,6 @@ def test_schemas_and_fakes(name):
 @torch.no_grad()
 def test_compiled_code_sees_what_ops_write(monkeypatch):
     monkeypatch.setattr(op_choice, "is_for_triton", lambda _: True)
-    monkeypatch.setattr(state_ops, "is_for_triton", lambda _: True)
 
     def step(state, result, kept):
         tokens, lengths, finished, limits, _ = state

@@ -8,7 +8,9 @@ import heapq
 import pytest
 import torch
 from chi_square import p_value
+from targets import set_policy
 
+from hf_specdec import ops
 from hf_specdec.kernels import (
     draft_sampling,
     draft_sampling_reference,
@@ -238,9 +240,22 @@ def test_accepted_nodes_are_moved_to_their_positions(dtypes):
                 buffer[row, root + step] = before[row, root + int(path[row, step])]
     theirs, ours = ([one.clone() for one in buffers[:3]] + [wide.clone()[:, :, 1:3]] for _ in range(2))
     move_slots_reference.move_slots(theirs, path, lengths, committed)
-    move_slots.move_slots(ours, move_slots.address_table(ours), path, lengths, committed)
+    move_slots.move_slots(move_slots.SlotTable.of(ours), path, lengths, committed)
     for right, *found in zip(expected, theirs, ours, strict=True):
         assert all(torch.equal(one.float(), right.float()) for one in found)
+
+
+def test_what_moves_slots_looks_at_buffers_once(monkeypatch):
+    """What a launch needs to know of them is found out again only for others, or where they have moved."""
+    set_policy(monkeypatch, "cpu", triton=True)
+    made, of = [], move_slots.SlotTable.of
+    monkeypatch.setattr(move_slots.SlotTable, "of", lambda buffers: made.append(len(buffers)) or of(buffers))
+    moves, path = ops.SlotMoves(), torch.tensor([[0, 2]], device=DEVICE)
+    lengths, committed = torch.tensor([5], device=DEVICE), torch.tensor([2], device=DEVICE)
+    buffers = [torch.arange(20.0, device=DEVICE).view(1, 10, 1, 2) for _ in range(2)]
+    for one in (buffers, buffers, buffers[:1], buffers[:1]):
+        moves(one, path, lengths, committed)
+    assert made == [2, 1] and buffers[0][0, 3].tolist() == [[8.0, 9.0]]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
