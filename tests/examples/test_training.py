@@ -201,15 +201,9 @@ train(pytest.MonkeyPatch(), tiny_target(), *map({path}, {folders!r}), *{more!r},
 """
 
 
-@pytest.mark.parametrize(
-    ("family", "more"),
-    [
-        ("eagle3", ("--round-floor", "0.5", "--survival-floor", "0.5")),
-        ("dspark", ("--replay-share", "0.5", "--loss", "dspark")),
-    ],
-)
-def test_a_killed_run_resumes_to_the_same_curve(monkeypatch, tmp_path, family, more):
-    """A process is killed somewhere, twice: at any place of a step, or while it writes a checkpoint."""
+def test_a_killed_run_resumes_to_the_same_curve(monkeypatch, tmp_path):
+    """A process is killed somewhere, twice: at any place of a step, or while it writes a checkpoint. Blocks are random."""
+    family, more = "dspark", ("--replay-share", "0.5", "--survival-floor", "0.5", "--loss", "dspark")
     target, curve = tiny_target(), []
     folder = write_tiny_data(target, tmp_path / "data")
     steps = ("--steps", "40", "--save-every", "4")
@@ -924,12 +918,13 @@ def test_counts_and_loss_of_blocks_by_hand(monkeypatch, family, floor, loss_name
     documents = data.Documents(torch.cat(texts), lengths, torch.tensor([3, 2]), max_length=512)
     batch = documents.batch(torch.tensor([0, 1]))
     lesson = objective.Teacher(target, drafter).read(batch)
-    whole = objective.BlockObjective(drafter, steps, decay, floor, loss_name, num_anchors=20)
+    practice = objective.BlockObjective(drafter, steps, decay, num_anchors=20)
     optimizer = torch.optim.Adam(drafter.parameters(), lr=0.01)
     for _ in range(15):  # so that it is often right
         optimizer.zero_grad()
-        whole(lesson)[0].backward()
+        practice(lesson)[0].backward()
         optimizer.step()
+    whole = objective.BlockObjective(drafter, steps, decay, floor, loss_name, num_anchors=20)
     loss, counts = whole.eval()(lesson)
 
     ids, sums = drafter.target_ids, [[[], [], 0, 0, 0, 0] for _ in range(steps)]
