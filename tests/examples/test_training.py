@@ -202,7 +202,7 @@ train(pytest.MonkeyPatch(), tiny_target(), *map({path}, {folders!r}), *{more!r},
 
 
 def test_a_killed_run_resumes_to_the_same_curve(monkeypatch, tmp_path):
-    """A process is killed somewhere, twice: at any place of a step, or while it writes a checkpoint. Blocks are random."""
+    """A process is killed somewhere, twice: at any place of a step, or while it writes a checkpoint."""
     family, more = "dspark", ("--replay-share", "0.5", "--survival-floor", "0.5", "--loss", "dspark")
     target, curve = tiny_target(), []
     folder = write_tiny_data(target, tmp_path / "data")
