@@ -29,21 +29,16 @@ def states_of(outputs):
     yield outputs.aux_hidden_states.flatten(0, 1)[outputs.places]
 
 
-def losses(drafter, target, steps, is_divided):
-    torch.manual_seed(0)
+def learn(drafter, target, steps):
     outputs = Teacher(target, drafter).read(batch_of(target))
-    if is_divided:
-        divide_channels(drafter, states_of(outputs), is_trained=False)
+    divide_channels(drafter, states_of(outputs), is_trained=False)
     objective = BlockObjective(drafter, 2, 0.8, num_anchors=8).train()
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
-    found = []
     for _ in range(steps):
         loss, _ = objective(outputs)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
 
 
 @pytest.mark.parametrize("family", ["dflash", "dspark"])
@@ -52,7 +47,7 @@ def test_saved_drafters_draft_as_in_training(family):
     drafter = RANDOM_DRAFTERS[family](target)
     drafter.bind(target)
     fresh, names = copy.deepcopy(drafter.config), set(drafter.state_dict())
-    losses(drafter, target, 3, is_divided=True)
+    learn(drafter, target, 3)
     divisors = drafter.fc.parametrizations.weight[0].divisors
     assert divisors.max() > 50 * divisors.median()
 
@@ -86,17 +81,6 @@ def test_sizes_are_powers_of_two_near_the_rms():
     assert sizes.tolist() == [0.25, 1.0, 512.0, 1.0, 2.0**-12]
     assert torch.equal(sizes.log2(), sizes.log2().round())
     assert channel_sizes([torch.zeros(3, 2)]).tolist() == [1.0, 1.0]
-
-
-def test_little_is_learned_from_states_as_they_are():
-    ends = []
-    for is_divided in (False, True):
-        target = target_with_a_large_channel()
-        torch.manual_seed(0)
-        drafter = RANDOM_DRAFTERS["dflash"](target)
-        drafter.bind(target)
-        ends.append(losses(drafter, target, 60, is_divided)[-1])
-    assert ends[1] < ends[0] - 0.2
 
 
 def test_other_drafters_are_left_as_they_are():
