@@ -119,7 +119,7 @@ class AutoDrafter:
         batch_invariant: bool = False,
         draft_window_size: int | str | None = None,
         kv_cache_dtype: str = "auto",
-        tree: int = 0,
+        tree: int | None = None,
         dtype: str | torch.dtype | None = None,
         device_map: Any = None,
         **keywords: Unpack[CheckpointKeywords],

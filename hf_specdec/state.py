@@ -27,7 +27,7 @@ class Shape(NamedTuple):
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
         num_ends: entries for end-of-sequence tokens.
         verification: see `Drafter.configure`.
-        num_nodes: N, the drafts of a round where they are a tree, of depth K; 0 where they are a chain.
+        num_nodes: the largest N of a round whose drafts are a tree; 0 where all are chains.
     """
 
     batch: int
@@ -38,6 +38,31 @@ class Shape(NamedTuple):
     num_ends: int
     verification: str = "token"
     num_nodes: int = 0
+
+
+class RoundShape(NamedTuple):
+    """How many drafts a round has: K of a chain, or N of a tree of depth K.
+
+    Attributes:
+        num_drafts: K.
+        num_nodes: N; 0 of a chain.
+    """
+
+    num_drafts: int
+    num_nodes: int = 0
+
+    @property
+    def width(self) -> int:
+        """Tokens of a row that the target's pass runs."""
+        return max(self) + 1
+
+    def __str__(self) -> str:
+        return f"{self.num_drafts}/{self.num_nodes}" if self.num_nodes else str(self.num_drafts)
+
+    @classmethod
+    def parse(cls, text: str) -> RoundShape:
+        """The inverse of `str`; raises `ValueError` for anything else."""
+        return cls(*map(int, text.split("/", 1)))
 
 
 @dataclass
@@ -58,10 +83,11 @@ class DecodeState:
         row_tail: `[B]` float32, of `RowSampling`: 1 - `top_p`, the share of probability that is left out.
         slots: slots of every cache, the dummy slot, which is the last one, included.
         most_draft_tokens: the largest K of a round, for which buffers are made.
-        num_draft_tokens: K of the next round.
+        most_nodes: the largest N of a round, likewise.
+        num_draft_tokens, num_nodes: K and N of the next round, see `RoundShape`.
         is_sampling: whether tokens are drawn; decoding is greedy otherwise.
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
-        verification, num_nodes: see `Shape`.
+        verification: see `Shape`.
         logprobs: log-probabilities of its tokens that a round computes: `"processed"`, `"raw"`, both or none.
         cached: `[B]` int64, positions of each row that are in the target's cache before prefill.
         draft_starts: `[B]` int64, the first position of each row that the drafter reads.
@@ -100,11 +126,12 @@ class DecodeState:
     row_tail: torch.Tensor
     slots: int
     most_draft_tokens: int
+    most_nodes: int
     num_draft_tokens: int
+    num_nodes: int
     is_sampling: bool
     draft_probs: bool
     verification: str
-    num_nodes: int
     cached: torch.Tensor
     draft_starts: torch.Tensor
     position_offsets: torch.Tensor
@@ -149,11 +176,12 @@ class DecodeState:
             row_tail=torch.zeros(batch, dtype=torch.float32, device=device),
             slots=shape.slots,
             most_draft_tokens=shape.num_draft_tokens,
+            most_nodes=shape.num_nodes,
             num_draft_tokens=shape.num_draft_tokens,
+            num_nodes=shape.num_nodes,
             is_sampling=shape.is_sampling,
             draft_probs=shape.draft_probs,
             verification=shape.verification,
-            num_nodes=shape.num_nodes,
             cache=cache,
             live=shape.slots,
             row_slots=shape.slots,

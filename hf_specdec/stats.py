@@ -73,14 +73,15 @@ class SpeculationStats(RowStats):
     Attributes:
         rows: the counts of each row.
         num_assistant_tokens: K, draft tokens a round; the largest K where it is chosen round by round.
-        tree: drafts of a round where they were verified as a tree of depth K; 0 of chains.
+        tree: the most drafts of a round that were verified as a tree, of depth K; 0 if all were chains.
         engine: `"static"` or `"stock"`.
         reason: why that engine ran.
         execution: how its rounds were run: captured or not, compiled or not, batch-invariant or not.
         batch_invariant: whether logits did not depend on the batch, nor on drafts, see `Drafter.configure`.
         draft_probs: whether drafts were drawn from the drafter's distribution.
         num_rounds: rounds the batch ran, i.e. target passes after prefill.
-        rounds_by_k: how many of them had how many draft tokens, on the static engine.
+        rounds_by_k: how many of them had which K, on the static engine.
+        rounds_by_tree: how many of them had trees of how many drafts.
         captures: how many CUDA graphs the call has captured, of rounds and prefills.
         seconds: wall time of those rounds, with drafting, without prefill.
     """
@@ -95,6 +96,7 @@ class SpeculationStats(RowStats):
     draft_probs: bool = False
     num_rounds: int = 0
     rounds_by_k: dict[int, int] = field(default_factory=dict)
+    rounds_by_tree: dict[int, int] = field(default_factory=dict)
     captures: int = 0
     seconds: float = 0.0
 
@@ -104,7 +106,7 @@ class SpeculationStats(RowStats):
 
     def __str__(self) -> str:
         positions = " ".join(f"{share:.2f}" for share in self.acceptance_per_position)
-        tree = f", trees of {self.tree}" if self.tree else ""
+        tree = f", trees of up to {self.tree}" if self.tree else ""
         return (
             f"{self.engine} engine ({self.reason}): {self.committed} tokens in {self.rounds} rounds of "
             f"{self.num_assistant_tokens} drafts{tree}, acceptance length {self.acceptance_length:.2f}, "
@@ -153,24 +155,33 @@ class Counters:
     Args:
         batch: rows.
         num_draft_tokens: the largest K of a round.
-        on_count: called with the accepted and the verified draft tokens of every round of a row.
+        on_count: `auto_k.auto_drafts.Acceptance.observe`; None if that is not asked for.
     """
 
-    def __init__(self, batch: int, num_draft_tokens: int, on_count: Callable[[int, int], None] | None = None):
+    def __init__(self, batch: int, num_draft_tokens: int, on_count: Callable[..., None] | None = None):
         self._on_count = on_count
         self.rows = [RowStats(0, [0] * num_draft_tokens, [0] * num_draft_tokens, 0) for _ in range(batch)]
 
-    def count(self, row: int, accepted: int, committed: int, drafted: int) -> None:
+    def count(
+        self,
+        row: int,
+        accepted: int,
+        committed: int,
+        drafted: int,
+        rejected: Sequence[int] | None = None,
+        num_nodes: int = 0,
+    ) -> None:
         """Add one round of an unfinished row.
 
         Args:
             row: of the batch.
             accepted: accepted draft tokens.
             committed: tokens committed.
-            drafted: draft tokens verified, up to the row's length limit.
+            drafted: draft tokens verified one after the other, up to the row's length limit.
+            rejected, num_nodes: of a tree, see `Acceptance.observe`.
         """
         if self._on_count is not None:
-            self._on_count(accepted, drafted)
+            self._on_count(accepted, drafted, rejected, num_nodes)
         counts = self.rows[row]
         counts.rounds += 1
         counts.committed += committed

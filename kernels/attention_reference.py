@@ -100,21 +100,17 @@ def attention(
     return out.reshape(batch, heads, num_queries, -1).transpose(1, 2).masked_fill(is_padding[:, :, None, None], 0.0)
 
 
-def _packed_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    scaling: float,
-    window: int | None,
-    sinks: torch.Tensor | None,
-    softcap: float | None,
-    starts: torch.Tensor,
-    ends: torch.Tensor | None,
-) -> torch.Tensor:
+@torch.library.custom_op(
+    "hf_specdec::packed_attention_reference",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window, Tensor? sinks, "
+    "float? softcap, Tensor starts, Tensor? ends) -> Tensor",
+)
+def _packed_attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends):
     """Attention with starts `[B, n]`: that of each group of queries of one start, over its own slots.
 
-    Groups of as many queries and slots are rows of one batch.
+    Groups of as many queries and slots are rows of one batch. Their sizes are read on the host; so it is an op, of
+    which whatever traces or records operations sees none of those inside.
     """
     batch, heads, num_queries, _ = query.shape
     num_slots, device = key.shape[2], key.device
@@ -145,3 +141,8 @@ def _packed_attention(
                 ends=ends[row, mine] - begin,
             ).to(out.dtype)  # autocast may have chosen another
     return out
+
+
+@_packed_attention.register_fake
+def _(query, key, value, *rest):
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])

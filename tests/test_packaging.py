@@ -19,6 +19,9 @@ def test_wheel_works_outside_the_tree(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
+        # An import of one that it lacks may find that of the tree. The folder kernels/ takes the place of its finder.
+        modules = {str(one.relative_to(tree)) for one in (tree / "hf_specdec").rglob("*.py")}
+        assert modules - {*archive.namelist()} == {"hf_specdec/kernels/__init__.py"}
     program = (
         "import hf_specdec, hf_specdec.kernels.types, hf_specdec.kernels.attention, hf_specdec.kernels.kv_cache;"
         "import hf_specdec.kernels.draft_inputs, hf_specdec.drafters.eagle3, hf_specdec.cli;"

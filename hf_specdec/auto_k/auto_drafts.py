@@ -1,4 +1,5 @@
-"""`num_assistant_tokens="auto"`: every round has the number of drafts (K) with the most expected tokens a millisecond.
+"""`num_assistant_tokens="auto"`: every round has the drafts, of a chain or a tree, with the most expected tokens a
+millisecond.
 
 Rounds are timed as they run, and acceptance at each position is estimated as it happens. A call begins with the times
 that earlier ones have measured (`round_costs`), and the acceptance that this drafter has had in the process. What is
@@ -7,6 +8,7 @@ not known is estimated in favour of trying it; what is tried costs a bounded sha
 
 from __future__ import annotations
 
+import heapq
 import math
 import statistics
 from collections import deque
@@ -17,23 +19,34 @@ import torch
 from transformers import PreTrainedModel
 
 from ..parallel.tensor_parallel import from_first_rank
+from ..state import RoundShape
 
-# The numbers of drafts that rounds are tried with.
+# What rounds are tried with: K of chains, and trees, which with the last committed token have tiles of 16 rows. Where
+# each draft of a path takes a pass of the drafter, a tree that is wide and not deep may be the better one.
 CANDIDATES = (0, 1, 2, 3, 5, 7)
+TREES = (RoundShape(3, 15), RoundShape(7, 15), RoundShape(7, 31), RoundShape(7, 47))
 
-# In place of a K: rounds of a call without the drafter, which even with K = 0 reads what is committed.
-ALONE = -1
+# In place of what a round has: rounds of a call without the drafter, which even with K = 0 reads what is committed.
+ALONE = RoundShape(-1)
 
 # The most tokens of the first rounds, all rows together: with more a GPU is bound by compute (one H200, vLLM 0.26,
 # Llama-3.1-8B shapes: 6.1 ms for 64, 10.8 ms for 256, 29.9 ms for 1024), and rounds take longer in proportion. A core
 # is so by a few (SmolLM2: 65 ms for 1, 119 for 4, 128 for 8).
 _MOST_FIRST_TOKENS, _MOST_ON_CPU = 512, 4
+# The most tokens of a round of trees, likewise: beyond, what a tree has more than a chain is no longer nearly free (one
+# H200, 8B shapes: 4.75 ms for 32, 5.56 for 64, 6.39 for 128).
+_MOST_TREE_TOKENS = 128
 
 # Observations of a position after which the older ones count for 1 / e.
 _MEMORY = 2000
 # The share of drafts accepted at the first position before any was verified, and how many observations it counts for;
 # further positions begin with the share of the one before.
 _PRIOR_SHARE, _PRIOR_WEIGHT = 0.7, 4.0
+# How much smaller the share of accepted ones is, at first, of the second drafts of a position where the first was
+# rejected, and so on; how many are told apart.
+_PRIOR_DECAY, _NUM_RANKS = 0.6, 8
+# Observations after which it is computed anew what trees are expected to give; tokens of trees that count as expected.
+_FRESH, _PRIOR_TOKENS = 32, 64.0
 
 # Times of a K of which the median is taken.
 _NUM_TIMES = 9
@@ -57,46 +70,130 @@ _BUDGET, _ROUNDS_BETWEEN = 0.01, 32
 ROUNDS_TO_AGREE = 8
 
 
-def no_memory(num_drafts: int) -> torch.OutOfMemoryError:
+def no_memory(drafted: RoundShape) -> torch.OutOfMemoryError:
     """The error of rounds of so many drafts that cannot be run."""
-    return torch.OutOfMemoryError(f"There is no memory for rounds of {num_drafts} drafts.")
+    return torch.OutOfMemoryError(f"There is no memory for rounds of {max(drafted)} drafts.")
 
 
-def first_drafts(asked: int, rows: int, device: torch.device) -> int:
-    """K to begin with, at most `asked`, where nothing is known: fewer drafts where there are many rows."""
+def first_drafts(asked: int, rows: int, device: torch.device) -> RoundShape:
+    """A chain to begin with, of at most `asked`, where nothing is known: fewer drafts where there are many rows."""
     affordable = max((_MOST_ON_CPU if device.type == "cpu" else _MOST_FIRST_TOKENS) // rows - 1, 0)
-    return max(one for one in CANDIDATES if one <= min(asked, affordable))
+    return RoundShape(max(one for one in CANDIDATES if one <= min(asked, affordable)))
+
+
+def tree_size(rows: int, device: torch.device) -> int:
+    """N of the largest tree that is tried in rounds of so many rows; 0 if none is."""
+    affordable = (_MOST_ON_CPU if device.type == "cpu" else _MOST_TREE_TOKENS) // rows - 1
+    return max((one.num_nodes for one in TREES if one.num_nodes <= affordable), default=0)
+
+
+def candidates(most: RoundShape) -> list[RoundShape]:
+    """What rounds are tried with, the fewest drafts first: chains, and trees of up to `most.num_nodes`."""
+    chains = [RoundShape(one) for one in CANDIDATES if one <= most.num_drafts]
+    depth = chains[-1].num_drafts
+    trees = {(min(one.num_drafts, depth), one.num_nodes) for one in TREES if one.num_nodes <= most.num_nodes}
+    trees = [RoundShape(*one) for one in {*trees, (depth, most.num_nodes)} if one[1] > depth > 0]
+    return chains + sorted(trees, key=lambda one: (one.width, one))
 
 
 class Acceptance:
-    """The share of drafts accepted at each position, of those that were reached: all before them were accepted."""
+    """The share of drafts accepted at each position, of those that were reached: all before them were accepted, and of
+    the drafts for their place those that the drafter ranks higher were rejected.
+    """
 
     def __init__(self) -> None:
-        self._tried, self._accepted = [0.0] * CANDIDATES[-1], [0.0] * CANDIDATES[-1]
+        # By position and rank; of chains all ranks are 0.
+        self._tried = [[0.0] * _NUM_RANKS for _ in range(CANDIDATES[-1])]
+        self._accepted = [[0.0] * _NUM_RANKS for _ in range(CANDIDATES[-1])]
+        # Drafts accepted of trees, and expected ones: those that a tree has are chosen for its own round.
+        self._of_trees, self._expected = _PRIOR_TOKENS, _PRIOR_TOKENS
+        # By K, of trees of 0, 1 and so on drafts; until so many more observations.
+        self._gains: dict[int, list[float]] = {}
+        self._fresh = 0
 
-    def observe(self, accepted: int, drafted: int) -> None:
-        """Add a round of one row, of whose `drafted` drafts the first `accepted` ones were."""
+    def observe(self, accepted: int, drafted: int, rejected: Sequence[int] | None = None, num_nodes: int = 0) -> None:
+        """Add a round of one row.
+
+        Args:
+            accepted: drafts.
+            drafted: most drafts in a row that could be.
+            rejected: of a tree of `num_nodes`, how many drafts were rejected at each position up to `accepted`; of a
+                chain, None, it is the one after the accepted ones.
+        """
         keep = math.exp(-1 / _MEMORY)
+        if rejected is not None:
+            self._of_trees = self._of_trees * keep + min(accepted, drafted)
+            self._expected = self._expected * keep + self._static_gain(RoundShape(drafted, num_nodes))
         for position in range(min(accepted + 1, drafted)):
-            self._tried[position] = self._tried[position] * keep + 1
-            self._accepted[position] = self._accepted[position] * keep + (position < accepted)
+            is_accepted = position < accepted
+            wrong = rejected[position] if rejected is not None else 1 - is_accepted
+            tried, counts = self._tried[position], self._accepted[position]
+            for rank in range(min(wrong + is_accepted, _NUM_RANKS)):
+                tried[rank] = tried[rank] * keep + 1
+                counts[rank] = counts[rank] * keep + (rank == wrong)
+        self._fresh -= 1
 
-    def expected_tokens(self, num_drafts: int) -> float:
-        """Tokens that a round of `num_drafts` is expected to commit in a row."""
+    def expected_tokens(self, drafted: RoundShape) -> float:
+        """Tokens that a round with `drafted` is expected to commit in a row."""
+        if drafted.num_nodes:
+            return 1.0 + self._static_gain(drafted) * self._of_trees / self._expected
         total = reached = 1.0
-        share = _PRIOR_SHARE
-        for tried, accepted in zip(self._tried[:num_drafts], self._accepted, strict=False):
-            share = (accepted + _PRIOR_WEIGHT * share) / (tried + _PRIOR_WEIGHT)
+        for share, *_ in self._shares(drafted.num_drafts, 1):
             reached *= share
             total += reached
         return total
 
+    def _shares(self, num_drafts: int, num_ranks: int = _NUM_RANKS) -> list[list[float]]:
+        """Share accepted, by position and rank."""
+        found, before = [], [_PRIOR_SHARE * _PRIOR_DECAY**rank for rank in range(num_ranks)]
+        for tried, accepted in zip(self._tried[:num_drafts], self._accepted, strict=False):
+            shares = []
+            for rank, prior in enumerate(before):
+                expected = prior if rank == 0 else shares[-1] * prior / before[rank - 1]
+                shares.append((accepted[rank] + _PRIOR_WEIGHT * expected) / (tried[rank] + _PRIOR_WEIGHT))
+            found.append(shares)
+            before = shares
+        return found
+
+    def _static_gain(self, drafted: RoundShape) -> float:
+        """Drafts that are expected to be accepted of the tree of the likeliest paths by the mean shares."""
+        if self._fresh <= 0:
+            self._gains.clear()
+            self._fresh = _FRESH
+        depth, num_nodes = drafted
+        gains = self._gains.get(depth, [])
+        if len(gains) <= num_nodes:
+            gains = self._gains[depth] = self._likeliest(depth, max(num_nodes, TREES[-1].num_nodes))
+        return gains[num_nodes]
+
+    def _likeliest(self, depth: int, num_nodes: int) -> list[float]:
+        """The sums of the probabilities of the 0, 1, ..., `num_nodes` likeliest paths, of at most `depth` drafts."""
+        laws = []
+        for shares in self._shares(depth):
+            law, left = [], 1.0
+            for share in shares:
+                law.append(left * share)
+                left *= 1 - share
+            laws.append(law)
+        heap, sums = [(-laws[0][0], 1.0, 0, 0)] if laws else [], [0.0]
+        while len(sums) <= num_nodes:
+            if not heap:
+                sums.append(sums[-1])
+                continue
+            minus, before, position, rank = heapq.heappop(heap)
+            sums.append(sums[-1] - minus)
+            if rank + 1 < _NUM_RANKS:
+                heapq.heappush(heap, (-before * laws[position][rank + 1], before, position, rank + 1))
+            if position + 1 < depth:
+                heapq.heappush(heap, (minus * laws[position + 1][0], -minus, position + 1, 0))
+        return sums
+
 
 class RoundTimes:
-    """How long rounds of each K take, on buffers of one shape; kept from one call to the next.
+    """How long rounds take, by how many drafts they have, on buffers of one shape; kept from one call to the next.
 
     Args:
-        known: milliseconds of a round by K, measured before.
+        known: milliseconds of a round, measured before.
 
     Attributes:
         total: milliseconds of all rounds.
@@ -104,54 +201,64 @@ class RoundTimes:
         alone: those of calls without the drafter since the last one with it.
     """
 
-    def __init__(self, rows: int, known: Mapping[int, float] | None = None, total: float = 0.0) -> None:
+    def __init__(self, rows: int, known: Mapping[RoundShape, float] | None = None, total: float = 0.0) -> None:
         self._rows = rows
-        self._times = {count: deque([one], maxlen=_NUM_TIMES) for count, one in (known or {}).items()}
-        self._measured: set[int] = set()
+        self._times = {drafted: deque([one], maxlen=_NUM_TIMES) for drafted, one in (known or {}).items()}
+        self._measured: set[RoundShape] = set()
         self.total, self.unsaved, self.alone = total, 0.0, 0.0
 
-    def measured(self) -> tuple[dict[int, float], float]:
-        """Milliseconds of a round by K, of those that have run; and `unsaved`."""
-        return {count: self.milliseconds(count) for count in sorted(self._measured)}, self.unsaved
+    def measured(self) -> tuple[dict[RoundShape, float], float]:
+        """Milliseconds of rounds, of those that have run; and `unsaved`."""
+        return {drafted: self.milliseconds(drafted) for drafted in sorted(self._measured)}, self.unsaved
 
-    def add(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
-        """Add a round; one that `is_typical` followed a round of the same K, and nothing between."""
+    def add(self, drafted: RoundShape, milliseconds: float, is_typical: bool) -> None:
+        """Add a round; one that `is_typical` followed a round with the same, and nothing between."""
         self.total += milliseconds
         self.unsaved += milliseconds
         if is_typical:
-            self._measured.add(num_drafts)
-            self._times.setdefault(num_drafts, deque(maxlen=_NUM_TIMES)).append(milliseconds)
+            self._measured.add(drafted)
+            self._times.setdefault(drafted, deque(maxlen=_NUM_TIMES)).append(milliseconds)
 
-    def __contains__(self, num_drafts: int) -> bool:
-        return num_drafts in self._times
+    def __contains__(self, drafted: RoundShape) -> bool:
+        return drafted in self._times
 
-    def milliseconds(self, num_drafts: int) -> float:
-        """The median of the last rounds of this K; if there is none, a low estimate from those of others."""
-        if num_drafts in self._times:
-            return statistics.median(tuple(self._times[num_drafts]))  # other threads may add to it
-        known = sorted(self._times.keys() - {ALONE}, key=lambda other: abs(other - num_drafts))
+    def milliseconds(self, drafted: RoundShape) -> float:
+        """The median of the last such rounds; if there is none, a low estimate from others.
+
+        That of a tree is from its chain, whose drafting takes as long, and other trees of that depth.
+        """
+        if drafted in self._times:
+            return statistics.median(tuple(self._times[drafted]))  # other threads may add to it
+        others = self._times.keys() - {ALONE}
+        if drafted.num_nodes:
+            chain = RoundShape(drafted.num_drafts)
+            others = {chain, *(one for one in others if one.num_nodes and one.num_drafts == drafted.num_drafts)}
+        else:
+            others = {one for one in others if not one.num_nodes} or {max(others)}
+        known, width = sorted(others, key=lambda other: abs(other.width - drafted.width)), drafted.width
         first = self.milliseconds(known[0])
         if len(known) == 1:
-            if num_drafts < known[0]:
-                return first * (_CONSTANT_SHARE + (1 - _CONSTANT_SHARE) * (num_drafts + 1) / (known[0] + 1))
-            tokens, fewer = (self._rows * (count + 1) for count in (num_drafts, known[0]))
+            if width < known[0].width:
+                return first * (_CONSTANT_SHARE + (1 - _CONSTANT_SHARE) * width / known[0].width)
+            tokens, fewer = (self._rows * one.width for one in (drafted, known[0]))
             return first * max(1.0, _TOKEN_OPTIMISM * tokens / max(fewer, _MOST_FIRST_TOKENS))
         # Of those around it, or else of the two that are nearest.
-        others = [other for other in known[1:] if (other > num_drafts) != (known[0] > num_drafts)] or known[1:]
-        slope = (self.milliseconds(others[0]) - first) / (others[0] - known[0])
-        return max(_OPTIMISM * (first + slope * (num_drafts - known[0])), _CONSTANT_SHARE * first)
+        is_above = known[0].width < width
+        second = next((other for other in known[1:] if (other.width > width) == is_above), known[1])
+        slope = (self.milliseconds(second) - first) / (second.width - known[0].width)
+        return max(_OPTIMISM * (first + slope * (width - known[0].width)), _CONSTANT_SHARE * first)
 
 
-def is_better_alone(most: int, acceptance: Acceptance, times: RoundTimes, tokens: int) -> bool:
+def is_better_alone(most: RoundShape, acceptance: Acceptance, times: RoundTimes, tokens: int) -> bool:
     """Whether a call for `tokens` tokens a row is expected to be faster without the drafter.
 
     Rounds without it are shorter than those with K = 0, at first by what is not known. Texts change: now and then there
     is a call with it, which costs a bounded share of the time.
     """
-    if 0 not in times:
+    if RoundShape(0) not in times:
         return False
-    alone = times.milliseconds(ALONE) if ALONE in times else _OPTIMISM * times.milliseconds(0)
-    known = [one for one in CANDIDATES if one <= most and one in times]
+    alone = times.milliseconds(ALONE) if ALONE in times else _OPTIMISM * times.milliseconds(RoundShape(0))
+    known = [one for one in candidates(most) if one in times]
     share = 1 - alone * max(acceptance.expected_tokens(one) / times.milliseconds(one) for one in known)
     if share <= _HYSTERESIS:
         return False
@@ -162,61 +269,63 @@ def is_better_alone(most: int, acceptance: Acceptance, times: RoundTimes, tokens
 
 
 class FixedDrafts:
-    """The same number of drafts, K = `current`, in every round; `times` are those of the rounds. See `AutoDrafts`."""
+    """The same drafts, `current`, in every round; `times` are those of the rounds. See `AutoDrafts`."""
 
-    def __init__(self, current: int, times: RoundTimes):
+    def __init__(self, current: RoundShape, times: RoundTimes):
         self.current, self._times = current, times
 
-    def next(self, tokens_left: Callable[[], float]) -> int:
+    def next(self, tokens_left: Callable[[], float]) -> RoundShape:
         return self.current
 
-    def refuse(self, num_drafts: int) -> None:
-        raise no_memory(num_drafts)
+    def refuse(self, drafted: RoundShape) -> None:
+        raise no_memory(drafted)
 
-    def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
-        self._times.add(num_drafts, milliseconds, is_typical)
+    def ran(self, drafted: RoundShape, milliseconds: float, is_typical: bool) -> None:
+        self._times.add(drafted, milliseconds, is_typical)
 
 
 class AutoDrafts:
-    """Chooses K of every round.
+    """Chooses the drafts of every round.
 
     Processes that run one model together choose the same if they are told the same times.
 
     Args:
-        first: K of the first rounds, where nothing is known.
+        most: the largest K, and the largest N of a tree, 0 for chains only.
+        first: those of the first rounds, where nothing is known.
         times: of rounds on the buffers of the call.
-        price: milliseconds that it takes to be able to run rounds of a K.
+        price: milliseconds that it takes to be able to run such rounds.
     """
 
     def __init__(
         self,
-        most: int,
-        first: int,
+        most: RoundShape,
+        first: RoundShape,
         acceptance: Acceptance,
         times: RoundTimes,
-        price: Callable[[int], float] = lambda num_drafts: 0.0,
+        price: Callable[[RoundShape], float] = lambda drafted: 0.0,
     ):
-        self._candidates = [one for one in CANDIDATES if one <= most]
+        self._candidates = candidates(most)
         self._acceptance, self._times = acceptance, times
         self._price = price
         known = [one for one in self._candidates if one in times]
         ready = [one for one in known if not price(one)] or known
-        self._current = max(ready, key=self._rate, default=max(one for one in self._candidates if one <= max(first, 0)))
-        self._plan: deque[int] = deque()
+        begin = max(one for one in self._candidates if one.width <= max(first.width, 1))
+        self._current = max(ready, key=self._rate, default=begin)
+        self._plan: deque[RoundShape] = deque()
         # Candidates that were tried, until their times arrive.
-        self._waiting: set[int] = set()
+        self._waiting: set[RoundShape] = set()
         self._since_try = 0
         self._spent = self._elapsed = 0.0
         self._is_upwards = False
 
     @property
-    def current(self) -> int:
-        """K of the rounds in which none is tried."""
+    def current(self) -> RoundShape:
+        """Those of the rounds in which no others are tried."""
         return self._current
 
-    def next(self, tokens_left: Callable[[], float]) -> int:
-        """K of the next round; `tokens_left` tells how many tokens a row may still generate, which counts for what is
-        worth trying.
+    def next(self, tokens_left: Callable[[], float]) -> RoundShape:
+        """Those of the next round; `tokens_left` tells how many tokens a row may still generate, which counts for what
+        is worth trying.
         """
         if not self._plan:
             self._choose(tokens_left)
@@ -227,29 +336,33 @@ class AutoDrafts:
         self._since_try += 1
         return self._current
 
-    def refuse(self, num_drafts: int) -> None:
-        """Take `num_drafts` from the candidates, since there is no memory for its rounds.
+    def refuse(self, drafted: RoundShape) -> None:
+        """Take `drafted` from the candidates, since there is no memory for its rounds.
 
         Raises:
             torch.OutOfMemoryError: there is no other.
         """
-        if self._candidates == [num_drafts]:
-            raise no_memory(num_drafts)
-        self._candidates.remove(num_drafts)
+        if self._candidates == [drafted] or drafted not in self._candidates:
+            raise no_memory(drafted)
+        self._candidates.remove(drafted)
         self._plan.clear()
-        if self._current == num_drafts:
-            self._current = min(self._candidates, key=lambda one: abs(one - num_drafts))
+        if self._current == drafted:
+            self._current = self._nearest(self._candidates)
 
-    def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
-        """Take the time of a round, which `is_typical` if it followed one of the same K at once."""
-        self._times.add(num_drafts, milliseconds, is_typical)
+    def ran(self, drafted: RoundShape, milliseconds: float, is_typical: bool) -> None:
+        """Take the time of a round, which `is_typical` if it followed one with the same at once."""
+        self._times.add(drafted, milliseconds, is_typical)
         self._elapsed += milliseconds
         if is_typical:
-            self._waiting.discard(num_drafts)
+            self._waiting.discard(drafted)
 
-    def _rate(self, num_drafts: int) -> float:
+    def _nearest(self, others: Sequence[RoundShape]) -> RoundShape | None:
+        """That of `others` with the most similar number of drafts; None if there are none."""
+        return min(others, key=lambda one: abs(one.width - self._current.width), default=None)
+
+    def _rate(self, drafted: RoundShape) -> float:
         """Tokens a millisecond and row."""
-        return self._acceptance.expected_tokens(num_drafts) / self._times.milliseconds(num_drafts)
+        return self._acceptance.expected_tokens(drafted) / self._times.milliseconds(drafted)
 
     def _choose(self, tokens_left: Callable[[], float]) -> None:
         known = [one for one in self._candidates if one in self._times]
@@ -260,16 +373,16 @@ class AutoDrafts:
         if self._current not in known or (is_better and self._gain(best, rate, tokens_left) > self._price(best)):
             self._current = best
 
-    def _gain(self, num_drafts: int, rate: float, tokens_left: Callable[[], float]) -> float:
-        """Milliseconds that rounds of `num_drafts` are expected to save of those that rounds of `rate` take.
+    def _gain(self, drafted: RoundShape, rate: float, tokens_left: Callable[[], float]) -> float:
+        """Milliseconds that rounds with `drafted` are expected to save of those that rounds of `rate` take.
 
         In the time that is left; or, if more calls follow, in as much as has passed.
         """
-        share = 1 - rate / max(self._rate(num_drafts), rate)
+        share = 1 - rate / max(self._rate(drafted), rate)
         return share * max(tokens_left() / rate, self._times.total)
 
-    def _tries(self, tokens_left: Callable[[], float]) -> Sequence[int]:
-        """Rounds of a K that is worth trying, if there is one."""
+    def _tries(self, tokens_left: Callable[[], float]) -> Sequence[RoundShape]:
+        """Rounds with drafts that are worth trying, if there are any."""
         if self._current not in self._times:
             return ()
         rate = self._rate(self._current)
@@ -287,8 +400,7 @@ class AutoDrafts:
         # What is known changes with the text, of neighbours first.
         self._is_upwards = not self._is_upwards
         others = [one for one in self._candidates if one in self._times and one != self._current]
-        around = [one for one in others if (one > self._current) == self._is_upwards]
-        again = min(around, key=lambda one: abs(one - self._current), default=None)
+        again = self._nearest([one for one in others if (one.width > self._current.width) == self._is_upwards])
         if again is None:
             return ()
         loss = self._price(again) + _ROUNDS_TO_RETRY * self._loss(again, rate)
@@ -297,14 +409,14 @@ class AutoDrafts:
         self._spent += loss
         return [again] * _ROUNDS_TO_RETRY
 
-    def _loss(self, num_drafts: int, rate: float) -> float:
-        """Milliseconds that a round of `num_drafts` is expected to cost more than the same tokens at `rate`."""
-        tokens = self._acceptance.expected_tokens(num_drafts)
-        return max(self._times.milliseconds(num_drafts) - tokens / rate, 0.0)
+    def _loss(self, drafted: RoundShape, rate: float) -> float:
+        """Milliseconds that a round with `drafted` is expected to cost more than the same tokens at `rate`."""
+        tokens = self._acceptance.expected_tokens(drafted)
+        return max(self._times.milliseconds(drafted) - tokens / rate, 0.0)
 
 
 class SharedClock:
-    """Choices of K by processes that run one model together: those that the first one's times give.
+    """Choices by processes that run one model together: those that the first one's times give.
 
     Args:
         drafts: chooses, on every process; see it for the methods.
@@ -313,20 +425,20 @@ class SharedClock:
     def __init__(self, drafts: AutoDrafts, model: PreTrainedModel):
         self._drafts, self._model = drafts, model
         self.next, self.refuse = drafts.next, drafts.refuse
-        self._rounds: list[tuple[int, float, bool]] = []
+        self._rounds: list[tuple[RoundShape, float, bool]] = []
 
     @property
-    def current(self) -> int:
+    def current(self) -> RoundShape:
         return self._drafts.current
 
-    def ran(self, num_drafts: int, milliseconds: float, is_typical: bool) -> None:
-        self._rounds.append((num_drafts, milliseconds, is_typical))
+    def ran(self, drafted: RoundShape, milliseconds: float, is_typical: bool) -> None:
+        self._rounds.append((drafted, milliseconds, is_typical))
         if len(self._rounds) == ROUNDS_TO_AGREE:
             times = from_first_rank(torch.tensor([one[1:] for one in self._rounds], dtype=torch.float32), self._model)
-            for (count, *_), (shared, typical) in zip(self._rounds, times.tolist(), strict=True):
-                self._drafts.ran(count, shared, bool(typical))
+            for (drafted, *_), (shared, typical) in zip(self._rounds, times.tolist(), strict=True):
+                self._drafts.ran(drafted, shared, bool(typical))
             self._rounds.clear()
 
 
-# What decides how many drafts (K) each round has.
+# What decides which drafts each round has.
 Drafts: TypeAlias = FixedDrafts | AutoDrafts | SharedClock

@@ -1,4 +1,4 @@
-"""What rounds cost, kept on disk: how long those of each K take, of a target with its drafter on a device.
+"""What rounds cost, kept on disk: how long they take by their drafts, of a target with its drafter on a device.
 
 `num_assistant_tokens="auto"` begins with what earlier calls have measured, also those of other processes. There is a
 file for each target, drafter, device and versions, in the folder `hf_specdec` of Triton's cache, or in the folder that
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from ..drafters.base import Drafter
 from ..modules.signature import settings_of
 from ..parallel.tensor_parallel import tensor_parallel_group
-from ..state import Shape
+from ..state import RoundShape, Shape
 from .auto_drafts import RoundTimes
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class CostTable:
             for name, times in self._times.items():
                 known, total = entries.get(name, ({}, 0.0))
                 measured, spent = times.measured()
-                is_new |= any(abs(one - known.get(count, 0.0)) > _NEWS * one for count, one in measured.items())
+                is_new |= any(abs(one - known.get(drafted, 0.0)) > _NEWS * one for drafted, one in measured.items())
                 is_new |= spent > max(total, 1e3)
                 entries[name] = {**known, **measured}, total + spent
             if is_new:
@@ -93,8 +93,8 @@ class CostTable:
                 for times in self._times.values():
                     times.unsaved = 0.0
 
-    def _read(self) -> dict[str, tuple[dict[int, float], float]]:
-        """Milliseconds by K, and those of all rounds, by name."""
+    def _read(self) -> dict[str, tuple[dict[RoundShape, float], float]]:
+        """Milliseconds of a round with so many drafts, and those of all rounds, by name."""
         if self._file is None:
             return {}
         try:
@@ -102,7 +102,10 @@ class CostTable:
             if found["identity"] != self._identity:
                 return {}
             entries = {
-                name: ({int(count): float(one) for count, one in entry["milliseconds"].items()}, float(entry["total"]))
+                name: (
+                    {RoundShape.parse(drafted): float(one) for drafted, one in entry["milliseconds"].items()},
+                    float(entry["total"]),
+                )
                 for name, entry in found["rounds"].items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -110,9 +113,9 @@ class CostTable:
         numbers = [one for known, total in entries.values() for one in (*known.values(), total + 1.0)]
         return entries if all(math.isfinite(one) and one > 0 for one in numbers) else {}
 
-    def _write(self, entries: dict[str, tuple[dict[int, float], float]]) -> None:
+    def _write(self, entries: dict[str, tuple[dict[RoundShape, float], float]]) -> None:
         rounds = {
-            name: {"milliseconds": {str(count): one for count, one in sorted(known.items())}, "total": total}
+            name: {"milliseconds": {str(drafted): one for drafted, one in sorted(known.items())}, "total": total}
             for name, (known, total) in entries.items()
         }
         written = None

@@ -384,7 +384,8 @@ def measure_drafter(
         load = random_drafter if arguments.random_weights else AutoDrafter.from_pretrained
         drafter = configured(load(name, bench.target), arguments)
         if arguments.synthetic_acceptance is not None:
-            drafter.configure(engine="static")  # In the stock engine transformers verifies.
+            # In the stock engine transformers verifies; and chains are what is scripted.
+            drafter.configure(engine="static", tree=0)
     except Exception as error:  # The cases of this drafter fail; the others are measured.
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         yield from (replace(case, error=message) for case in drafter_cases(name, arguments))

@@ -107,7 +107,8 @@ class Case:
             decoding. In dtypes narrower than float32 rounding decides ties, so that less than 1 is no error.
         acceptance_length: mean tokens that a row commits a round.
         acceptance_per_position: share of the drafts at each position that were accepted.
-        rounds_by_k: how many rounds of all runs had how many drafts; empty on the stock engine.
+        rounds_by_k, rounds_by_tree: how many rounds of all runs had which K, and trees of how many drafts; empty on the
+            stock engine.
         ms_per_round: wall time from the first tokens of a call to its last, over the rounds between them.
         ms_to_first_token: wall time from the call to its first tokens.
         cold_ms_to_first_token: the same of the case's first call, which may compile, capture and allocate.
@@ -138,6 +139,7 @@ class Case:
     acceptance_length: float | None = None
     acceptance_per_position: list[float] = field(default_factory=list)
     rounds_by_k: dict[int, int] = field(default_factory=dict)
+    rounds_by_tree: dict[int, int] = field(default_factory=dict)
     ms_per_round: Spread | None = None
     ms_to_first_token: Spread | None = None
     cold_ms_to_first_token: float | None = None
@@ -372,8 +374,9 @@ class Bench:
             case.acceptance_length = total.acceptance_length
             case.acceptance_per_position = total.acceptance_per_position
             case.cached_tokens = sum(one.cached_tokens for one in first.stats)
-            counts = sum((Counter(one.rounds_by_k) for one in stats), Counter())
-            case.rounds_by_k = dict(sorted(counts.items()))
+            for name in ("rounds_by_k", "rounds_by_tree"):
+                counts = sum((Counter(getattr(one, name)) for one in stats), Counter())
+                setattr(case, name, dict(sorted(counts.items())))
 
     def _compare_texts(self, case: Case, texts: list[list[int]]) -> None:
         if case.temperature > 0 or self.is_scripted:

@@ -49,7 +49,8 @@ class Call:
         position_offsets: for each row position ids minus positions after the prompt, on the static engine; None for 0.
         adapters: for each row, or request, the name of its LoRA adapter, or `NO_ADAPTER`; None if all have those that
             are active.
-        num_nodes: N, drafts of a round that is verified as a tree of depth K; 0 for chains.
+        num_nodes: N, drafts of a round that is verified as a tree of depth K, with `is_auto` the largest; 0 for chains.
+        chooses_trees: whether with `is_auto` trees are tried of sizes that suit the number of rows.
         verification: see `Drafter.configure`.
         inputs: of the target as prepared by `generate()`, where the target itself runs the prompts, see
             `calls.first_pass`; None where the static engine does.
@@ -71,6 +72,7 @@ class Call:
     position_offsets: Sequence[int] | None = None
     adapters: Sequence[str] | None = None
     num_nodes: int = 0
+    chooses_trees: bool = False
     verification: str = "token"
     inputs: Mapping[str, Any] | None = None
 

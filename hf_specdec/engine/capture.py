@@ -49,7 +49,7 @@ class CapturedRound:
         # What a graph returns is never freed, so scores and logits are not returned.
         with state.idle():
             if process.key is not None:
-                self._round = graph(lambda: run_round(state, target, drafter, process)[:2])
+                self._round = graph(lambda: run_round(state, target, drafter, process)[:3])
             else:
                 self._round = None
                 self._draft_and_forward = graph(lambda: draft_and_forward(state, target, drafter))
@@ -57,8 +57,8 @@ class CapturedRound:
                 self._scores = torch.zeros_like(logits, dtype=torch.float32)
 
                 def second_half() -> tuple:
-                    result, path = verify_and_commit(state, self._scores, proposal, aux_hidden_states)
-                    return result, logprobs_of(state, result, self._scores, logits, path)
+                    result, walk = verify_and_commit(state, self._scores, proposal, aux_hidden_states)
+                    return result, logprobs_of(state, result, self._scores, logits, walk), walk
 
                 self._verify_and_commit = graph(second_half)
         graphs = "one graph" if self._round is not None else "two graphs, processors between"
@@ -66,12 +66,10 @@ class CapturedRound:
 
     def __call__(self, process: BlockProcessor) -> RoundOutput:
         if self._round is not None:
-            result, logprobs = self._round()
-        else:
-            _, block, logits, _ = self._draft_and_forward()
-            self._scores.copy_(process(logits, block, self._state))
-            result, logprobs = self._verify_and_commit()
-        return RoundOutput(result, logprobs)
+            return RoundOutput(*self._round())
+        _, block, logits, _ = self._draft_and_forward()
+        self._scores.copy_(process(logits, block, self._state))
+        return RoundOutput(*self._verify_and_commit())
 
 
 def why_not_captured(model: PreTrainedModel, has_hooks: bool, kept: Sequence[str]) -> str | None:

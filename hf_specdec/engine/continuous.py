@@ -30,7 +30,7 @@ from ..row_buffers import set_rows, upload
 from ..sampling.logits import RowSampling
 from ..sampling.processors import BlockProcessor
 from ..sampling.row_processors import RowsProcessor
-from ..state import DecodeState, Shape
+from ..state import DecodeState
 from .groups import Groups
 from .hosted_target import HostedTarget
 from .lease import SessionLease, can_grow, layout_of, shape_of
@@ -147,7 +147,7 @@ class ContinuousRunner(Runner):
         # As many rows as wanted, half of them, and so on down to one.
         sizes = [(rows >> halvings, tokens) for rows, tokens in wanted for halvings in range(rows.bit_length())]
         self._use(self._largest(sizes, {}))
-        self._note_execution(self.drafts.current)
+        self._note_execution(self.lease.allowed(self.drafts.current))
         if self._settings.reuses_prefixes:
             self.prefix_margin = margin_of(self._target, self.lease.shape.num_draft_tokens)
         self._process.own = {}
@@ -194,24 +194,24 @@ class ContinuousRunner(Runner):
         return self._first_that_fits([functools.partial(self._open, *size, rows) for size in sizes])
 
     def _open(self, num_rows: int, longest: int, rows: Mapping[int, int]) -> SessionLease:
-        call = self._call
-        shape = shape_of(call, num_rows, longest, self._target.is_captured)
-        if self._is_in_memory:
-            shape = shape._replace(slots=slots_in_memory(shape.slots - 1, call.model.device))
-        lease = self._lease_of(shape)
-        with allocating(num_rows, shape.slots, call.model.device), settled_on_error(lease.take()):
-            num_drafts = lease.drafts(self.acceptance).current
-            lease.session.state.live = live = min(self._expected, shape.slots)
+        lease, device = self._lease_of(num_rows, longest), self._call.model.device
+        slots = lease.shape.slots
+        with allocating(num_rows, slots, device), settled_on_error(lease.take()):
+            drafted = lease.allowed(lease.drafts(self.acceptance).current)
+            lease.session.state.live = live = min(self._expected, slots)
             self._clear(lease)
             lease.session.state.live, lease.session.state.logprobs = live, self._logprobs
-            if lease.lacks_round(num_drafts):
-                lease.capture_round(num_drafts)
+            if lease.lacks_round(drafted):
+                lease.capture_round(drafted)
         self._longest = longest
         self._commit_texts(lease, rows)
         return lease
 
-    def _lease_of(self, shape: Shape) -> SessionLease:
+    def _lease_of(self, num_rows: int, longest: int) -> SessionLease:
         """For a session that rounds run on."""
+        shape = shape_of(self._call, num_rows, longest, self._target.is_captured)
+        if self._is_in_memory:
+            shape = shape._replace(slots=slots_in_memory(shape.slots - 1, self._call.model.device))
         return SessionLease(self._call, self._target, shape, self._process, True, self._is_in_memory)
 
     def _clear(self, lease: SessionLease) -> None:
@@ -295,13 +295,13 @@ class ContinuousRunner(Runner):
 
     def _smaller_lease(self, num_occupied: int) -> SessionLease | None:
         """For a session with the fewest rows to which so many move; None if they stay."""
-        shape = self.lease.shape
+        most = self.num_rows
         # Where requests arrive, half of the rows stay free for them, so that they do not move at every arrival.
         count = num_occupied if self._settings.arrivals is None or num_occupied == 1 else 2 * num_occupied
-        rows, fewer = shape.batch, fewer_rows(shape.batch, self._target.is_captured)
+        rows, fewer = most, fewer_rows(most, self._target.is_captured)
         while fewer is not None and count <= fewer:
             rows, fewer = fewer, fewer_rows(fewer, self._target.is_captured)
-        return None if rows == shape.batch else self._lease_of(shape._replace(batch=rows))
+        return None if rows == most else self._lease_of(rows, self._longest)
 
     def _is_worth_moving(self, lease: SessionLease, tokens_left: Callable[[], float]) -> bool:
         """Whether moving saves more time than capturing the graphs of the smaller session of `lease` takes.
@@ -311,9 +311,9 @@ class ContinuousRunner(Runner):
         """
         if not self._target.is_captured or lease.is_kept:
             return True
-        num_drafts, times = self.drafts.current, self.session.round_times
-        rounds = tokens_left() / (num_drafts + 1)
-        left = rounds * times.milliseconds(num_drafts) if num_drafts in times else 0.0
+        drafted, times = self.drafts.current, self.session.round_times
+        rounds = tokens_left() / (drafted.num_drafts + 1)
+        left = rounds * times.milliseconds(drafted) if drafted in times else 0.0
         is_worth = max(left / 2, SHARE_OF_THE_END * times.total) > 1e3 * self.session.capture_seconds
         return bool(from_first_rank(torch.tensor(is_worth), self._call.model))
 

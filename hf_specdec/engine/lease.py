@@ -8,7 +8,7 @@ from collections.abc import Hashable
 import torch
 
 from .. import ops
-from ..auto_k.auto_drafts import Acceptance, AutoDrafts, Drafts, FixedDrafts, SharedClock, first_drafts
+from ..auto_k.auto_drafts import Acceptance, AutoDrafts, Drafts, FixedDrafts, SharedClock, first_drafts, tree_size
 from ..cache.key_layout import KeyLayout
 from ..cache.layer_kinds import Use
 from ..calls.call import Call
@@ -19,7 +19,7 @@ from ..memory.virtual_memory import RowMemory, has_virtual_memory, taken_bytes
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import cache_layers, stated_positions, uses_attention_interface
 from ..sampling.processors import BlockProcessor
-from ..state import DecodeState, Shape
+from ..state import DecodeState, RoundShape, Shape
 from .capture import CapturedRound, capture_catch_up, capture_round
 from .hosted_target import HostedTarget
 from .rounds import RoundOutput, catch_up, draft_and_forward, run_round
@@ -34,7 +34,8 @@ def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
         longest: most tokens of a row.
         is_captured: whether the buffers are kept for other calls, and therefore of a few sizes only.
     """
-    slots, positions = slots_for(longest + call.num_nodes, is_captured), stated_positions(call.model)
+    num_nodes = tree_size(batch, call.device) if call.chooses_trees else call.num_nodes
+    slots, positions = slots_for(longest + num_nodes, is_captured), stated_positions(call.model)
     if positions is not None and not uses_attention_interface(call.model):
         # Attention of its own may have tables of as many keys; it is given all slots but the dummy slot.
         slots = min(slots, max(longest, positions) + 1)
@@ -46,7 +47,7 @@ def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
         draft_probs=call.draft_probs,
         num_ends=next_power_of_two(max(len(call.ends), 8)),
         verification=call.verification,
-        num_nodes=call.num_nodes,
+        num_nodes=num_nodes,
     )
 
 
@@ -168,28 +169,28 @@ class SessionLease:
     def _key(self) -> SessionKey:
         return SessionKey(self.shape, self._grows, self._target.drafter.compiles_rounds, self._target.hosting)
 
-    def _round_key(self, num_drafts: int) -> tuple[Hashable, int, int]:
-        """What the next round of `num_drafts` drafts is captured under, see `Session.rounds`.
+    def _round_key(self, drafted: RoundShape) -> tuple[Hashable, RoundShape, int]:
+        """What the next round is captured under if it has `drafted`, see `Session.rounds`.
 
         Where rounds for longer texts are captured, and none for those that there are, those do.
         """
         state, rounds = self.session.state, self.session.rounds
         key = self._process.key, state.logprobs
         if not self._grows:
-            return key, num_drafts, state.slots
+            return key, drafted, state.slots
         span = least = span_for(state.live, state.slots)
-        while (key, num_drafts, span) not in rounds and span < state.slots:
+        while (key, drafted, span) not in rounds and span < state.slots:
             span = span_for(span, state.slots)
-        return key, num_drafts, span if (key, num_drafts, span) in rounds else least
+        return key, drafted, span if (key, drafted, span) in rounds else least
 
-    def lacks_round(self, num_drafts: int) -> bool:
-        """Whether rounds of `num_drafts` drafts are to be captured and have not been."""
-        return self._target.is_captured and self._round_key(num_drafts) not in self.session.rounds
+    def lacks_round(self, drafted: RoundShape) -> bool:
+        """Whether rounds with `drafted` are to be captured and have not been."""
+        return self._target.is_captured and self._round_key(drafted) not in self.session.rounds
 
-    def capture_round(self, num_drafts: int) -> None:
+    def capture_round(self, drafted: RoundShape) -> None:
         session, start = self.session, time.perf_counter()
-        session.state.num_draft_tokens = num_drafts
-        key = self._round_key(num_drafts)
+        session.state.num_draft_tokens, session.state.num_nodes = drafted
+        key = self._round_key(drafted)
         with session.state.spanning(key[-1]):
             captured = self._target.counted(
                 session, lambda: capture_round(session, self._target(), self._target.drafter, self._process)
@@ -197,39 +198,45 @@ class SessionLease:
         session.rounds.add(key, captured)
         session.capture_seconds = time.perf_counter() - start
 
-    def captured_round(self, num_drafts: int) -> CapturedRound | None:
+    def captured_round(self, drafted: RoundShape) -> CapturedRound | None:
         """The captured round; None if rounds run eagerly."""
-        return self.session.rounds.get(self._round_key(num_drafts)) if self._target.is_captured else None
+        return self.session.rounds.get(self._round_key(drafted)) if self._target.is_captured else None
 
-    def drafts(self, acceptance: Acceptance, first: int | None = None) -> Drafts:
+    def drafts(self, acceptance: Acceptance, first: RoundShape | None = None) -> Drafts:
         """What decides how many drafts each round has.
 
         Args:
             acceptance: of the drafts of the call.
-            first: K of the first rounds; None for what the drafter is made for.
+            first: those of the first rounds; None for a chain of what the drafter is made for.
         """
-        call, most, times = self._call, self.shape.num_draft_tokens, self.session.round_times
+        call, times = self._call, self.session.round_times
+        most = RoundShape(self.shape.num_draft_tokens, self.shape.num_nodes)
         if not call.is_auto:
             return FixedDrafts(most, times)
         if first is None:
-            first = first_drafts(min(call.drafter.num_own_draft_tokens, most), self.shape.batch, call.device)
+            asked = min(call.drafter.num_own_draft_tokens, most.num_drafts)
+            first = first_drafts(asked, self.shape.batch, call.device)
         drafts = AutoDrafts(most, first, acceptance, times, self._price)
         return drafts if tensor_parallel_group(call.model) is None else SharedClock(drafts, call.model)
 
-    def _price(self, num_drafts: int) -> float:
+    def allowed(self, drafted: RoundShape) -> RoundShape:
+        """`drafted`; its chain while a processor reads the text, which is one text."""
+        return RoundShape(drafted.num_drafts) if drafted.num_nodes and self._process.key is None else drafted
+
+    def _price(self, drafted: RoundShape) -> float:
         """Milliseconds that it takes to capture such rounds, the same on all processes; 0 where they are."""
-        if not self.lacks_round(num_drafts):
+        if not self.lacks_round(drafted):
             return 0.0
         return 1e3 * float(from_first_rank(torch.tensor(self.session.capture_seconds), self._target.model))
 
-    def prepare(self, num_drafts: int) -> bool:
-        """Get ready for a round of `num_drafts`; returns whether there is memory for it."""
+    def prepare(self, drafted: RoundShape) -> bool:
+        """Get ready for a round with `drafted`; returns whether there is memory for it."""
         # First, as a capture runs such a round, which reads a block of its own width.
-        if num_drafts + 1 < self.session.state.block_width:
+        if drafted.num_drafts + 1 < self.session.state.block_width:
             self._catch_up()
-        if self.lacks_round(num_drafts):
+        if self.lacks_round(drafted):
             try:
-                self.capture_round(num_drafts)
+                self.capture_round(drafted)
             except torch.OutOfMemoryError:
                 # Processes that run one model together need the same rounds.
                 if not len(self.session.rounds) or tensor_parallel_group(self._target.model) is not None:
@@ -237,15 +244,15 @@ class SessionLease:
                 return False
         return True
 
-    def run_round(self, num_drafts: int) -> RoundOutput:
-        """A round of `num_drafts`, captured or eagerly, see `run_round`."""
-        state, captured = self.session.state, self.captured_round(num_drafts)
-        state.num_draft_tokens = num_drafts
+    def run_round(self, drafted: RoundShape) -> RoundOutput:
+        """A round with `drafted`, captured or eagerly, see `run_round`."""
+        state, captured = self.session.state, self.captured_round(drafted)
+        state.num_draft_tokens, state.num_nodes = drafted
         if captured is not None:
             results = captured(self._process)
         else:
             results = run_round(state, self._target(), self._target.drafter, self._process).along_path()
-        state.block_width = num_drafts + 1
+        state.block_width = drafted.num_drafts + 1
         return results
 
     def _catch_up(self) -> None:
@@ -266,9 +273,9 @@ class SessionLease:
             catch_up(session.state, drafter, width)
         session.state.block_width = 1
 
-    def execution(self, num_drafts: int) -> str:
+    def execution(self, drafted: RoundShape) -> str:
         """How such rounds are run, for `SpeculationStats.execution`."""
-        captured = self.captured_round(num_drafts)
+        captured = self.captured_round(drafted)
         drafter = self._target.drafter
         mode = ", batch-invariant" if drafter.batch_invariant else ""
         if drafter.key_dtype is not None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,9 @@ from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from .target import Target
 
+# The path that was accepted of a tree, and its parents.
+Walk = tuple[torch.Tensor, torch.Tensor]
+
 
 class RoundOutput(NamedTuple):
     """What a round gives.
@@ -25,16 +29,16 @@ class RoundOutput(NamedTuple):
     Attributes:
         result: what was accepted and committed.
         logprobs: `[B, K + 1]` float32 for each of `state.logprobs`, of the tokens of `result`.
+        walk: of a tree, `[B, K + 1]` int64, which tokens of the block those of `result` were chosen after, and its
+            `parents` (see `Tree`); None of a chain: all, in order.
         scores, logits: `[B, n, V]`, processed and not, of the n tokens of the block; None of a captured round.
-        path: `[B, K + 1]` int64, which of them the tokens of `result` were chosen after; None of a chain: all, in
-            order.
     """
 
     result: VerificationResult
     logprobs: tuple[torch.Tensor, ...] = ()
+    walk: Walk | None = None
     scores: torch.Tensor | None = None
     logits: torch.Tensor | None = None
-    path: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -43,20 +47,20 @@ class RoundOutput(NamedTuple):
         result: VerificationResult,
         scores: torch.Tensor,
         logits: torch.Tensor,
-        path: torch.Tensor | None = None,
+        walk: Walk | None = None,
     ) -> RoundOutput:
-        return cls(result, logprobs_of(state, result, scores, logits, path), scores, logits, path)
+        return cls(result, logprobs_of(state, result, scores, logits, walk), walk, scores, logits)
 
     def along_path(self) -> RoundOutput:
         """The same, with `scores` and `logits` `[B, K + 1, V]` of the tokens of `result`."""
-        scores, logits = _along(self.path, self.scores), _along(self.path, self.logits)
-        return self._replace(scores=scores, logits=logits, path=None)
+        return self._replace(scores=_along(self.walk, self.scores), logits=_along(self.walk, self.logits))
 
 
-def _along(path: torch.Tensor | None, values: torch.Tensor | None) -> torch.Tensor | None:
-    """Of `values` `[B, n, ...]` those at `path` `[B, m]`; themselves if either is None."""
-    if path is None or values is None:
+def _along(walk: Walk | None, values: torch.Tensor | None) -> torch.Tensor | None:
+    """Of `values` `[B, n, ...]` those at the path `[B, m]`; themselves if either is None."""
+    if walk is None or values is None:
         return values
+    path, _ = walk
     return values[torch.arange(len(path), device=path.device)[:, None], path]
 
 
@@ -65,22 +69,23 @@ def logprobs_of(
     result: VerificationResult,
     scores: torch.Tensor,
     logits: torch.Tensor,
-    path: torch.Tensor | None = None,
+    walk: Walk | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Log-probabilities `[B, n]` of the tokens of `result` `[B, n]`, for each of `state.logprobs`."""
     read = {"processed": scores, "raw": logits}
-    return tuple([token_logprobs(_along(path, read[name]), result.tokens) for name in state.logprobs])
+    return tuple([token_logprobs(_along(walk, read[name]), result.tokens) for name in state.logprobs])
 
 
 def run_round(state: DecodeState, target: Target, drafter: Drafter, process: BlockProcessor) -> RoundOutput:
-    """One round of K = `state.num_draft_tokens`: drafts, target forward over the block, verification.
+    """One round of K = `state.num_draft_tokens`, and N = `state.num_nodes` of a tree: drafts, target forward over the
+    block, verification.
 
     The last round had at most as many drafts; after one of more `catch_up` comes first.
     """
     proposal, block, logits, aux_hidden_states = draft_and_forward(state, target, drafter)
     scores = process(logits, block, state)
-    result, path = verify_and_commit(state, scores, proposal, aux_hidden_states)
-    return RoundOutput.of(state, result, scores, logits, path)
+    result, walk = verify_and_commit(state, scores, proposal, aux_hidden_states)
+    return RoundOutput.of(state, result, scores, logits, walk)
 
 
 def commit_first_token(
@@ -144,25 +149,25 @@ def propose(state: DecodeState, drafter: Drafter, *last_block: Any) -> Proposal:
 
 def verify_and_commit(
     state: DecodeState, scores: torch.Tensor, proposal: Proposal, aux_hidden_states: torch.Tensor | None
-) -> tuple[VerificationResult, torch.Tensor | None]:
+) -> tuple[VerificationResult, Walk | None]:
     """Second half of a round: verify the drafts by `scores` `[B, n, V]`, and commit tokens.
 
     What the pass of a tree has left of the accepted path is moved to where a chain would have left it.
 
     Returns:
-        the result, tokens `[B, K + 1]`; and `RoundOutput.path`.
+        the result, tokens `[B, K + 1]`; and `RoundOutput.walk`.
     """
-    path = None
+    walk = None
     if proposal.tree is None:
         result = state.commit(verify(scores, state, proposal), keeps=True)
     else:
         result, path = _walk(scores, state, proposal)
-        result = state.commit(result, keeps=True)
+        result, walk = state.commit(result, keeps=True), (path, proposal.tree.parents)
         state.cache.move(path, state.lengths, result.committed)
-        aux_hidden_states = _along(path, aux_hidden_states)
+        aux_hidden_states = _along(walk, aux_hidden_states)
     if aux_hidden_states is not None:
         state.aux_hidden_states[:, : result.tokens.shape[1]].copy_(aux_hidden_states)
-    return result, path
+    return result, walk
 
 
 def verify(scores: torch.Tensor, state: DecodeState, proposal: Proposal) -> VerificationResult:
@@ -194,11 +199,12 @@ def catch_up(state: DecodeState, drafter: Drafter, width: int) -> None:
 
     Afterwards the state is as if the last round had committed one token; the drafter reads that one again.
     """
-    before, state.num_draft_tokens = state.num_draft_tokens, 0
+    before = state.num_draft_tokens, state.num_nodes
+    state.num_draft_tokens = state.num_nodes = 0
     try:
         propose(state, drafter, *state.last_block(width))
     finally:
-        state.num_draft_tokens = before
+        state.num_draft_tokens, state.num_nodes = before
     state.narrow_block()
 
 
@@ -207,15 +213,23 @@ class RoundReport:
 
     Args:
         result: of the round; its tensors may be overwritten by the next one.
-        logprobs: of its tokens, see `RoundOutput`; so may they.
+        logprobs, walk: see `RoundOutput`; so may they.
         names: those of `DecodeState.logprobs`.
 
     Attributes:
         logprobs: on the host, once `read` was called, by name.
     """
 
-    def __init__(self, result: VerificationResult, logprobs: tuple[torch.Tensor, ...], names: tuple[str, ...]):
-        packed = torch.cat((result.tokens, result.accepted[:, None], result.committed[:, None]), dim=1)
+    def __init__(
+        self,
+        result: VerificationResult,
+        logprobs: tuple[torch.Tensor, ...],
+        names: tuple[str, ...],
+        walk: Walk | None = None,
+    ):
+        self._num_tokens = result.tokens.shape[1]
+        parts = (result.tokens, result.accepted[:, None], result.committed[:, None], *(walk or ()))
+        packed = torch.cat(parts, dim=1)
         if packed.is_cuda:
             self._packed, *logprobs = map(_copy_to_host, (packed, *logprobs))
             self._arrived = torch.cuda.current_stream(packed.device).record_event()
@@ -223,12 +237,25 @@ class RoundReport:
             self._packed, logprobs, self._arrived = packed, [one.clone() for one in logprobs], None
         self.logprobs: dict[str, torch.Tensor] = dict(zip(names, logprobs, strict=True))
 
-    def read(self) -> tuple[list[list[int]], list[int], list[int]]:
-        """Tokens of each row, numbers of accepted drafts and of committed tokens; waits for the copy."""
+    def read(self) -> tuple[list[list[int]], list[int], list[int], list[list[int]] | None]:
+        """Tokens of each row, numbers of accepted drafts and of committed tokens; waits for the copy.
+
+        The last is of trees, else None: at each depth, how many of the drafts that followed those before it were
+        rejected, up to the last one of which any was.
+        """
         if self._arrived is not None:
             self._arrived.synchronize()
-        rows = self._packed.tolist()
-        return [row[:-2] for row in rows], [row[-2] for row in rows], [row[-1] for row in rows]
+        rows, end = self._packed.tolist(), self._num_tokens
+        accepted, committed = [row[end] for row in rows], [row[end + 1] for row in rows]
+        walks = [row[end + 2 :] for row in rows]
+        rejected = [_rejected(one[:end], one[end:], count) for one, count in zip(walks, accepted, strict=True) if one]
+        return [row[:end] for row in rows], accepted, committed, rejected or None
+
+
+def _rejected(path: list[int], parents: list[int], accepted: int) -> list[int]:
+    """Siblings before each accepted node of `path`, and the children of the last one."""
+    found = [parents[:node].count(parent) for parent, node in itertools.pairwise(path[: accepted + 1])]
+    return [*found, parents.count(path[accepted])]
 
 
 def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:

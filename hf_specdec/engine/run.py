@@ -21,6 +21,7 @@ from ..device_policy import policy_of
 from ..graphs.cuda_graphs import RoundClock
 from ..kernels.types import NO_TOKEN
 from ..modules.patch import user_code
+from ..state import RoundShape
 from ..stats import Counters, SpeculationStats
 from .prefix_cache import Plan, Prefix, RowPrefixes
 from .rounds import RoundReport
@@ -42,7 +43,7 @@ class _Launched:
     occupied: Occupied
     report: RoundReport
     records: dict[str, torch.Tensor | None] = field(default_factory=dict)
-    num_drafts: int = 0
+    drafted: RoundShape | None = None
     is_typical: bool = False
     start: Any = None
     end: Any = None
@@ -70,7 +71,8 @@ class Run:
         transcript: Transcript | None = None,
     ):
         self._runner, self._settings, self.transcript = runner, settings, transcript
-        self._counters, self.rounds_by_k = counters, Counter()
+        self._counters = counters
+        self.rounds_by_shape: Counter[RoundShape] = Counter()
         self._occupants: list[Request | None] = [None] * runner.num_rows
         # The least recently used first.
         self._free = list(range(runner.num_rows))
@@ -84,8 +86,8 @@ class Run:
         device = runner.state.tokens.device
         self._clock, self._rounds_ahead = RoundClock(device), policy_of(device).rounds_ahead
         self._launched: deque[_Launched] = deque()
-        # K of the last round, and when it ended; None if something else came after it.
-        self._last: tuple[int, Any] | None = None
+        # What the last round had, and when it ended; None if something else came after it.
+        self._last: tuple[RoundShape, Any] | None = None
         self.seconds = 0.0
         self._take_arrived(arrived)
 
@@ -128,17 +130,22 @@ class Run:
 
     def stats(self, call: Call, draft_probs: bool) -> SpeculationStats:
         """The statistics of the call, which are also the drafter's."""
-        rounds = self.rounds_by_k
+        rounds, by_k, by_tree = self.rounds_by_shape, Counter(), Counter()
+        for drafted, count in rounds.items():
+            by_k[drafted.num_drafts] += count
+            if drafted.num_nodes:
+                by_tree[drafted.num_nodes] += count
         call.drafter._last_stats = stats = self._counters.summary(
             num_assistant_tokens=call.num_draft_tokens,
-            tree=call.num_nodes,
+            tree=max(by_tree, default=0),
             engine="static",
             reason=call.reason,
             execution=self._runner.execution,
             batch_invariant=call.drafter.batch_invariant,
             draft_probs=draft_probs,
             num_rounds=rounds.total(),
-            rounds_by_k=dict(rounds),
+            rounds_by_k=dict(by_k),
+            rounds_by_tree=dict(by_tree),
             captures=self._runner.num_captures,
             seconds=self.seconds,
         )
@@ -284,7 +291,7 @@ class Run:
         if arrived.is_changed:
             self._prefixes.forget()
         self._waiting.extend(arrived.requests)
-        self._tokens_waiting += sum([one.remaining for one in arrived.requests])
+        self._tokens_waiting += sum([one.left for one in arrived.requests])
         withdrawn = list(arrived.withdrawn)
         for one in arrived.requests:
             if one.adapter is not None and (error := self._runner.why_no_adapter(one.adapter)) is not None:
@@ -360,11 +367,15 @@ class Run:
 
     def _tokens_ahead(self) -> int:
         """Most tokens that a row writes after those whose results are read, with the next round."""
-        return sum(one.num_drafts + 1 for one in self._launched) + 2 * (self._runner.state.most_draft_tokens + 1)
+        return self._tokens_in_flight() + 2 * (self._runner.state.most_draft_tokens + 1)
+
+    def _tokens_in_flight(self) -> int:
+        """Most tokens of a row whose results are not read."""
+        return sum([1 if one.drafted is None else one.drafted.num_drafts + 1 for one in self._launched])
 
     def reserve(self, ahead: int) -> bool:
         """Let rows have memory for `ahead` tokens more than are read; returns whether there is enough."""
-        nodes = self._runner.state.num_nodes
+        nodes = self._runner.state.most_nodes
         return self._reserve({row: min(one.length + ahead, one.longest) + nodes for row, one in self._occupied})
 
     def _reserve(self, lengths: Mapping[int, int], sources: Collection[int] = ()) -> bool:
@@ -403,24 +414,23 @@ class Run:
 
     def _launch(self) -> None:
         runner, last = self._runner, self._last
-        occupied, drafts = self._occupied, runner.drafts
-        num_drafts = drafts.next(self.tokens_left)
+        occupied, drafted = self._occupied, runner.next_drafts(self.tokens_left)
         # Slots up to the tokens of rounds whose results are not read yet, and up to the drafts of this one.
         before = max([one.length for _, one in occupied], default=1)
-        before += sum([one.num_drafts + 1 for one in self._launched])
-        runner.state.live = before + max(num_drafts, runner.state.num_nodes)
-        while not runner.lease.prepare(num_drafts):
-            drafts.refuse(num_drafts)
-            num_drafts = drafts.next(self.tokens_left)
-            runner.state.live = before + max(num_drafts, runner.state.num_nodes)
-        is_typical = last is not None and last[0] == num_drafts
+        before += self._tokens_in_flight()
+        runner.state.live = before + max(drafted)
+        while not runner.lease.prepare(drafted):
+            runner.drafts.refuse(drafted)
+            drafted = runner.next_drafts(self.tokens_left)
+            runner.state.live = before + max(drafted)
+        is_typical = last is not None and last[0] == drafted
         start = last[1] if is_typical else self._clock.mark()
-        result, logprobs, scores, logits, _ = runner.lease.run_round(num_drafts)
+        result, logprobs, walk, scores, logits = runner.lease.run_round(drafted)
         end = self._clock.mark()
         records = {"scores": scores, "logits": logits}
-        report = RoundReport(result, logprobs, runner.state.logprobs)
-        self._launched.append(_Launched(occupied, report, records, num_drafts, is_typical, start, end))
-        self._last = num_drafts, end
+        report = RoundReport(result, logprobs, runner.state.logprobs, walk)
+        self._launched.append(_Launched(occupied, report, records, drafted, is_typical, start, end))
+        self._last = drafted, end
 
     def _read_results(self, rounds_ahead: int) -> None:
         """Read the results of all rounds but the last `rounds_ahead`."""
@@ -429,19 +439,21 @@ class Run:
             self._take(one)
             if one.start is not None:
                 milliseconds = self._clock.milliseconds(one.start, one.end)
-                self._runner.drafts.ran(one.num_drafts, milliseconds, one.is_typical)
+                self._runner.drafts.ran(one.drafted, milliseconds, one.is_typical)
 
     def _take(self, launched: _Launched) -> None:
         """Give requests the tokens of a round, or their first ones."""
-        tokens, accepted, committed = launched.report.read()
+        tokens, accepted, committed, rejected = launched.report.read()
         running = [(row, one) for row, one in launched.occupied if not one.is_over]
         if launched.start is None:
             running = [(row, one) for row, one in running if not one.tokens]  # preempted ones know their first token
         else:
-            self.rounds_by_k[launched.num_drafts] += 1
+            self.rounds_by_shape[launched.drafted] += 1
             for row, request in running:
-                drafted = min(request.left, launched.num_drafts)
-                self._counters.count(request.index, accepted[row], committed[row], drafted)
+                drafted = min(request.left, launched.drafted.num_drafts)
+                of_tree = None if rejected is None else rejected[row]
+                num_nodes = launched.drafted.num_nodes
+                self._counters.count(request.index, accepted[row], committed[row], drafted, of_tree, num_nodes)
                 request.num_settled = len(request.tokens)
                 request.num_drafted += drafted
                 request.num_accepted += min(accepted[row], drafted)

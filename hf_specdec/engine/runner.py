@@ -14,7 +14,7 @@ from ..memory.virtual_memory import RowMemory, available_bytes
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..row_buffers import set_rows, upload
 from ..sampling.processors import BlockProcessor
-from ..state import DecodeState
+from ..state import DecodeState, RoundShape
 from ..stats import Counters
 from .hosted_target import HostedTarget
 from .lease import SessionLease
@@ -65,23 +65,27 @@ class Runner:
         call = self._call
         return Counters(count, call.num_draft_tokens, self.acceptance.observe if call.is_auto else None)
 
-    def _use(self, lease: SessionLease, num_drafts: int | None = None) -> None:
+    def _use(self, lease: SessionLease, first: RoundShape | None = None) -> None:
         """Let rounds run on the session of `lease`; arguments as of its `drafts`."""
         self.lease, self.session, self.state = lease, lease.session, lease.session.state
         self.state.logprobs = self._logprobs
-        self.drafts = lease.drafts(self.acceptance, num_drafts)
+        self.drafts = lease.drafts(self.acceptance, first)
         self.num_rows, self.memory = len(self.state.lengths), self.session.row_memory
         # The last drafts of a tree are behind the positions of its text.
         slots = self.state.slots - 1 if self.memory is None else self.memory.capacity
-        self.capacity = slots - self.state.num_nodes
+        self.capacity = slots - self.state.most_nodes
 
     @property
     def num_captures(self) -> int:
         """How many graphs the call has captured."""
         return self._target.num_captures
 
-    def _note_execution(self, num_drafts: int) -> None:
-        self.execution = self.lease.execution(num_drafts)
+    def next_drafts(self, tokens_left: Callable[[], float]) -> RoundShape:
+        """Those of the next round, see `AutoDrafts.next`, as far as processors allow them."""
+        return self.lease.allowed(self.drafts.next(tokens_left))
+
+    def _note_execution(self, drafted: RoundShape) -> None:
+        self.execution = self.lease.execution(drafted)
 
     # Requests.
 
@@ -104,7 +108,7 @@ class Runner:
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill_next.")
 
     def _commit_first_tokens(self, rows: torch.Tensor | slice, known: torch.Tensor | None = None) -> FirstTokens:
-        result, logprobs, scores, logits, _ = commit_first_token(self.state, self._process, rows, known)
+        result, logprobs, _, scores, logits = commit_first_token(self.state, self._process, rows, known)
         return RoundReport(result, logprobs, self.state.logprobs), {"scores": scores, "logits": logits}
 
     def finish(self, rows: Sequence[int]) -> None:

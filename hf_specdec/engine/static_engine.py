@@ -27,7 +27,7 @@ from ..modules.patch import user_code
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
-from ..state import DecodeState
+from ..state import DecodeState, RoundShape
 from . import prefix_cache
 from .groups import Groups
 from .hosted_target import HostedTarget
@@ -73,9 +73,10 @@ def _times_if_alone(call: Call, target: HostedTarget) -> RoundTimes | None:
     # Other sessions would have to be captured; and processes that run one model together, to agree.
     if target.is_captured or tensor_parallel_group(call.model) is not None:
         return None
-    times = target.costs.times(shape_of(call, call.batch, call.config.max_length, False))
+    shape = shape_of(call, call.batch, call.config.max_length, False)
+    times = target.costs.times(shape)
     acceptance = sessions_of(call.drafter).acceptance(call.temperature is not None)
-    most = call.num_draft_tokens
+    most = RoundShape(call.num_draft_tokens, shape.num_nodes)
     return times if is_better_alone(most, acceptance, times, call.max_new_tokens) else None
 
 
@@ -86,7 +87,7 @@ def _alone(call: Call) -> Call:
         pool.substitute = NoDrafter(call.model)
     same = {name: getattr(drafter, name) for name in ("compile_rounds", "batch_invariant", "kv_cache_dtype")}
     pool.substitute.configure(**same)
-    return replace(call, drafter=pool.substitute, num_draft_tokens=0, is_auto=False)
+    return replace(call, drafter=pool.substitute, num_draft_tokens=0, num_nodes=0, is_auto=False)
 
 
 class Lockstep(Runner):
@@ -161,16 +162,16 @@ class Lockstep(Runner):
             self._use(lease)
             self.state.set_temperature(call.temperature)
             self.state.live = call.prompts.longest
-            num_drafts = self.drafts.current
+            drafted = self.drafts.current
             needs_rounds = call.max_new_tokens > 1
             # A pass allocates what is captured or copied to, and tells how the target's layers hold states.
             has_states = call.prompts.cached and self.state.cache.recurrence is not None
             if self._target.is_captured or has_states or self._groups is not None:
                 lease.allocate()
-            if needs_rounds and lease.lacks_round(num_drafts):
-                lease.capture_round(num_drafts)
+            if needs_rounds and lease.lacks_round(drafted):
+                lease.capture_round(drafted)
             # Where rounds cannot be captured, nor can a prefill.
-            self._captures_prefill = not needs_rounds or lease.captured_round(num_drafts) is not None
+            self._captures_prefill = not needs_rounds or lease.captured_round(drafted) is not None
             counters = self.counters(call.batch)
             if call.prompts.cached:
                 for counts, start in zip(counters.rows, self._numbers["draft_starts"], strict=True):
@@ -251,8 +252,8 @@ class Lockstep(Runner):
         """Run rounds until every row has ended; then fill the user's cache, and keep the session for other calls."""
         with settled_on_error(self.session):
             run.run()
-            if run.rounds_by_k:
-                self._note_execution(next(iter(run.rounds_by_k)))
+            if run.rounds_by_shape:
+                self._note_execution(next(iter(run.rounds_by_shape)))
             self._hand_over_cache(run.transcript)
         self.lease.keep()
 

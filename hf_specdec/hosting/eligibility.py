@@ -173,13 +173,13 @@ def check_key_dtype(call: Call, engine: str) -> None:
 
 def check_tree(call: Call, engine: str) -> None:
     """Raise `ValueError` unless drafts of a call can be the trees that they are to be, on the `engine` that runs it."""
-    if call.num_nodes and (reason := _why_no_tree(call, engine)) is not None:
+    if call.num_nodes and (reason := why_no_tree(call, engine)) is not None:
         raise ValueError(
             f"Drafts are to be trees of {call.num_nodes} (tree), but {reason}. Set tree=0 for chains of drafts."
         )
 
 
-def _why_no_tree(call: Call, engine: str) -> str | None:
+def why_no_tree(call: Call, engine: str) -> str | None:
     """The reason why drafts of the call cannot be trees; None if they can."""
     model, drafter, name = call.model, call.drafter, type(call.model).__name__
     if engine != "static":
@@ -189,8 +189,6 @@ def _why_no_tree(call: Call, engine: str) -> str | None:
     window = min(filter(None, cache_windows(model)), default=None)
     if window is not None and window <= call.num_draft_tokens:
         return f"{name} has windows of {window} tokens; expected more than num_assistant_tokens"
-    if call.is_auto:
-        return 'num_assistant_tokens is "auto", which chooses the length of chains; expected a number'
     if drafter.batch_invariant:
         return "batch_invariant is True, and keys of a tree are summed up in another order than those of a text"
     if drafter.compiles_rounds:

@@ -25,7 +25,14 @@ from ..engine.static_engine import decode
 from ..graphs.cuda_graphs import on_device
 from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, assisted_decoding, make_cache, mask_length
-from ..hosting.eligibility import check_batch_invariant, check_key_dtype, check_tree, empty_attentions, why_not_static
+from ..hosting.eligibility import (
+    check_batch_invariant,
+    check_key_dtype,
+    check_tree,
+    empty_attentions,
+    why_no_tree,
+    why_not_static,
+)
 from ..hosting.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
 from ..modules.adapters import names_in_hooks, names_of_rows, without_row_hooks
 from ..modules.evaluation import Evaluation
@@ -165,7 +172,10 @@ def _choose_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool
     if engine == "stock" and drafter.verification != "token":
         _warn(f"verification={drafter.verification!r} has no effect on the stock engine, which judges token by token.")
     reason = f"{reason}; {call.reason}" if call.reason else reason
-    return replace(on_static if engine == "static" else call, reason=reason), engine
+    call = replace(on_static if engine == "static" else call, reason=reason)
+    if call.chooses_trees and why_no_tree(call, engine) is not None:
+        call = replace(call, chooses_trees=False)
+    return call, engine
 
 
 @looked_at_once()
@@ -290,10 +300,13 @@ def new_call(
         tree: of the call; the drafter's if None.
         others: further fields of `Call`.
     """
-    num_nodes = drafter.tree if tree is None else drafter.check_tree(tree)
+    tree = drafter.tree if tree is None else drafter.check_tree(tree)
+    num_nodes = tree or 0
     readers = [type(one).__name__ for one in all_processors if type(one) not in POINTWISE_PROCESSORS]
     asked = _num_draft_tokens(drafter, config, randomness, is_continuous)
     most = _most_draft_tokens(drafter) if asked == AUTO else asked
+    # Where chains are verified by rejection sampling, which trees are not, a call keeps to chains.
+    is_match = not config.do_sample or drafter.verification == MATCH
     return Call(
         drafter=drafter,
         config=config,
@@ -301,6 +314,7 @@ def new_call(
         num_draft_tokens=most,
         is_auto=asked == AUTO,
         num_nodes=0 if readers else num_nodes,
+        chooses_trees=asked == AUTO and tree is None and drafter.drafts_trees and is_match and not readers,
         reason=f"drafts are chains, since {' and '.join(readers)} may read the text" if readers and num_nodes else "",
         verification=MATCH if num_nodes else drafter.verification,
         **others,

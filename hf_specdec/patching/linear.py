@@ -22,12 +22,17 @@ from ..modules.weights import quantised_class, weight_of
 MAX_TRANSPOSED_ROWS = 16
 
 
-def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`inputs @ weight.T + bias`, `[..., in]` by `[out, in]`.
+def _linear(
+    module: nn.Linear | None,
+    inputs: torch.Tensor,
+    weight: torch.Tensor | StoredWeight | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`inputs @ weight.T + bias`, `[..., in]` by `[out, in]`: of a plain `module` its `forward`, which outside of an
+    engine's passes computes as it always does.
 
     A few rows in 16-bit floating point on a GPU, and all where the pass is batch-invariant, are computed by
-    `ops.linear`, a few float32 rows on a CPU as `(weight @ inputs.T).T`. A stored
-    weight is one that it `computes` by.
+    `ops.linear`, a few float32 rows on a CPU as `(weight @ inputs.T).T`. A stored weight is one that it `computes` by.
 
     On a CPU, matmuls that are bound by reading the weight run about twice as fast when transposed: on two cores the
     linear layers of a 135M-parameter model take 31 ms instead of 71 ms at 5 rows (torch 2.13, SmolLM2 shapes). One row
@@ -35,19 +40,6 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torc
 
     Rows are flattened first, because `F.linear` of a non-contiguous `[B, n, in]` by a weight without gradient runs one
     matmul for each of the B batch rows and reads the weight B times.
-    """
-    return _linear(None, inputs, weight, bias)
-
-
-def _linear(
-    module: nn.Linear | None,
-    inputs: torch.Tensor,
-    weight: torch.Tensor | StoredWeight | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`linear`; with a plain `module` its `forward`, which outside of an engine's passes computes as it always does.
-
-    One function, since a round calls it once for each layer.
     """
     if module is not None:
         if not torch.compiler.is_compiling() and this_thread.engine is None:
@@ -65,6 +57,10 @@ def _linear(
         if bias is not None:
             out = out + bias
     return out.reshape(*inputs.shape[:-1], out.shape[-1])
+
+
+# Of inputs, a weight and maybe a bias.
+linear = functools.partial(_linear, None)
 
 
 def computes(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:

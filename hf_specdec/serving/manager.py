@@ -52,6 +52,8 @@ class SpeculativeBatchingManager:
         workload_hints: `max_prompt_length` and `max_generated_length` are what the first buffers are made for; longer
             requests open larger ones.
         attachment: of a model whose managers have a drafter unless they name another one.
+        tree: see `Drafter.configure`; the drafter's if None. While a request has processors that read its text, drafts
+            are chains.
         kwargs: settings of `generate()`, such as `num_assistant_tokens`.
 
     Attributes:
@@ -69,14 +71,10 @@ class SpeculativeBatchingManager:
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: Any = None,
         attachment: Attachment | None = None,
+        tree: int | None = None,
         **kwargs: Any,
     ):
         check_length(model, generation_config, kwargs)
-        if drafter.tree:
-            raise ValueError(
-                f"The drafter's tree is {drafter.tree}, but requests of a manager may have logits processors that read "
-                "their text, for which chains are verified; expected tree=0 for chains of drafts (drafter.configure)."
-            )
         self.model, self.drafter = model, drafter
         self.continuous_batching_config = continuous_batching_config or ContinuousBatchingConfig()
         check_config(self.continuous_batching_config)
@@ -94,6 +92,7 @@ class SpeculativeBatchingManager:
             _longest_of(workload_hints),
             self._queue,
             attachment,
+            tree,
         )
         self._rounds = (
             RoundThread(self._call, self._queue)

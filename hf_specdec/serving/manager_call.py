@@ -42,7 +42,7 @@ class ManagedCall:
     Args:
         longest: tokens of the longest text that the first buffers are made for.
         requests: the queue that is told of their tokens.
-        attachment: see `SpeculativeBatchingManager`.
+        attachment, tree: see `SpeculativeBatchingManager`.
 
     Attributes:
         evaluation: what the call that runs keeps the drafter, and by the attachment the target, in.
@@ -57,11 +57,12 @@ class ManagedCall:
         longest: int,
         requests: RequestQueue,
         attachment: Attachment | None = None,
+        tree: int | None = None,
     ):
         self.model, self._drafter = model, drafter
         self._config, self._settings = generation_config, settings
         self._samples_each = bool(settings.per_request_processors)
-        self._longest = longest
+        self._longest, self._tree = longest, tree
         self._requests, self._attachment = requests, attachment
         self.evaluation = Evaluation()
 
@@ -93,7 +94,8 @@ class ManagedCall:
                 with self.evaluation:
                     with on_host():
                         prompts = [torch.zeros(1, dtype=torch.int64)]
-                        call, model_kwargs = call_of(self.model, self._drafter, config, prompts, processors, tree=0)
+                        options = {"tree": self._tree}
+                        call, model_kwargs = call_of(self.model, self._drafter, config, prompts, processors, **options)
                     generate_continuously(call, model_kwargs, (), settings)
             finally:
                 self.evaluation = before[1]

@@ -438,6 +438,7 @@ def add_serve(subparsers: argparse._SubParsersAction) -> None:
     add("target", help="folder or Hub repository of the target")
     add("--drafter", help="folder or Hub repository of its drafter; without one, rounds have no drafts")
     add("--num-assistant-tokens", "-k", help='draft tokens a round, or "auto", the default: chosen round by round')
+    add("--tree", type=int, help="verify so many drafts as a tree; 0 for chains only, see docs/generate.md")
     add("--max-requests", type=int, help="most requests that run at once; by default 256 on a GPU, 16 on a CPU")
     add("--max-queue-size", type=int, default=0, help="most requests that wait, 0 for any number; others are refused")
     add(
@@ -476,9 +477,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
         if arguments.drafter is None:
             return NoDrafter(model)
         drafter = AutoDrafter.from_pretrained(arguments.drafter, target=model)
-        if number is not None:
-            drafter.num_assistant_tokens = number
-        return drafter
+        return drafter.configure(number, tree=arguments.tree)
 
     names = ("max_requests", "max_queue_size", "longest", "warmup", "max_length", "shutdown_timeout")
     with serving(ServeSettings(load_drafter, **{name: getattr(arguments, name) for name in names})):

@@ -38,7 +38,7 @@ from hf_specdec.graphs import buckets
 from hf_specdec.integration import continuous as bulk
 from hf_specdec.kernels.types import NO_TOKEN
 from hf_specdec.modules.adapters import Adapters
-from hf_specdec.state import DecodeState, Shape
+from hf_specdec.state import DecodeState, RoundShape, Shape
 from hf_specdec.stats import Counters
 
 LENGTHS = (5, 1, 9, 20, 3, 3, 7, 30, 2, 1, 4, 13)
@@ -467,7 +467,11 @@ def test_admission():
             pass
 
         def prefill_next(self):
-            return (SimpleNamespace(read=lambda: ([[0]] * 4, [0] * 4, [0] * 4), logprobs={}), {}) if entered else None
+            return (
+                (SimpleNamespace(read=lambda: ([[0]] * 4, [0] * 4, [0] * 4, None), logprobs={}), {})
+                if entered
+                else None
+            )
 
     lengths = (9, 8, 7, 3, 2, 2, 2, 1)
     requests = [Request(index, torch.zeros(length), 4, ends=set(END)) for index, length in enumerate(lengths)]
@@ -475,9 +479,9 @@ def test_admission():
 
     def finish(*which):
         committed = [1 if row in which else 0 for row in range(4)]
-        report = SimpleNamespace(read=lambda: ([[END[0], 0]] * 4, [0] * 4, committed), logprobs={})
+        report = SimpleNamespace(read=lambda: ([[END[0], 0]] * 4, [0] * 4, committed, None), logprobs={})
         occupied = [(row, one) for row, one in rows._occupied if row in which]
-        rows._take(run._Launched(occupied, report, num_drafts=1, start=0.0, end=0.0))
+        rows._take(run._Launched(occupied, report, drafted=RoundShape(1), start=0.0, end=0.0))
         rows.admit()
         return [[one.index for one in group] for _, group in entered]
 

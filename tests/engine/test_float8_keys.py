@@ -23,6 +23,7 @@ from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.hosting import eligibility
 from hf_specdec.kernels.float8_reference import FLOAT8, dequantise, quantise
 from hf_specdec.memory import virtual_memory
+from hf_specdec.state import RoundShape
 
 NEW = 12
 KINDS = {**RANDOM_DRAFTERS, "copy": functools.partial(copy_of, noise=0.02), "none": NoDrafter}
@@ -227,7 +228,8 @@ def test_caches_that_are_continued():
 def test_calls_that_are_faster_without_the_drafter(monkeypatch):
     """They store keys as those with it do, and times of one are not those of the other."""
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
-    monkeypatch.setattr(CostTable, "times", lambda table, shape: RoundTimes(shape.batch, {0: 10.0, 1: 50.0, 3: 90.0}))
+    known = {RoundShape(0): 10.0, RoundShape(1): 50.0, RoundShape(3): 90.0}
+    monkeypatch.setattr(CostTable, "times", lambda table, shape: RoundTimes(shape.batch, known))
     drafter = of_float8("eagle3", target)
     for dtype, expected in (("fp8", rounded(target, inputs)), ("auto", greedy(target, inputs, max_new_tokens=NEW))):
         drafter.configure(kv_cache_dtype=dtype)

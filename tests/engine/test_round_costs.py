@@ -14,7 +14,7 @@ from targets import padded_prompts, tiny_target
 from hf_specdec.auto_k import round_costs
 from hf_specdec.auto_k.auto_drafts import ALONE, Acceptance, AutoDrafts, RoundTimes, is_better_alone
 from hf_specdec.auto_k.round_costs import CostTable, table_folder
-from hf_specdec.state import Shape
+from hf_specdec.state import RoundShape, Shape
 
 SHAPE = Shape(
     batch=256, slots=64, num_draft_tokens=7, is_sampling=False, draft_probs=False, num_ends=8, verification="token"
@@ -31,7 +31,11 @@ def run_rounds(table, milliseconds, shape=SHAPE):
     times = table.times(shape)
     for count, one in milliseconds.items():
         for _ in range(3):
-            times.add(count, one, True)
+            times.add(RoundShape(count), one, True)
+
+
+def of_chains(milliseconds):
+    return {RoundShape(count): one for count, one in milliseconds.items()}
 
 
 def test_times_are_kept(tmp_path):
@@ -41,12 +45,16 @@ def test_times_are_kept(tmp_path):
     table.save()
     again = CostTable("a target", tmp_path / "new")
     times = again.times(SHAPE)
-    assert times.milliseconds(0) == 18.5 and times.milliseconds(3) == 40.0 and 7 not in times
+    assert (
+        times.milliseconds(RoundShape(0)) == 18.5
+        and times.milliseconds(RoundShape(3)) == 40.0
+        and RoundShape(7) not in times
+    )
     assert times.total == 3 * 58.5 and again.times(SHAPE) is times
-    assert again.times(SHAPE._replace(batch=8)).milliseconds(0) == 5.0
+    assert again.times(SHAPE._replace(batch=8)).milliseconds(RoundShape(0)) == 5.0
     for other in (SHAPE._replace(batch=4), SHAPE._replace(is_sampling=True)):
-        assert 0 not in again.times(other)
-    assert 0 not in CostTable("another target", tmp_path / "new").times(SHAPE)
+        assert RoundShape(0) not in again.times(other)
+    assert RoundShape(0) not in CostTable("another target", tmp_path / "new").times(SHAPE)
 
 
 def test_what_a_process_has_not_run_is_left(tmp_path):
@@ -57,7 +65,7 @@ def test_what_a_process_has_not_run_is_left(tmp_path):
     run_rounds(other, {1: 15.0})
     other.save()
     times = CostTable("a target", tmp_path).times(SHAPE)
-    assert (times.milliseconds(0), times.milliseconds(1), times.total) == (10.0, 15.0, 75.0)
+    assert (times.milliseconds(RoundShape(0)), times.milliseconds(RoundShape(1)), times.total) == (10.0, 15.0, 75.0)
 
 
 def test_small_news_are_not_written(tmp_path):
@@ -72,7 +80,7 @@ def test_small_news_are_not_written(tmp_path):
     run_rounds(table, dict.fromkeys(range(4), 2000.0))
     run_rounds(table, dict.fromkeys(range(4), 2000.0))
     table.save()
-    assert CostTable("a target", tmp_path).times(SHAPE).milliseconds(0) == 2000.0
+    assert CostTable("a target", tmp_path).times(SHAPE).milliseconds(RoundShape(0)) == 2000.0
     assert CostTable("a target", tmp_path).times(SHAPE).total == table.times(SHAPE).total
 
 
@@ -102,10 +110,10 @@ def test_damaged_files_count_as_none(tmp_path, caplog):
     for what, text in damaged(file.read_text()).items():
         file.write_text(text)
         again = CostTable("a target", tmp_path)
-        assert 0 not in again.times(SHAPE), what
+        assert RoundShape(0) not in again.times(SHAPE), what
         run_rounds(again, {0: 12.0})
         again.save()
-        assert CostTable("a target", tmp_path).times(SHAPE).milliseconds(0) == 12.0, what
+        assert CostTable("a target", tmp_path).times(SHAPE).milliseconds(RoundShape(0)) == 12.0, what
     assert not caplog.records
 
 
@@ -117,7 +125,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, caplog):
     run_rounds(table, {0: 10.0})
     table.save()
     table.save()
-    assert table.times(SHAPE).milliseconds(0) == 10.0
+    assert table.times(SHAPE).milliseconds(RoundShape(0)) == 10.0
     assert len(caplog.records) == 1 and round_costs.FOLDER_VARIABLE in caplog.text
 
 
@@ -125,7 +133,7 @@ WRITER = """
 import sys
 from pathlib import Path
 sys.path[:0] = {path!r}
-from test_round_costs import SHAPE, run_rounds
+from test_round_costs import SHAPE, RoundShape, run_rounds
 from hf_specdec.auto_k.round_costs import CostTable
 rows = int(sys.argv[1])
 for number in range(60):
@@ -134,7 +142,7 @@ for number in range(60):
     run_rounds(table, {{number % 8: float(number + 1)}})
     table.save()
     known = CostTable("a target", Path(sys.argv[2])).times(SHAPE._replace(batch=rows))
-    assert 0 not in known or known.milliseconds(0) == rows
+    assert RoundShape(0) not in known or known.milliseconds(RoundShape(0)) == rows
 """
 
 
@@ -146,7 +154,8 @@ def test_two_processes_at_once(tmp_path):
     rounds = json.loads(file.read_text())["rounds"]
     assert any(name.startswith(("1 rows", "2 rows")) for name in rounds)
     times = CostTable("a target", tmp_path).times(SHAPE)
-    assert all(1 <= times.milliseconds(count) <= 60 for count in range(8) if count in times) and 0 in times
+    assert all(1 <= times.milliseconds(RoundShape(count)) <= 60 for count in range(8) if RoundShape(count) in times)
+    assert RoundShape(0) in times
 
 
 def test_where_it_is_kept(monkeypatch, tmp_path):
@@ -165,30 +174,31 @@ def test_where_it_is_kept(monkeypatch, tmp_path):
 
 def test_calls_begin_with_the_best_that_is_known():
     """256 rows of an 8B target: K = 0 is faster than all others, and no other is tried."""
-    times = RoundTimes(256, {0: 18.4, 1: 34.0, 2: 46.0, 3: 57.0, 5: 84.0, 7: 110.0})
-    drafts = AutoDrafts(7, 1, Acceptance(), times, lambda count: 400.0)
-    assert drafts.current == 0 and {drafts.next(lambda: 128) for _ in range(100)} == {0}
-    captured = AutoDrafts(7, 1, Acceptance(), times, lambda count: 400.0 * (count != 1))
-    assert captured.current == 1, "what is captured, until another is worth its capture"
-    assert captured.next(lambda: 2.0) == 1 and captured.next(lambda: 1000.0) == 0
+    times = RoundTimes(256, of_chains({0: 18.4, 1: 34.0, 2: 46.0, 3: 57.0, 5: 84.0, 7: 110.0}))
+    none, one = RoundShape(0), RoundShape(1)
+    drafts = AutoDrafts(RoundShape(7), one, Acceptance(), times, lambda drafted: 400.0)
+    assert drafts.current == none and {drafts.next(lambda: 128) for _ in range(100)} == {none}
+    captured = AutoDrafts(RoundShape(7), one, Acceptance(), times, lambda drafted: 400.0 * (drafted != one))
+    assert captured.current == one, "what is captured, until another is worth its capture"
+    assert captured.next(lambda: 2.0) == one and captured.next(lambda: 1000.0) == none
 
 
 def test_a_call_without_the_drafter():
     accepted = Acceptance()
-    times = RoundTimes(8, {0: 141.0, 1: 195.0, 3: 282.0})
+    times = RoundTimes(8, of_chains({0: 141.0, 1: 195.0, 3: 282.0}))
     for _ in range(500):
         accepted.observe(0, 3)
-    assert is_better_alone(7, accepted, times, 100), "expected to be 10 % faster than K = 0"
+    assert is_better_alone(RoundShape(7), accepted, times, 100), "expected to be 10 % faster than K = 0"
     times.add(ALONE, 128.0, True)
-    assert is_better_alone(7, accepted, times, 100)
-    assert times.milliseconds(2) > 0.85 * 195, "estimated from rounds with the drafter"
+    assert is_better_alone(RoundShape(7), accepted, times, 100)
+    assert times.milliseconds(RoundShape(2)) > 0.85 * 195, "estimated from rounds with the drafter"
     times.alone = 100 * 128.0 * 0.1 / 0.01
-    assert not is_better_alone(7, accepted, times, 100), "now and then one with it"
-    assert is_better_alone(7, accepted, times, 100)
+    assert not is_better_alone(RoundShape(7), accepted, times, 100), "now and then one with it"
+    assert is_better_alone(RoundShape(7), accepted, times, 100)
     for _ in range(5000):
         accepted.observe(3, 3)
-    assert not is_better_alone(7, accepted, times, 100)
-    assert not is_better_alone(7, Acceptance(), RoundTimes(8), 100)
+    assert not is_better_alone(RoundShape(7), accepted, times, 100)
+    assert not is_better_alone(RoundShape(7), Acceptance(), RoundTimes(8), 100)
 
 
 def measured(folder):
@@ -234,7 +244,7 @@ def test_texts_without_the_drafter(folder, monkeypatch):
 
     def times(table, shape):
         asked.append(shape)
-        return RoundTimes(shape.batch, {0: 10.0, 1: 50.0, 3: 90.0})
+        return RoundTimes(shape.batch, of_chains({0: 10.0, 1: 50.0, 3: 90.0}))
 
     monkeypatch.setattr(CostTable, "times", times)
     out = target.generate(

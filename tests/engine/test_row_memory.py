@@ -36,6 +36,7 @@ from hf_specdec.integration.continuous import call_of
 from hf_specdec.integration.dispatch import generate_continuously
 from hf_specdec.memory import virtual_memory, virtual_pages
 from hf_specdec.memory.virtual_memory import RowMemory, committed_bytes
+from hf_specdec.state import RoundShape
 from hf_specdec.stats import Counters
 
 CPU = torch.device("cpu")
@@ -366,6 +367,7 @@ class Reported(NamedTuple):
     tokens: list
     accepted: list
     committed: list
+    rejected: None = None
     logprobs = {}
 
     def read(self):
@@ -379,7 +381,7 @@ class SimulatedRows(Runner):
 
     def __init__(self, rows, slots):
         self.memory = RowMemory(rows, slots, 64, CPU)
-        self.state = SimpleNamespace(tokens=torch.zeros(rows), num_nodes=0)
+        self.state = SimpleNamespace(tokens=torch.zeros(rows), most_nodes=0)
         self.session = SimpleNamespace(fence=Fence(CPU))
         self.held = [[] for _ in range(rows)]
         self.num_rows, self.capacity = rows, self.memory.capacity
@@ -483,7 +485,7 @@ def test_ten_thousand_requests_lose_nothing(monkeypatch):
             assert len(place.held[row]) <= one.length
             place.held[row] = [*one.prompt_ids, *one.tokens]
         report = Reported([[7, 7, 7, 7]] * 16, [0] * 16, committed)
-        rows._take(_Launched(rows._occupied, report, num_drafts=3, start=0.0, end=0.0))
+        rows._take(_Launched(rows._occupied, report, drafted=RoundShape(3), start=0.0, end=0.0))
     assert len(ended) == len({id(one) for one in ended}) == 10_000 and waits > 100 and pages.num_aliased > 1000
     for one in requests:
         assert one.is_over and one.error in (None, "withdrawn")

@@ -7,7 +7,10 @@ from lossless import PROMPTS, GreedyTexts, continuations
 from oracle import RANDOM_DRAFTERS, TreeOracle, random_dflash, random_draft_model, random_eagle3, random_peagle
 from targets import padded_prompts, set_policy, tiny_target
 from transformers import ContinuousBatchingConfig, DynamicCache, RepetitionPenaltyLogitsProcessor
+from varying_drafts import vary_drafts
 
+from hf_specdec.auto_k import round_costs
+from hf_specdec.auto_k.auto_drafts import AutoDrafts
 from hf_specdec.drafters.base import MOST_NODES
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine import lease
@@ -219,7 +222,6 @@ def test_what_is_no_tree_is_refused():
         ("lfm2", {}, {}, "recurrent layers"),
         ("mistral", {}, {"num_assistant_tokens": 7}, "windows of 7 tokens; expected more than num_assistant_tokens"),
         ("llama", {"engine": "stock"}, {}, "the stock engine"),
-        ("llama", {"num_assistant_tokens": "auto"}, {"num_assistant_tokens": None}, "expected a number"),
         ("llama", {"compile_rounds": True}, {}, "expected compile=False"),
         ("llama", {}, {"return_dict_in_generate": True, "output_hidden_states": True}, "hidden states of every step"),
     ],
@@ -252,8 +254,115 @@ def test_bulk_texts_are_those_of_generate_without_drafts(kind):
             assert drafter.stats.tree == (0 if processors else 12)
 
 
-def test_managers_draft_chains():
+REQUESTS = ([5, 6, 7], [9, 8, 11, 4, 3], [20, 21], [3, 3, 8, 30], [41])
+OWN = {"repetition_penalty": 1.4}  # read the text
+
+
+def texts_of_manager(target, drafter, **options):
+    """Of requests with seeds, greedy and sampled by turns, of which the last but one has processors of its own."""
+    settings = ContinuousBatchingConfig(max_requests_per_batch=4, per_request_processors=True)
+    manager = target.init_continuous_batching(
+        None, settings, assistant_model=drafter, max_new_tokens=NEW, eos_token_id=-1, **options
+    )
+    names = [
+        manager.add_request(prompt, seed=7 + at, do_sample=at % 2 == 1, **(OWN if at == len(REQUESTS) - 2 else {}))
+        for at, prompt in enumerate(REQUESTS)
+    ]
+    manager.start()
+    try:
+        results = [manager.get_result(name, timeout=60) for name in names]
+    finally:
+        manager.stop()
+    assert all(one.error is None for one in results), [one.error for one in results]
+    return [one.generated_tokens for one in results]
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_managers_draft_trees_while_no_processor_reads_the_text(is_captured, monkeypatch):
+    if is_captured:
+        replay_on_cpu(monkeypatch)
     target = tiny_target("llama")
-    drafter = random_peagle(target).configure(tree=8)
-    with pytest.raises(ValueError, match="tree=0 for chains"):
-        target.init_continuous_batching(assistant_model=drafter)
+    expected = texts_of_manager(target, NoDrafter(target))
+    drafter = random_peagle(target).configure(3, tree=8)
+    assert texts_of_manager(target, drafter) == expected
+    counts = drafter.stats.rounds_by_tree
+    assert {*counts} == {8} and 0 < counts[8] < drafter.stats.num_rounds and drafter.stats.tree == 8
+
+
+def test_a_manager_is_asked_for_trees_as_a_call_is():
+    target = tiny_target("llama")
+    drafter = random_peagle(target)
+    assert texts_of_manager(target, drafter, num_assistant_tokens=3, tree=5) == texts_of_manager(
+        target, NoDrafter(target)
+    )
+    assert drafter.stats.tree == 5
+    with pytest.raises(ValueError, match="tree is 8, but Eagle3Drafter drafts tokens one after the other"):
+        texts_of_manager(target, random_eagle3(target), tree=8)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("kind", ["p-eagle", "dflash"])
+def test_rounds_of_other_shapes_follow_each_other(kind, is_captured, monkeypatch):
+    """Chains and trees of several sizes in one text, whose drafter reads what each has left."""
+    if is_captured:
+        replay_on_cpu(monkeypatch)
+    vary_drafts(monkeypatch, [(4, 12), 2, (4, 5), 0, (4, 12), (2, 12), 4])
+    drafter = TEXTS.check("llama", PROMPTS[3], lambda target, *_: PARALLEL[kind](target), 4, tree=12)
+    stats = drafter.stats
+    assert {*stats.rounds_by_tree} == {5, 12} and {*stats.rounds_by_k} == {0, 2, 4}
+    assert sum(stats.rounds_by_tree.values()) < stats.num_rounds == sum(stats.rounds_by_k.values())
+    assert stats.execution.startswith("captured" if is_captured else "eager")
+
+
+RAN = AutoDrafts.ran
+
+
+def scripted(monkeypatch, milliseconds):
+    """Let rounds take `milliseconds` of what they have, as "auto" is told; and what takes no time be free."""
+    monkeypatch.setattr(
+        AutoDrafts, "ran", lambda self, drafted, _, is_typical: RAN(self, drafted, milliseconds(drafted), is_typical)
+    )
+    round_costs.table_of.cache_clear()
+    monkeypatch.setattr(lease.SessionLease, "_price", lambda *args: 0.0)
+
+
+@pytest.mark.parametrize("is_bulk", [False, True])
+def test_auto_chooses_chains_and_trees_by_what_they_take(is_bulk, monkeypatch):
+    replay_on_cpu(monkeypatch)
+    target, inputs = tiny_target("llama"), padded_prompts([6, 2])
+    options = {"max_new_tokens": 64, "do_sample": False, "num_assistant_tokens": "auto", "tree": 31}
+    plain = TEXTS.greedy(target, inputs, max_new_tokens=64)
+    prompts = [row[mask != 0].tolist() for row, mask in zip(*inputs.values(), strict=True)]
+    for is_dear in (False, True):
+        # Trees for nothing; or drafts that no acceptance pays for.
+        scripted(monkeypatch, lambda drafted, dear=is_dear: 5.0 + 9 * drafted.width * dear)
+        drafter = random_peagle(target)
+        if is_bulk:
+            out = target.generate_batch(prompts, **options, assistant_model=drafter)
+            assert [one.generated_tokens for one in out.values()] == plain[:, -64:].tolist()
+        else:
+            assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), plain)
+        used = sum(drafter.stats.rounds_by_tree.values()) / drafter.stats.num_rounds
+        assert used < 0.2 if is_dear else used > 0.6, drafter.stats
+        assert {*drafter.stats.rounds_by_tree} <= {15, 31}
+
+
+def test_which_calls_may_choose_trees(monkeypatch):
+    """Greedy ones, and those whose chains are verified by the target's tokens, where a GPU would be worth it."""
+    chosen = []
+    monkeypatch.setattr(lease, "tree_size", lambda rows, device: chosen.append(rows) or 15)
+    target, inputs = tiny_target("llama"), padded_prompts([6, 2])
+
+    def chooses(drafter, target=target, **options):
+        chosen.clear()
+        options = {"max_new_tokens": 4, "do_sample": False, "num_assistant_tokens": "auto", **options}
+        target.generate(**inputs, **options, assistant_model=drafter)
+        return bool(chosen)
+
+    drafter = random_peagle(target)
+    assert chooses(drafter) and not chooses(drafter, num_assistant_tokens=3) and not chooses(drafter, tree=0)
+    assert not chooses(drafter, do_sample=True) and not chooses(drafter, repetition_penalty=1.2)
+    assert chooses(drafter.configure(verification="match"), do_sample=True, seeds=[1, 2])
+    assert not chooses(drafter.configure(tree=0)) and not chooses(random_eagle3(target))
+    hybrid = tiny_target("qwen3-next")
+    assert not chooses(random_draft_model(hybrid, parallel=True), hybrid)

@@ -5,6 +5,7 @@ import torch
 from oracle import RANDOM_DRAFTERS
 from targets import on_gpu, padded_prompts, tiny_target
 from transformers import ContinuousBatchingConfig
+from varying_drafts import vary_drafts
 
 from hf_specdec import NoDrafter
 
@@ -44,6 +45,20 @@ def test_a_seed_gives_the_text_that_it_gives_without_drafts(kind, verification):
     drafter = RANDOM_DRAFTERS[kind](target)
     drafter.configure(4, **({"tree": 20} if verification == "tree" else {"verification": "match"}))
     assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), expected)
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_captured_chains_and_trees_follow_each_other(kind, monkeypatch):
+    target, inputs, options = on_gpu("llama"), prompts([1, 12, 5]), {"do_sample": False, "max_new_tokens": 60}
+    plain = target.generate(**inputs, **options)
+    drafter = RANDOM_DRAFTERS[kind](target)
+    for _ in range(2):
+        found = target.generate(**inputs, **options, assistant_model=drafter, num_assistant_tokens="auto")
+        assert torch.equal(found, plain)
+    vary_drafts(monkeypatch, [(4, 12), 2, (4, 30), 0, (4, 12), (2, 12), 4])
+    drafter.configure(4, tree=30)
+    assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), plain)
+    assert {*drafter.stats.rounds_by_tree} == {12, 30} and {*drafter.stats.rounds_by_k} == {0, 2, 4}
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])

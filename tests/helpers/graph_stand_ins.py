@@ -175,7 +175,7 @@ def replay_on_cpu(monkeypatch: pytest.MonkeyPatch, stand_in=Replay) -> type[Repl
 def tape_on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Tape]:
     """Let calls on a CPU capture and replay what was captured; returns `Tape`, whose count begins anew."""
 
-    def show(cache, live, device):
+    def show(cache, live):
         # Where kernels run, what is launched does not depend on the host's bound.
         cache.span = cache.slots - cache.takes_mask
 

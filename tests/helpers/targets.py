@@ -209,7 +209,8 @@ def new_target(family: str, seed: int = 0, num_layers: int = NUM_LAYERS) -> PreT
     model.generation_config.pad_token_id = PAD
     model.generation_config.eos_token_id = None
     if family != STOCK_FAMILY:  # before a test replaces parts of the engine
-        assert why_not_equivalent(model, "static") is None
+        reason = why_not_equivalent(model, "static")
+        assert reason is None, reason
     return model
 
 

@@ -9,7 +9,7 @@ Each class is built with the default configuration of its own family, shrunk by 
 with two drafters, one that knows the text and is wrong at 40 % of the places and a random draft model, must generate
 what plain `generate()` generates, or refuse the call before it begins. So must the classes of `images.KINDS`, under
 their names with "(images)" behind, of prompts with images. `zoo_columns` tries more of each class: seeds, images as
-transformers' tests have them, a cache that is continued, and `generate_batch()`.
+transformers' tests have them, a cache that is continued, `generate_batch()`, and drafts that are trees.
 """
 
 from __future__ import annotations
@@ -303,9 +303,16 @@ def table(outcomes: list[Outcome]) -> str:
         "The static engine runs the rows of a batch together, the stock engine one after the other. Classes that are "
         "encoders unless `is_decoder` is set stand here as decoders; as encoders they are refused. Further columns: "
         "rows with seeds, again and alone; a prompt with an image or a sound; a second turn that continues "
-        "`past_key_values`; a bulk call. A dash: plain `generate()` does not do it, or no inputs were at hand.",
+        "`past_key_values`; a bulk call; drafts that are trees of 12, in a padded batch and a bulk call (why not: see "
+        "below). A dash: plain `generate()` does not do it, or no inputs were at hand.",
         "",
         *rows_of_table(outcomes, with_images),
+        "",
+        "## Trees",
+        "",
+        "Classes of the static engine that take chains of drafts only, and why.",
+        "",
+        *rows_without_trees(outcomes),
         "",
         "## Images",
         "",
@@ -345,6 +352,21 @@ def rows_of_table(outcomes: list[Outcome], with_images: list[Outcome] | None = N
         cells = [name, outcome.engine or "", outcome.outcome, *(columns_of_row(outcome, images) if more else ()), why]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def rows_without_trees(outcomes: list[Outcome]) -> list[str]:
+    """The lines of a table of the reasons why static targets have no trees, with the classes of each."""
+    classes: dict[str, list[str]] = {}
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.name.lower()):
+        found, reason = outcome.columns.get("trees") or ("", "")
+        if found == REFUSED and outcome.engine == "static":
+            reason = reason.partition(" but ")[2].partition(". Set tree=0")[0] or reason
+            classes.setdefault(reason.removeprefix(f"{outcome.name} has "), []).append(outcome.name)
+    return [
+        "| what there is | classes |",
+        "|---|---|",
+        *(f"| {why} | {', '.join(of)} |" for why, of in classes.items()),
+    ]
 
 
 KINDS = (

@@ -1,4 +1,4 @@
-"""What the zoo tries of a class besides greedy text: seeds, images, a continued cache, `generate_batch()`.
+"""What the zoo tries of a class besides greedy text: seeds, images, a continued cache, `generate_batch()`, trees.
 
 Each is `RIGHT` or one of the other outcomes, with what went wrong, and is left out (`None`) where plain `generate()`
 gives nothing to compare with.
@@ -13,25 +13,33 @@ from typing import Any
 
 import torch
 import zoo_sources
-from oracle import OracleDrafter, random_draft_model
+from oracle import OracleDrafter, TreeOracle, random_draft_model
 from transformers import GenerationConfig, PreTrainedModel
 from zoo_models import MAX_NEW_TOKENS, generate, is_sourced, prompts, rows_of
 from zoo_outcomes import CRASH, REFUSED, RIGHT, WRONG, is_refusal, last_line
 
 import hf_specdec
+from hf_specdec import Drafter
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.hosting.equivalence import why_not_separate_rows
+from hf_specdec.kernels.types import Proposal
+from hf_specdec.state import DecodeState
 
 K = 4
+NODES = 12  # of a tree
 ACCURACY = 0.6
 MORE = 3  # tokens of a second turn
-COLUMNS = ("seeds", "image", "cache continued", "generate_batch()")
+COLUMNS = ("seeds", "image", "cache continued", "generate_batch()", "trees")
 
 Outcome = tuple[str, str]
 
 
 class NothingToCompare(Exception):
     """Plain `generate()` does not do it."""
+
+
+class SaidInStats(Exception):
+    """A call has done without it, and said why in `stats.reason`."""
 
 
 def columns_of(model: PreTrainedModel, name: str) -> dict[str, Outcome | None]:
@@ -41,6 +49,7 @@ def columns_of(model: PreTrainedModel, name: str) -> dict[str, Outcome | None]:
         "image": lambda: check_image(model, name),
         "cache continued": lambda: check_cache(model),
         "generate_batch()": lambda: check_bulk(model),
+        "trees": lambda: check_trees(model),
     }
     return {column: outcome_of(check) for column, check in checks.items()}
 
@@ -51,6 +60,8 @@ def outcome_of(check: Callable[[], str]) -> Outcome | None:
         wrong = check()
     except NothingToCompare:
         return None
+    except SaidInStats as reason:
+        return REFUSED, str(reason)
     except Exception as error:  # whatever a class raises
         ours = Path(hf_specdec.__file__).parent
         return (REFUSED, " ".join(str(error).split())) if is_refusal(error, False, ours) else (CRASH, last_line(error))
@@ -150,10 +161,15 @@ def check_cache(model: PreTrainedModel) -> str:
 
 def check_bulk(model: PreTrainedModel) -> str:
     """Prompts of a bulk call say what each says alone."""
+    return difference_in_bulk(model, lambda texts: random_draft_model(model))
+
+
+def difference_in_bulk(model: PreTrainedModel, drafter_of: Callable[[torch.Tensor], Drafter], **options: Any) -> str:
+    """How the texts of a bulk call differ from those of its prompts alone; given these `[n, T]` there is a drafter."""
     if not hasattr(model, "generate_batch"):
         raise NothingToCompare
     rows = rows_of(prompts(model))
-    texts = [new_tokens(plain(lambda row=row: generate(model, row)))[0].tolist() for row in rows]
+    texts = torch.cat([new_tokens(plain(lambda row=row: generate(model, row))) for row in rows])
     config = GenerationConfig(
         do_sample=False,
         max_new_tokens=MAX_NEW_TOKENS,
@@ -164,8 +180,45 @@ def check_bulk(model: PreTrainedModel) -> str:
     given = [row["input_ids"][0].tolist() for row in rows]
     with torch.no_grad():
         found = model.generate_batch(
-            given, generation_config=config, assistant_model=random_draft_model(model), progress_bar=False
+            given, generation_config=config, assistant_model=drafter_of(texts), progress_bar=False, **options
         )
     by_prompt = {tuple(one.prompt_ids): list(one.generated_tokens) for one in found.values()}
-    wrong = [row for row, ids in enumerate(given) if by_prompt.get(tuple(ids)) != texts[row]]
+    wrong = [row for row, ids in enumerate(given) if by_prompt.get(tuple(ids)) != texts[row].tolist()]
     return f"the texts of rows {wrong} differ" if wrong else ""
+
+
+class OracleOfRequests(TreeOracle):
+    """Tells the rows apart by the lengths of their prompts, wherever they are."""
+
+    def propose(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: Any) -> Proposal:
+        self._rows = (self._prompt_lengths == state.prompt_lengths[:, None]).int().argmax(dim=1)
+        return super().propose(state, aux_hidden_states, result)
+
+
+def check_trees(model: PreTrainedModel) -> str:
+    """Greedy texts of a padded batch, and of a bulk call if the class has such, whose drafts are trees."""
+    inputs, made = prompts(model), []
+    lengths = inputs["attention_mask"].sum(dim=1).tolist()
+
+    def drafter_of(text: torch.Tensor) -> OracleOfRequests:
+        answers = torch.nn.functional.pad(new_tokens(text), (0, 16), value=2)
+        made.append(OracleOfRequests(model, answers, lengths, ACCURACY))
+        return made[-1]
+
+    text, options = plain(lambda: generate(model, inputs)), {"num_assistant_tokens": K, "tree": NODES}
+    found = generate(model, inputs, assistant_model=drafter_of(text), **options)
+    if not torch.equal(found, text):
+        return f"{int((found != text).sum())} tokens differ"
+    if not made[0].stats.tree:
+        raise SaidInStats(made[0].stats.reason)
+    if hasattr(model, "generate_batch"):
+        try:
+            wrong = difference_in_bulk(model, drafter_of, **options)
+        except ValueError as error:
+            if "Continuous batching" not in str(error):  # which another column is about
+                raise
+        else:
+            if wrong:
+                return f"in bulk {wrong}"
+    stats = [one.stats for one in made if one.stats is not None]
+    return "".join(f"no draft was accepted: {one}" for one in stats if not one.accepted)

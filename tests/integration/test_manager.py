@@ -173,9 +173,9 @@ def test_a_long_prompt_is_prefilled_between_rounds(running, monkeypatch):
         rounds.append(len(count))
         return prefill_next(runner)
 
-    def counting(lease, num_drafts):
-        count.append(num_drafts)
-        return run_round(lease, num_drafts)
+    def counting(lease, drafted):
+        count.append(drafted)
+        return run_round(lease, drafted)
 
     def noting(state, packed, rows):
         finish(state, packed, rows)

@@ -166,7 +166,7 @@ def test_requests_have_their_own_settings(monkeypatch, folders):
         greedy = client.ask([5, 6], max_tokens=12, temperature=0.0).choices[0].message.content
         assert greedy == client.alone([5, 6], 12)
 
-    served(monkeypatch, folders, work, "-k", "3")
+    served(monkeypatch, folders, work, "-k", "3", "--tree", "0")
 
 
 @needs_server

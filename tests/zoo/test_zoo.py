@@ -124,15 +124,29 @@ def test_experts_are_more_than_are_chosen():
 
 @pytest.mark.core_for(name=["MambaForCausalLM"])
 @pytest.mark.parametrize(
-    ("name", "bulk"),
-    [("Gemma2ForCausalLM", zoo.RIGHT), ("MambaForCausalLM", zoo.RIGHT), ("DogeForCausalLM", zoo.REFUSED)],
+    ("name", "bulk", "trees"),
+    [
+        ("Gemma2ForCausalLM", zoo.RIGHT, zoo.RIGHT),
+        ("MambaForCausalLM", zoo.RIGHT, zoo.REFUSED),
+        ("DogeForCausalLM", zoo.REFUSED, zoo.REFUSED),
+    ],
 )
-def test_columns(name, bulk):
-    """Seeds, a continued cache and bulk calls; there is no image to try."""
+def test_columns(name, bulk, trees):
+    """Seeds, a continued cache, bulk calls and trees; there is no image to try."""
     found = zoo_columns.columns_of(zoo_models.build(name), name)
     assert list(found) == list(zoo_columns.COLUMNS) and found["image"] is None
     assert found["seeds"][0] == zoo.RIGHT and found["generate_batch()"][0] == bulk
+    assert found["trees"][0] == trees, found["trees"]
     assert found["cache continued"] is None or found["cache continued"][0] in (zoo.RIGHT, zoo.REFUSED)
+
+
+@pytest.mark.core_for(name=[])
+@pytest.mark.parametrize(
+    "name", ["GptOssForCausalLM", "Gemma3nForCausalLM", "DeepseekV3ForCausalLM", "Qwen3VLForConditionalGeneration"]
+)
+def test_trees(name):
+    """Of sinks, keys of other layers, latent attention, several positions a token."""
+    assert zoo_columns.check_trees(zoo_models.build(name)) == ""
 
 
 def test_columns_tell_wrong_texts_and_crashes(monkeypatch):
