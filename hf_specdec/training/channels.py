@@ -46,10 +46,10 @@ def channel_sizes(states: Iterable[torch.Tensor]) -> torch.Tensor:
 def divide_channels(drafter: CachedDrafter, states: Iterable[torch.Tensor], is_trained: bool) -> None:
     """Let a block drafter learn from states divided by the sizes of their channels.
 
-    `fc` of these drafters reads the target's states as they are. In some targets a few channels are hundreds of times
-    as large as most, and little else reaches the layers behind. So what is trained is `fc.weight` times the divisors, a
-    parametrization of torch, which is a part of the training's checkpoint; the drafts of a weight are the same.
-    `folded_weights` has it in the published format. Other drafters are left as they are.
+    `fc` of these drafters reads the target's states as they are, and in some targets a few channels are hundreds of
+    times as large as most. So what is trained is `fc.weight` times the divisors, a parametrization of torch, which is a
+    part of the training's checkpoint; the drafts of a weight are the same. `folded_weights` has it in the published
+    format. Other drafters are left as they are.
 
     Args:
         drafter: of any family.
