@@ -10,7 +10,7 @@ import pytest
 import torch
 from compressed import arguments, save_compressed
 from lossless import PROMPTS, greedy
-from oracle import random_draft_model, random_eagle3
+from oracle import RANDOM_DRAFTERS, random_draft_model, random_eagle3
 from safetensors.torch import load_file
 from targets import padded_prompts, set_policy
 from torch import nn
@@ -170,6 +170,14 @@ def test_texts_are_those_without_a_drafter(library, family, targets):
         end = width + 1 if library in ROUND_INPUTS else None
         assert torch.equal(found[:, :end], plain[:, :end])
     assert {quantised_class(one) for one in layers_of(target)} == {LIBRARIES[library][1]}, "they stay quantised"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in RANDOM_DRAFTERS if kind not in ("eagle3", "draft-model")])
+def test_every_other_kind_of_drafter(kind, targets):
+    target, inputs = targets("torchao int8", "llama"), prompts_for(PROMPTS[3])
+    drafter = RANDOM_DRAFTERS[kind](target)
+    assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
+    assert drafter.stats.engine == "static" and drafter.stats.drafted
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
