@@ -319,18 +319,18 @@ def test_a_manager_is_asked_for_trees_as_a_call_is():
         target, NoDrafter(target)
     )
     assert drafter.stats.tree == 5
-    with pytest.raises(ValueError, match="tree is 8, but Eagle3Drafter drafts tokens one after the other"):
-        texts_of_manager(target, random_eagle3(target), tree=8)
+    with pytest.raises(ValueError, match="tree is 8, but of what MtpDrafter drafts no trees are made"):
+        texts_of_manager(target, random_mtp(target), tree=8)
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("kind", ["p-eagle", "dflash"])
+@pytest.mark.parametrize("kind", ["p-eagle", "domino", "eagle3", "mtp"])
 def test_rounds_of_other_shapes_follow_each_other(kind, is_captured, monkeypatch):
     """Chains and trees of several sizes in one text, whose drafter reads what each has left."""
     if is_captured:
         replay_on_cpu(monkeypatch)
     vary_drafts(monkeypatch, [(4, 12), 2, (4, 5), 0, (4, 12), (2, 12), 4])
-    drafter = TEXTS.check("llama", PROMPTS[3], lambda target, *_: PARALLEL[kind](target), 4, tree=12)
+    drafter = TEXTS.check("llama", PROMPTS[3], lambda target, *_: MAKERS[kind](target), 4, tree=12)
     stats = drafter.stats
     assert {*stats.rounds_by_tree} == {5, 12} and {*stats.rounds_by_k} == {0, 2, 4}
     assert sum(stats.rounds_by_tree.values()) < stats.num_rounds == sum(stats.rounds_by_k.values())
@@ -386,6 +386,7 @@ def test_which_calls_may_choose_trees(monkeypatch):
     assert chooses(drafter) and not chooses(drafter, num_assistant_tokens=3) and not chooses(drafter, tree=0)
     assert not chooses(drafter, do_sample=True) and not chooses(drafter, repetition_penalty=1.2)
     assert chooses(drafter.configure(verification="match"), do_sample=True, seeds=[1, 2])
-    assert not chooses(drafter.configure(tree=0)) and not chooses(random_eagle3(target))
+    assert not chooses(drafter.configure(tree=0)) and not chooses(random_mtp(target))
+    assert chooses(random_eagle3(target))
     hybrid = tiny_target("qwen3-next")
     assert not chooses(random_draft_model(hybrid, parallel=True), hybrid)
