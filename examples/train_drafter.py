@@ -16,6 +16,7 @@ import math
 import random
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -34,7 +35,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specdec import AutoDrafter
 from hf_specdec.drafters.cached import CachedDrafter
 from hf_specdec.prompt_sources import load_prompts
+from hf_specdec.training.channels import divide_channels, folded_weights
 from hf_specdec.training.objective import (
+    LOSSES,
     BlockObjective,
     DraftObjective,
     Objective,
@@ -44,7 +47,9 @@ from hf_specdec.training.objective import (
 )
 
 PROMPTS = Path(__file__).parent / "prompts"
-WARMUP, FINAL_LR = 0.02, 0.02
+WARMUP, FINAL_LR = 0.04, 0.02
+# Batches by which the sizes of hidden states' channels are measured.
+MEASURED_BATCHES = 8
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -131,7 +136,12 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     about = "depth of training-time test; of dflash and dspark, drafts of a block"
     add("--num-steps", type=int, default=None, help=f"{about}; {by_family('num_steps')}")
     add("--anchors", type=int, default=None, help=f"most blocks of a document; {by_family('anchors')}")
-    add("--step-decay", type=float, default=0.9, help="loss weight of step s is this to the power of s")
+    about = "share of the blocks that are moved to where the round after them begins"
+    add("--replay-share", type=float, default=None, help=f"{about}; {by_family('replay_share')}")
+    about = "dspark: 0.1 cross-entropy + 0.9 distance of the distributions"
+    add("--loss", choices=tuple(LOSSES), default="cross-entropy", help=about)
+    about = "loss weight of step s is this to the power of s"
+    add("--step-decay", type=float, default=None, help=f"{about}; {by_family('step_decay')}")
     about = "step s unrolls this to the power of s of the documents"
     add("--depth-ratio", type=float, default=None, help=f"{about}; {by_family('depth_ratio')}")
     about = "loss weight of places after the end of a greedy chain of right drafts"
@@ -148,6 +158,7 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     add("--save-every", type=int, default=500, help="steps between checkpoints and measurements")
     about = "resume from the checkpoint in --out, if there is one"
     add("--resume", action="store_true", help=about)
+    add("--estimate", action="store_true", help="say what training takes, time, memory and disk, and stop")
     add("--max-shard-size", default="50GB", help="of the drafter's files, such as 15MB; no tensor is split")
     add("--compile", action="store_true", help="compile layers and the loss")
 
@@ -216,12 +227,13 @@ class Trainer:
         self.args, self.accelerator, self.documents, self.about = args, accelerator, documents, about
         self.drafter = drafter
         self.teacher = Teacher(target, drafter, args.greedy_share)
+        self.train_indices, self.held_out_indices = documents.split(min(args.held_out, len(documents) // 2), args.seed)
+        divide_channels(drafter, self._states_at_answers(), is_trained=args.init_from is not None)
+        common = (drafter, args.num_steps, args.step_decay, args.survival_floor, args.loss)
         if "anchors" in DEFAULTS[args.family]:
-            objective = BlockObjective(drafter, args.num_steps, args.step_decay, args.survival_floor, args.anchors)
+            objective = BlockObjective(*common, args.anchors, args.replay_share)
         else:
-            objective = DraftObjective(
-                drafter, args.num_steps, args.step_decay, args.depth_ratio, args.survival_floor, args.round_floor
-            )
+            objective = DraftObjective(*common, args.depth_ratio, args.round_floor)
         if args.compile:
             objective.compile_parts()
             compile_layers(target)
@@ -233,12 +245,18 @@ class Trainer:
             fused=accelerator.device.type == "cuda",
         )
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
-        self.train_indices, self.held_out_indices = documents.split(min(args.held_out, len(documents) // 2), args.seed)
         self.progress = Progress()
         accelerator.register_for_checkpointing(self.progress)
         self.checkpoint = args.out / "checkpoint"
         if args.resume and (found := self._found_checkpoint()):
             accelerator.load_state(str(found))
+
+    def _states_at_answers(self) -> Iterator[torch.Tensor]:
+        """The auxiliary hidden states of the first batches, `[n, width]` each, the same on all processes."""
+        order = self.documents.epoch(self.train_indices, self.args.tokens_per_batch, self.args.seed)
+        for indices in order[:MEASURED_BATCHES]:
+            outputs = self.teacher.read(self.documents.batch(indices).to(self.accelerator.device))
+            yield outputs.aux_hidden_states.flatten(0, 1)[outputs.places]
 
     def _found_checkpoint(self) -> Path | None:
         """The last checkpoint that is whole: that of a run which was killed between two names is under the other."""
@@ -247,6 +265,49 @@ class Trainer:
     @property
     def _before(self) -> Path:
         return self.checkpoint.with_name("checkpoint.before")
+
+    def estimate(self) -> dict[str, float]:
+        """What a step and the whole training take, from the second of two batches that nothing is learned from.
+
+        `seconds` of a step and `target_share` of it in the target, `tokens_per_second` over all processes, `steps` and
+        `minutes` in all, `epochs` of the data, `memory_gb` of a GPU, the most `disk_gb` of `--out`, and
+        `states_gb` that the hidden states of the data would take if they were stored.
+        """
+        device, processes = self.accelerator.device, self.accelerator.num_processes
+        order = self.documents.epoch(self.train_indices, self.args.tokens_per_batch, self.args.seed)
+        batch = self.documents.batch(order[self.accelerator.process_index % len(order)]).to(device)
+        self.objective.train()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for _ in range(2):  # the first one is compiled, and finds memory
+                times = [self._now()]
+                outputs = self.teacher.read(batch)
+                times.append(self._now())
+                self.accelerator.backward(self.objective(outputs)[0])
+                self.optimizer.zero_grad(set_to_none=True)
+                times.append(self._now())
+        seconds, parameters = times[2] - times[0], sum(one.numel() for one in self.drafter.parameters())
+        steps = self.args.steps or 60 * self.args.minutes / seconds
+        width = 0 if outputs.aux_hidden_states is None else outputs.aux_hidden_states.shape[2]
+        found = {
+            "seconds": seconds,
+            "target_share": (times[1] - times[0]) / seconds,
+            "tokens_per_second": batch.input_ids.numel() * processes / seconds,
+            "steps": steps,
+            "minutes": steps * seconds / 60,
+            "epochs": steps * processes / len(order),
+            "disk_gb": parameters * (2 * 12 + 2) / 1e9,  # two checkpoints in float32 at once, the drafter in bfloat16
+            "states_gb": 2 * width * len(self.documents.tokens) / 1e9,
+        }
+        if device.type == "cuda":
+            found["memory_gb"] = (torch.cuda.max_memory_allocated(device) + 8 * parameters) / 1e9
+        found = {name: float(f"{value:.3g}") for name, value in found.items()}
+        self.accelerator.print(f"estimate: {json.dumps(found)}")
+        return found
+
+    def _now(self) -> float:
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.monotonic()
 
     def train(self) -> None:
         bar = tqdm(desc="train", unit="step", initial=self.progress.step, disable=not self.accelerator.is_main_process)
@@ -361,9 +422,10 @@ def schedule(share: float) -> float:
 
 
 def save_drafter(drafter: CachedDrafter, folder: Path, max_shard_size: str) -> None:
-    """Save in bfloat16, in the format of `save_pretrained`."""
-    saved = type(drafter)(copy.deepcopy(drafter.config))
-    saved.load_state_dict(drafter.state_dict())
+    """Save in bfloat16, in the format of `save_pretrained`; training goes on with the random numbers it would have."""
+    with torch.random.fork_rng(devices=[]):
+        saved = type(drafter)(copy.deepcopy(drafter.config))
+    saved.load_state_dict(folded_weights(drafter))
     saved.to(torch.bfloat16).save_pretrained(folder, max_shard_size=max_shard_size)
 
 
@@ -410,7 +472,10 @@ def main(arguments: list[str] | None = None) -> None:
         "data": {"documents": len(documents), "tokens": len(documents.tokens), **shard_counts(args.data)},
     }
     accelerator.print(json.dumps(about))
-    Trainer(args, accelerator, target, drafter, documents, about).train()
+    trainer = Trainer(args, accelerator, target, drafter, documents, about)
+    trainer.estimate()
+    if not args.estimate:
+        trainer.train()
     accelerator.end_training()
 
 

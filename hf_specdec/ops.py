@@ -33,6 +33,7 @@ from .kernels.linear_tiles import (
 )
 from .kernels.low_rank_reference import low_rank_places
 from .kernels.random_reference import exponential_sample, row_seeds, uniform
+from .kernels.stored_weight_reference import round_inputs
 from .kernels.types import WORD_BITS, DraftInputs, LinearTiles, RecurrenceRing, StoredWeight, VerificationResult
 from .op_choice import (
     Op,
@@ -190,6 +191,8 @@ def _stored_linear(inputs, *args):
 
     *parts, bias, activation = args
     weight = StoredWeight(*parts)
+    if weight.rounds_inputs and weight.group >= inputs.shape[1]:  # no program has a whole row
+        inputs, weight = round_inputs(inputs, weight).to(inputs.dtype), weight._replace(rounds_inputs=False)
     return linear(inputs, weight, bias, choose_stored_tiles(len(inputs), weight), activation)
 
 

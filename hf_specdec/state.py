@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import state_ops
+from .cache.hidden_states import HiddenStates
 from .cache.layer_kinds import LayerKinds
 from .cache.packed_cache import PackedCache
 from .cache.ragged_cache import RaggedCache
@@ -28,6 +29,7 @@ class Shape(NamedTuple):
         num_ends: entries for end-of-sequence tokens.
         verification: see `Drafter.configure`.
         num_nodes: the largest N of a round whose drafts are a tree; 0 where all are chains.
+        keeps_hidden_states: whether hidden states are kept of all tokens, see `Drafter.rollouts`.
     """
 
     batch: int
@@ -38,6 +40,7 @@ class Shape(NamedTuple):
     num_ends: int
     verification: str = "token"
     num_nodes: int = 0
+    keeps_hidden_states: bool = False
 
 
 class RoundShape(NamedTuple):
@@ -167,6 +170,8 @@ class DecodeState:
         numbers = blank_numbers(batch, device)
         views = dict(zip(NUMBERS, numbers, strict=True))
         cache = RaggedCache(layers, shape.slots, None, views["lengths"], shape.num_draft_tokens) if layers else None
+        if shape.keeps_hidden_states:
+            cache.hidden_states = HiddenStates()
         return cls(
             tokens=torch.zeros(batch, shape.slots, dtype=torch.int64, device=device),
             finished=torch.ones(batch, dtype=torch.bool, device=device),

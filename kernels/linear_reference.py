@@ -24,7 +24,7 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torc
     """
     dtype = torch.promote_types(inputs.dtype, torch.float32)
     if isinstance(weight, StoredWeight):
-        inputs_of_products = round_inputs(inputs, weight.group) if weight.rounds_inputs else inputs
+        inputs_of_products = round_inputs(inputs, weight) if weight.rounds_inputs else inputs
         out = inputs_of_products.to(dtype) @ dequantise(weight, dtype).T
     else:
         out = inputs.to(dtype) @ weight.to(dtype).T

@@ -13,7 +13,8 @@ from .types import StoredWeight
 
 # The number of 4 bits that stands for 0 where there are no zero points.
 ZERO_POINT = 8
-LARGEST_E4M3 = 448
+# What the largest number of a row's inputs becomes, by the format that they are rounded to.
+LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127.5}
 _LEAST_SCALE = 1e-12
 
 
@@ -33,11 +34,14 @@ def _spread(scales: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
     return scales
 
 
-def round_inputs(inputs: torch.Tensor, group: int) -> torch.Tensor:
-    """`inputs` `[n, in]` as groups of numbers in e4m3 with a scale each are, computed in float32 at least."""
-    values = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
-    size = values.shape[1]
-    groups = torch.nn.functional.pad(values, (0, -size % group)).unflatten(1, (-1, group))
-    scale = (groups.abs().amax(-1, keepdim=True) / LARGEST_E4M3).clamp(min=_LEAST_SCALE)
-    rounded = (groups / scale).to(torch.float8_e4m3fn).to(values.dtype) * scale
-    return rounded.flatten(1)[:, :size]
+def round_inputs(inputs: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
+    """`inputs` `[..., in]` as groups of numbers in the format of `weight` with a scale each are, computed in float32 at
+    least.
+    """
+    values, kind = inputs.to(torch.promote_types(inputs.dtype, torch.float32)), weight.values.dtype
+    size, group = values.shape[-1], weight.group
+    groups = torch.nn.functional.pad(values, (0, -size % group)).unflatten(-1, (-1, group))
+    scale = (groups.abs().amax(-1, keepdim=True) / LARGEST[kind]).clamp(min=_LEAST_SCALE)
+    rounded = groups / scale
+    rounded = rounded.round().clamp(-128, 127) if kind == torch.int8 else rounded.to(kind).to(values.dtype)
+    return (rounded * scale).flatten(-2)[..., :size]

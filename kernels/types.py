@@ -201,7 +201,8 @@ class StoredWeight(NamedTuple):
         scales: `[ceil(out / rows), ceil(in / group)]` in floating point, for blocks of the weight.
         zeros: of the shape of `scales`, the numbers of 4 bits that stand for 0; None if that is 8.
         rows, group: output and input features of a block.
-        rounds_inputs: whether the layer's inputs are rounded to e4m3 before, each row's in groups of `group`.
+        rounds_inputs: whether the layer's inputs are rounded to the dtype of `values` before, each row's in groups of
+            `group`; int8 only where that is all inputs.
     """
 
     values: torch.Tensor

@@ -61,8 +61,9 @@ output = model.generate(**inputs, custom_generate="{repo_id}", trust_remote_code
 {answer_temperatures}, at most {max_answer_tokens} tokens, loops cut. {long_prompts}Prompts similar to the measured
 ones were dropped: {held_out_overlap:,}. Data: {data_tokens:.1f} M tokens.
 
-{chains} with weights {step_decay}^step; cross-entropy against the target's
-distribution over {vocabulary}. {greedy}{masks}{samples}{rounds}{began}{steps:,} steps in {minutes:.0f} minutes,
+{chains} with weights {step_decay}^step; {loss} against the target's
+distribution over {vocabulary}. {greedy}{masks}{samples}{rounds}{replayed}{began}\
+{steps:,} steps in {minutes:.0f} minutes,
 {tokens_seen:.0f} M tokens seen; AdamW, peak learning rate {lr}, cosine schedule.
 
 Top-1 agreement with the target on held-out documents of the same kind, by step, after correct drafts of greedy text:
@@ -135,6 +136,12 @@ ran on {depth_ratio}^s of the documents; places after the end of a greedy chain 
 {survival_floor}, others 1. """
 ROUNDS = """Chains
 that greedy decoding would not begin weighed {round_floor} of that. """
+LOSSES = {
+    "cross-entropy": "cross-entropy",
+    "dspark": "DSpark's loss, 0.1 of the cross-entropy and 0.9 of the L1 distance,",
+}
+REPLAYED = """Of the blocks {replay_share:.0%}
+began where the round after them would. """
 BLOCK_SAMPLES = """Drafts after the end
 of a greedy chain of right ones weighed {survival_floor}, others 1. """
 
@@ -176,6 +183,8 @@ REPEATED = (
         "depth_ratio",
         "survival_floor",
         "round_floor",
+        "replay_share",
+        "loss",
         "greedy_share",
         "tokens_per_batch",
         "max_length",
@@ -222,9 +231,11 @@ def write_card(folder: Path) -> None:
         step_decay=arguments["step_decay"],
         vocabulary="its whole vocabulary" if arguments["draft_vocab_size"] is None else VOCABULARY.format(**details),
         chains=(BLOCKS if in_blocks else UNROLLED).format(**details),
+        loss=LOSSES[arguments.get("loss", "cross-entropy")],
         masks=MASKS if details["mask_token_id"] is not None and not in_blocks else "",
         samples=(BLOCK_SAMPLES if in_blocks else SAMPLES).format(**details) if is_sampled else "",
         rounds=ROUNDS.format(**details) if weighs_rounds else "",
+        replayed=REPLAYED.format(**arguments) if arguments.get("replay_share") else "",
         greedy=GREEDY.format(**arguments) if arguments.get("greedy_share") else "",
         began=BEGAN.format(init_from=Path(arguments["init_from"]).name) if arguments.get("init_from") else "",
         steps=last["step"],

@@ -33,8 +33,15 @@ from hf_specdec.drafters.cached import CachedDrafter
 from hf_specdec.drafters.draft_layers import DraftLayersDrafter
 from hf_specdec.modules.hidden_states import decoder_layers
 
-_TOKEN_BY_TOKEN = {"depth_ratio": 1.0, "survival_floor": 1.0, "round_floor": 1.0}
-_AT_MASKS = {"mask_token_id": None, "num_steps": 8, "depth_ratio": 0.8, "survival_floor": 0.2, "round_floor": 1.0}
+_TOKEN_BY_TOKEN = {"step_decay": 0.9, "depth_ratio": 1.0, "survival_floor": 1.0, "round_floor": 1.0}
+_AT_MASKS = {
+    "mask_token_id": None,
+    "num_steps": 8,
+    "step_decay": 0.9,
+    "depth_ratio": 0.8,
+    "survival_floor": 0.2,
+    "round_floor": 1.0,
+}
 _EAGLE = {"draft_vocab_size": 16384, "intermediate_size": None, "init_from": None, "fc_norm": True, "norm_output": True}
 _BLOCKS = {
     "draft_vocab_size": 16384,
@@ -42,7 +49,9 @@ _BLOCKS = {
     "mask_token_id": None,
     "num_steps": 7,
     "anchors": 64,
+    "step_decay": 0.78,  # exp(-1 / 4), of blocks of 7 or 8 in DFlash's paper and in DeepSpec
     "survival_floor": 0.2,
+    "replay_share": 0.0,
     "init_from": None,
 }
 # Options that differ between families, with their defaults, by family.

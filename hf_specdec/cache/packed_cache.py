@@ -22,6 +22,7 @@ class PackedCache(RaggedCache):
     def __init__(self, cache: RaggedCache, batch: int):
         super().__init__(LayerKinds(), batch * cache.slots)
         self.kinds, self.layers = cache.kinds, [layer.packed(self, batch) for layer in cache.layers]
+        self.hidden_states = cache.hidden_states
         self._row_slots, self._row_starts = cache.slots, cache.starts
 
     def attention_mask(self, slots: torch.Tensor) -> torch.Tensor:

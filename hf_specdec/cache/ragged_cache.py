@@ -10,6 +10,7 @@ from .. import ops
 from ..host.caches import Cache
 from ..kernels.types import Nodes
 from ..memory.virtual_memory import RowMemory
+from .hidden_states import HiddenStates
 from .layer_kinds import LayerKind, LayerKinds, LayerMemory
 from .recurrent_positions import RecurrencePositions
 from .rings import Block
@@ -46,6 +47,7 @@ class RaggedCache(Cache):
             live and one more, because the last slot given is taken for the dummy slot. Attention that takes a mask is
             given one less, without the dummy slot: no more than there are positions.
         kernel_span: `span` with Triton kernels, if not all slots: a launch for fewer slots has fewer splits.
+        hidden_states: of the target, at the same slots; None unless they are kept.
         row_memory: what the layers' `slot_buffers` are in; None if they have buffers of their own.
         nodes: of the tree that the next forward pass runs, at slots that are not its tokens' positions; None if it runs
             the tokens of texts.
@@ -72,6 +74,7 @@ class RaggedCache(Cache):
         self._takes_num_before = kinds.is_by_slot and not kinds.takes_mask and starts is None
         self.span = slots - self.takes_mask
         self.kernel_span = slots
+        self.hidden_states: HiddenStates | None = None
         self.row_memory: RowMemory | None = None
         self.keeps_keys = True
         self.starts = starts
@@ -206,6 +209,8 @@ class RaggedCache(Cache):
         taken = slice(len(rows)) if source_rows is None else source_rows
         for layer, other in zip(self.layers, source.layers, strict=True):
             layer.copy_rows(rows, other, taken, slots)
+        if slots and self.hidden_states is not None:
+            self.hidden_states.copy_rows(rows, source.hidden_states, taken, slots)
         if self.recurrence is not None:
             self.recurrence.copy_rows(rows, source.recurrence, taken)
 
@@ -213,7 +218,10 @@ class RaggedCache(Cache):
         """Move what the pass of a tree has stored of an accepted path to the slots of its positions; arguments as of
         `kernels.move_slots_reference.move_slots`.
         """
-        self._moves([one for layer in self.layers for one in layer.slot_buffers], path, lengths, committed)
+        buffers = [one for layer in self.layers for one in layer.slot_buffers]
+        if self.hidden_states is not None:
+            buffers += self.hidden_states.buffers
+        self._moves(buffers, path, lengths, committed)
 
     def state_positions(self, count: int) -> list[int]:
         """The positions of the recurrent states of the first `count` rows; the device is waited for."""

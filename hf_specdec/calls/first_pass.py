@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from ..cache.hidden_states import HiddenStates
 from ..cache.layer_kinds import LayerKind, LayerKinds, LayerMemory, Use, patches_of
 from ..cache.ragged_cache import RaggedCache
 from ..errors import first_line
@@ -34,7 +35,6 @@ from ..patching.support import cache_layers, cache_name, configured_layers
 from ..state import DecodeState
 from .call import Call
 from .kv_transfer import read_cache, run_as_given, stores_keys
-from .output import HiddenStates
 from .prompts import Prompts
 
 # Model inputs that engines replace by their own.

@@ -106,6 +106,7 @@ class Drafter(PreTrainedModel):
             "draft_probs",
             "engine",
             "_asked_num_assistant_tokens",
+            "rollouts",
             "sessions",
             "tree",
             "verification",
@@ -122,12 +123,14 @@ class Drafter(PreTrainedModel):
         self._shared_weights: dict[str, SharedWeight] = {}
         # Set by engines: buffers and CUDA graphs for further calls, see `release`.
         self.sessions: Any = None
+        # Set by what learns from calls: a `training.rollouts.Rollouts` that gets their texts; None for none.
+        self.rollouts: Any = None
         self._last_stats: Any = None
         self._asked_num_assistant_tokens: int | str | None = None
         self.draft_probs: bool | str = "auto"
         self.engine = "auto"
         self.verification = "token"
-        self.tree: int | None = None
+        self.tree: int | str = 0
         self.compile_rounds = False
         self.batch_invariant = False
         self.draft_window_size: int | None = None
@@ -278,7 +281,7 @@ class Drafter(PreTrainedModel):
         batch_invariant: bool | None = None,
         draft_window_size: int | str | None = None,
         kv_cache_dtype: str | None = None,
-        tree: int | None = None,
+        tree: int | str | None = None,
     ) -> Drafter:
         """Set how the drafter is run; None leaves a setting as it is. Returns the drafter.
 
@@ -309,10 +312,9 @@ class Drafter(PreTrainedModel):
                 the model's dtype, by rounding, and not between calls with and without drafts. Rounds are not compiled
                 then. See docs/generate.md.
             tree: how many drafts a round verifies as a tree of up to `num_assistant_tokens` in a row, 1 to
-                `MOST_NODES`; 0 for a chain. Not all drafters make trees. When sampling, a tree is
-                verified as `verification="match"` verifies a chain. If it is never set, chains are drafted, and trees
-                where `num_assistant_tokens="auto"` finds them faster: in greedy calls, and with
-                `verification="match"`. With both, "auto" tries trees of up to so many. See docs/generate.md.
+                `MOST_NODES`; 0 for a chain; `"auto"` for trees where `num_assistant_tokens="auto"` finds them faster
+                than chains, in greedy calls and with `verification="match"`. Not all drafters make trees. When
+                sampling, a tree is verified as `verification="match"` verifies a chain. See docs/generate.md.
 
         Raises:
             ValueError: expected one of the values above.
@@ -339,14 +341,17 @@ class Drafter(PreTrainedModel):
             self.tree = self.check_tree(tree)
         return self
 
-    def check_tree(self, tree: int) -> int:
+    def check_tree(self, tree: int | str) -> int | str:
         """Return `tree`, see `configure`; raise `ValueError` if it is wrong, or not one of this drafter."""
-        if isinstance(tree, bool) or not isinstance(tree, int) or not 0 <= tree <= MOST_NODES:
-            raise ValueError(f"tree is {tree!r}; expected an int of 0, for a chain, to {MOST_NODES} drafts.")
+        is_number = isinstance(tree, int) and not isinstance(tree, bool)
+        if tree != AUTO and not (is_number and 0 <= tree <= MOST_NODES):
+            raise ValueError(
+                f'tree is {tree!r}; expected an int of 0, for a chain, to {MOST_NODES} drafts, or "{AUTO}".'
+            )
         if tree and not self.drafts_trees:
             raise ValueError(
-                f"tree is {tree}, but of what {type(self).__name__} drafts no trees are made; expected 0, or a drafter "
-                "that makes them: EAGLE-3, P-EAGLE, DFlash and its kinds, a single MTP module that runs as on "
+                f"tree is {tree!r}, but of what {type(self).__name__} drafts no trees are made; expected 0, or a "
+                "drafter that makes them: EAGLE-3, P-EAGLE, DFlash and its kinds, a single MTP module that runs as on "
                 "committed tokens, or a draft model of attention layers."
             )
         return tree

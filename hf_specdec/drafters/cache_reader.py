@@ -17,6 +17,7 @@ from ..checkpoints.read_models import auto_class
 from ..config import CacheReaderConfig
 from ..host.modeling import sliding_window_bidirectional_overlay
 from ..kernels.types import Proposal, VerificationResult
+from ..modules.stored_linear import keep_stored
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.attention import set_ragged_attention
 from ..patching.mask_rules import MaskRule
@@ -133,7 +134,7 @@ class CacheReaderDrafter(CachedDrafter):
     def bind(self, target: PreTrainedModel) -> None:
         own, text = self.model.config, self.model.config.get_text_config()
         name = self.title
-        target = generating_model(target)
+        target = keep_stored(generating_model(target))
         self.config.check_fit(target.config, 0, name)
         if tensor_parallel_group(target) is not None:
             raise ValueError(

@@ -10,6 +10,7 @@ from .. import layer_ops
 from ..checkpoints.checkpoint import Checkpoint
 from ..config import DraftLayersConfig
 from ..modules.hidden_states import check_aux_hidden_states, decoder_layers
+from ..modules.stored_linear import keep_stored
 from .base import Reads
 from .cached import CachedDrafter
 from .layers import rotary_embedding
@@ -72,7 +73,7 @@ class DraftLayersDrafter(CachedDrafter):
     @torch.inference_mode(False)  # it keeps tensors that it creates
     def bind(self, target: PreTrainedModel) -> None:
         config, name = self.config, self.title
-        target = generating_model(target)
+        target = keep_stored(generating_model(target))
         layer_ids = config.check_fit(target.config, len(decoder_layers(target)), name)
         target_ids = None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
         shared = {}

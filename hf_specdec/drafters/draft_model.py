@@ -15,6 +15,7 @@ from ..checkpoints.mtp_layouts import module_names
 from ..checkpoints.read_models import auto_class
 from ..config import DraftModelConfig
 from ..modules.hidden_states import decoder_of
+from ..modules.stored_linear import keep_stored
 from ..patching.attention import set_ragged_attention
 from ..patching.implementations import registered_attention
 from ..patching.masked_attention import why_not_masked
@@ -99,6 +100,7 @@ class DraftModelDrafter(CachedDrafter):
         if model is None:
             own = config.model_config
             model = auto_class(own).from_config(own)
+        keep_stored(model)
         _check_supported(model, config.name_or_path)
         set_ragged_attention(model)
         self.model = model
@@ -156,7 +158,7 @@ class DraftModelDrafter(CachedDrafter):
 
     def bind(self, target: PreTrainedModel) -> None:
         name = self.title
-        target = generating_model(target)
+        target = keep_stored(generating_model(target))
         DraftModelConfig.check_fit(self.config, target.config, 0, name)  # PARD-2 has checked its layers before
         self.config.vocab_size = target.config.get_text_config().vocab_size
         self.config.draft_vocab_size = min(self.config.vocab_size, self._num_embeddings)

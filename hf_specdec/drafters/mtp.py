@@ -21,6 +21,7 @@ from ..host.caches import cache_parameter
 from ..host.modeling import switches_experts
 from ..kernels.types import DraftInputs, Proposal, VerificationResult
 from ..modules.hidden_states import NUM_PROBE_TOKENS, check_aux_hidden_states
+from ..modules.stored_linear import keep_stored
 from ..patching.experts import original_experts_implementation
 from ..patching.implementations import registered_attention
 from ..state import DecodeState
@@ -166,7 +167,7 @@ class MtpDrafter(CachedDrafter):
     @torch.inference_mode(False)  # it keeps gathered and dequantised weights
     def bind(self, target: PreTrainedModel) -> None:
         config, name = self.config, self.title
-        target = generating_model(target)
+        target = keep_stored(generating_model(target))
         config.check_fit(target.config, 0, name)
         shared = {}
         if not config.own_embedding:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ..checkpoints.checkpoint import Checkpoint
 from ..config import DrafterConfig
 from ..kernels.types import Proposal, VerificationResult
+from ..modules.stored_linear import keep_stored
 from ..state import DecodeState
 from .base import Drafter
 from .target_checks import generating_model
@@ -34,7 +35,7 @@ class WeightlessDrafter(Drafter):
         return cls(config)
 
     def bind(self, target: PreTrainedModel) -> None:
-        target = generating_model(target)
+        target = keep_stored(generating_model(target))
         self._device = target.device
         self.config.vocab_size = self.config.draft_vocab_size = target.config.get_text_config().vocab_size
         self._record_binding(target)

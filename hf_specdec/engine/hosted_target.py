@@ -10,7 +10,7 @@ from typing import TypeVar
 from transformers import PreTrainedModel
 
 from ..auto_k.round_costs import CostTable, find_table
-from ..calls.output import HiddenStates
+from ..cache.hidden_states import HiddenStates
 from ..calls.request import Request
 from ..drafters.base import Drafter
 from ..memory.virtual_memory import taken_bytes

@@ -48,16 +48,18 @@ def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
         num_ends=next_power_of_two(max(len(call.ends), 8)),
         verification=call.verification,
         num_nodes=num_nodes,
+        keeps_hidden_states=call.drafter.rollouts is not None,
     )
 
 
 def can_grow(target: HostedTarget) -> bool:
     """Whether keys and values of a session may be in a `RowMemory`: attention reads only slots that it may see.
 
+    Hidden states that are kept are in buffers of all slots.
     Processes that run one model together need the same rows, but may have different memory.
     """
     model, drafter = target.model, target.drafter
-    if tensor_parallel_group(model) is not None:
+    if tensor_parallel_group(model) is not None or drafter.rollouts is not None:
         return False
     kinds = [cache_layers(model)]
     if isinstance(drafter, CachedDrafter):

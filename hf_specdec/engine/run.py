@@ -537,7 +537,7 @@ class Run:
     def _retire(self, row: int, request: Request, now: float) -> None:
         """Let `request`, which has ended, leave its row."""
         self._prefixes.advance(row, request)
-        self._runner.observe(request)
+        self._runner.observe(row, request)
         self._free_row(row)
         end(request, now, self._settings)
 

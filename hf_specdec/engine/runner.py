@@ -115,9 +115,13 @@ class Runner:
         """Let `rows` be finished ones, which no later round gives tokens."""
         set_rows(self.state.finished, upload(rows, self.state.lengths), True)
 
-    def observe(self, request: Request) -> None:
-        """`request` has ended."""
-        self._call.drafter.observe(request.prompt, request.tokens)
+    def observe(self, row: int, request: Request) -> None:
+        """`request`, in `row`, has ended."""
+        call, kept = self._call, self.state.cache.hidden_states
+        call.drafter.observe(request.prompt, request.tokens)
+        # Of prompts that are more than tokens, or in a cache of the caller, the target has not run all.
+        if kept is not None and call.inputs is None and call.cache is None and call.drafter.rollouts is not None:
+            call.drafter.rollouts.keep(kept.buffers[0][row, : request.length - 1, 0], request.prompt, request.tokens)
 
     def retire(self, row: int) -> None:
         """The request of `row` has ended, or waits again."""

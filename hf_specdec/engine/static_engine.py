@@ -87,6 +87,7 @@ def _alone(call: Call) -> Call:
         pool.substitute = NoDrafter(call.model)
     same = {name: getattr(drafter, name) for name in ("compile_rounds", "batch_invariant", "kv_cache_dtype")}
     pool.substitute.configure(**same)
+    pool.substitute.rollouts = drafter.rollouts
     return replace(call, drafter=pool.substitute, num_draft_tokens=0, num_nodes=0, is_auto=False)
 
 
@@ -306,13 +307,14 @@ class Lockstep(Runner):
         stats = run.stats(call, self._shape.draft_probs)
         if not call.config.return_dict_in_generate:
             return self._sequences
-        kept = self._target.hidden_states
+        kept, prompts = self._target.hidden_states, call.prompts
+        given = prompts.lengths, prompts.cached_lengths, prompts.width - prompts.cached
         logprobs = {name: torch.stack(transcript.record(name), dim=1).to(call.device) for name in call.logprobs}
         return SpeculativeOutput(
             sequences=self._sequences,
             scores=transcript.record("scores"),
             logits=transcript.record("logits"),
-            hidden_states=None if kept is None else kept.steps(call.prompts, transcript.steps),
+            hidden_states=None if kept is None else kept.steps(*given, transcript.steps),
             **{OUTPUT_NAME: self._cache},
             speculation=stats,
             logprobs=logprobs.get("processed"),

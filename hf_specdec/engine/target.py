@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..cache.hidden_states import HiddenStates
 from ..cache.layer_kinds import PositionMarker, patches_of, plug_ins
-from ..calls.output import HiddenStates
 from ..drafters.base import Drafter
 from ..host.generation import keeps_logits
 from ..kernels.types import Nodes
@@ -40,6 +40,7 @@ class Target:
     Attributes:
         model: the target, patched.
         recorder: of the auxiliary hidden states that the drafter reads.
+        rollouts_recorder: of those that a drafter learns from, if calls keep them.
         hidden_states: keeps all hidden states, if the caller asked for them.
         position_markers: what position ids pass through before the model is given them.
         patches: what was patched of the target and its drafter, in this order.
@@ -49,6 +50,7 @@ class Target:
 
     model: PreTrainedModel
     recorder: AuxHiddenStateRecorder
+    rollouts_recorder: AuxHiddenStateRecorder | None = None
     hidden_states: HiddenStates | None = None
     position_markers: Sequence[PositionMarker] = ()
     patches: Sequence[Patch] = ()
@@ -58,6 +60,10 @@ class Target:
     def __post_init__(self) -> None:
         self.cache_name = cache_name(self.model)
         self.adapters = next((one.rows for one in self.patches if isinstance(one, low_rank_updates)), None)
+
+    @property
+    def _records(self) -> bool:
+        return self.recorder.records or self.rollouts_recorder is not None
 
     def __call__(
         self,
@@ -78,7 +84,7 @@ class Target:
         # A `forward` that only hands its arguments on does not say whether it keeps the logits of some columns.
         if isinstance(logits_to_keep, torch.Tensor) and not keeps_logits(self.model):
             logits_to_keep, columns = 0, logits_to_keep
-        elif isinstance(logits_to_keep, int) and logits_to_keep == 1 and self.recorder.records:
+        elif isinstance(logits_to_keep, int) and logits_to_keep == 1 and self._records:
             # Given a number, models whose last layers store no keys run those over as many tokens only.
             logits_to_keep = torch.full((1,), slots.shape[1] - 1, device=slots.device)
         state.cache.advance(slots, state.live, state.num_before)
@@ -102,6 +108,9 @@ class Target:
             self.adapters.bits, self.adapters.is_by_row = None, True
         if self.hidden_states is not None:
             self.hidden_states.store(out.hidden_states, slots, state.slots)
+        if state.cache.hidden_states is not None:
+            recorded, num_packed = self.rollouts_recorder.aux_hidden_states, state.slots // state.row_slots
+            state.cache.hidden_states.store([recorded], slots, state.row_slots, num_packed)
         logits = out.logits if columns is None else out.logits[:, columns]
         return logits, self.recorder.aux_hidden_states
 
@@ -151,4 +160,7 @@ def patched_target(
             AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
         )
         hidden_states = HiddenStates() if keep_hidden_states else None
-        yield Target(model, recorder, hidden_states, position_markers(model), patches)
+        rollouts, rollouts_recorder = drafter.rollouts, None
+        if rollouts is not None:
+            rollouts_recorder = stack.enter_context(AuxHiddenStateRecorder(model, rollouts.layer_ids, True))
+        yield Target(model, recorder, rollouts_recorder, hidden_states, position_markers(model), patches)

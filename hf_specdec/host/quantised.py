@@ -1,8 +1,12 @@
-"""Linear layers with quantised weights that are transformers' own."""
+"""Linear layers with quantised weights that are transformers' own, and how it loads those of compressed-tensors."""
 
 from __future__ import annotations
 
-from .parts import named_in
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from .parts import named_in, uses
 
 _FILE = "transformers.integrations.finegrained_fp8"
 _WHY = "weights in FP8 with a scale for each block"
@@ -11,3 +15,14 @@ FP8_LINEAR = named_in(_FILE, "FP8Linear", why=_WHY, is_needed=False)
 FP8_SCALES = named_in(f"{_FILE}:FP8Linear", "weight_scale_inv", why=_WHY, is_needed=False)
 FP8_BLOCK = named_in(f"{_FILE}:FP8Linear", "block_size", why=_WHY, is_needed=False)
 FP8_INPUTS = named_in(f"{_FILE}:FP8Linear", "activation_scheme", why=_WHY, is_needed=False)
+
+
+@uses(
+    "transformers.quantizers.quantizer_compressed_tensors:CompressedTensorsHfQuantizer",
+    "compressor",
+    why="checkpoints of compressed-tensors that stay as they are",
+    is_needed=False,
+)
+def compressor_of(model: PreTrainedModel) -> Any:
+    """compressed-tensors' `ModelCompressor` of a model that it would decompress in the next pass; else None."""
+    return model.hf_quantizer.compressor if hasattr(model, "ct_decompress_hook") else None

@@ -43,6 +43,10 @@ CHAT_HANDLER = named_in(f"{_SERVER}.chat_completion", "ChatCompletionHandler", w
 COMPLETION_HANDLER = named_in(f"{_SERVER}.completion", "CompletionHandler", why=_HANDLER, is_needed=False)
 RESPONSE_HANDLER = named_in(f"{_SERVER}.response", "ResponseHandler", why=_HANDLER, is_needed=False)
 
+# What lists the models of a server, the newest first.
+MODEL_LISTS = ("list_models", "get_gen_models")
+lazy_part(f"{_SERVER}.model_manager:ModelManager", *MODEL_LISTS, why="replaced: adapters are listed, too", since="5.24")
+
 TensorParallelLayer = lazy_part(_TENSOR_PARALLEL, "TensorParallelLayer", why="wrapper of a sharded layer")
 ColwiseParallel = lazy_part(_TENSOR_PARALLEL, "ColwiseParallel", why="wrapper that is removed where it does nothing")
 RowwiseParallel = lazy_part(_TENSOR_PARALLEL, "RowwiseParallel", why="wrapper whose all-reduce is replaced")

@@ -162,7 +162,7 @@ def call_of(
     synced_gpus: bool = False,
     seeds: Any = None,
     generator: torch.Generator | None = None,
-    tree: int | None = None,
+    tree: int | str | None = None,
 ) -> tuple[Call, dict[str, Any]]:
     """A call by continuous batching, checked and prepared as `generate()` does it, and inputs of the target.
 

@@ -173,8 +173,8 @@ def _choose_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool
         _warn(f"verification={drafter.verification!r} has no effect on the stock engine, which judges token by token.")
     reason = f"{reason}; {call.reason}" if call.reason else reason
     call = replace(on_static if engine == "static" else call, reason=reason)
-    if call.chooses_trees and why_no_tree(call, engine) is not None:
-        call = replace(call, chooses_trees=False)
+    if call.chooses_trees and (obstacle := why_no_tree(call, engine)) is not None:
+        call = replace(call, chooses_trees=False, reason=f"{reason}; drafts are chains, since {obstacle}")
     return call, engine
 
 
@@ -194,7 +194,7 @@ def generate_with_drafter(
     generator: torch.Generator | None = None,
     return_logprobs: str | None = None,
     adapter_names: Sequence[str] | None = None,
-    tree: int | None = None,
+    tree: int | str | None = None,
     on_begin: Callable[[], object] = bool,
     **model_kwargs: Any,
 ) -> GenerateOutput | torch.Tensor:
@@ -289,7 +289,7 @@ def new_call(
     randomness: Randomness,
     all_processors: Sequence[LogitsProcessor],
     is_continuous: bool = False,
-    tree: int | None = None,
+    tree: int | str | None = None,
     **others: Any,
 ) -> Call:
     """The call of `generate()`, or one by continuous batching, with its K and N.
@@ -301,21 +301,28 @@ def new_call(
         others: further fields of `Call`.
     """
     tree = drafter.tree if tree is None else drafter.check_tree(tree)
-    num_nodes = tree or 0
     readers = [type(one).__name__ for one in all_processors if type(one) not in POINTWISE_PROCESSORS]
     asked = _num_draft_tokens(drafter, config, randomness, is_continuous)
     most = _most_draft_tokens(drafter) if asked == AUTO else asked
     # Where chains are verified by rejection sampling, which trees are not, a call keeps to chains.
     is_match = not config.do_sample or drafter.verification == MATCH
+    why_chains = ""
+    if tree and readers:
+        why_chains = f"{' and '.join(readers)} may read the text"
+    elif tree == AUTO and asked != AUTO:
+        why_chains = f'num_assistant_tokens is {asked}, and tree is "{AUTO}"'
+    elif tree == AUTO and not is_match:
+        why_chains = f'tree is "{AUTO}", and verification "{drafter.verification}"'
+    num_nodes = 0 if why_chains or tree == AUTO else tree
     return Call(
         drafter=drafter,
         config=config,
         randomness=randomness,
         num_draft_tokens=most,
         is_auto=asked == AUTO,
-        num_nodes=0 if readers else num_nodes,
-        chooses_trees=asked == AUTO and tree is None and drafter.drafts_trees and is_match and not readers,
-        reason=f"drafts are chains, since {' and '.join(readers)} may read the text" if readers and num_nodes else "",
+        num_nodes=num_nodes,
+        chooses_trees=tree == AUTO and not why_chains,
+        reason=f"drafts are chains, since {why_chains}" if why_chains else "",
         verification=MATCH if num_nodes else drafter.verification,
         **others,
     )

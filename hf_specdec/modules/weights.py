@@ -69,10 +69,18 @@ def weight_of(module: nn.Module) -> torch.Tensor | StoredWeight | None:
         return module.weight
     read = _readers.get(quantised_class(module))
     stored = None if read is None else read(module)
-    return stored if stored is not None and _is_known(stored) else None
+    return stored if stored is not None and is_known(stored) else None
 
 
-def _is_known(stored: StoredWeight) -> bool:
+def may_round_inputs(module: nn.Module) -> bool:
+    """Whether `module` is a quantised linear layer that rounds its inputs, or of which the kernels do not know it."""
+    if quantised_class(module) is None:
+        return False
+    stored = weight_of(module)
+    return stored is None or stored.rounds_inputs
+
+
+def is_known(stored: StoredWeight) -> bool:
     """Whether the parts of `stored` have the dtypes, shapes and strides that the kernels take."""
     (size_out, size_in), values, scales = stored.shape, stored.values, stored.scales
     shape = (-(-size_out // stored.rows), -(-size_in // stored.group))
@@ -83,6 +91,7 @@ def _is_known(stored: StoredWeight) -> bool:
         and values.stride(1) == 1
         and (scales.stride(1) == 1 or shape[1] == 1)
         and (stored.group >= size_in or (stored.group & (stored.group - 1) == 0 and stored.group >= 32))
+        and (not stored.rounds_inputs or stored.group >= size_in or values.dtype == torch.float8_e4m3fn)
     )
 
 

@@ -71,7 +71,7 @@ class SpeculativeBatchingManager:
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: Any = None,
         attachment: Attachment | None = None,
-        tree: int | None = None,
+        tree: int | str | None = None,
         **kwargs: Any,
     ):
         check_length(model, generation_config, kwargs)

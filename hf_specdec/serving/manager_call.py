@@ -57,7 +57,7 @@ class ManagedCall:
         longest: int,
         requests: RequestQueue,
         attachment: Attachment | None = None,
-        tree: int | None = None,
+        tree: int | str | None = None,
     ):
         self.model, self._drafter = model, drafter
         self._config, self._settings = generation_config, settings

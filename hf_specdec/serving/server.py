@@ -13,7 +13,7 @@ import functools
 import gc
 import json
 import queue
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -30,6 +30,7 @@ from ..host import serving as serving_parts
 from ..host.generation import GenerationOutput, WorkloadHints
 from ..host.parts import about
 from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS
+from ..modules.adapters import NO_ADAPTER
 from ..ops import row_seeds
 from ..patching.support import num_positions, stated_positions
 from ..sampling.logits import PenaltyLogitsProcessor
@@ -80,6 +81,8 @@ _LOGPROBS: ContextVar[AnswerLogprobs | None] = ContextVar("logprobs", default=No
 class ServeSettings:
     """How requests are run: the options of `add_serve`, and the managers that were made.
 
+    `adapters` are folders or repositories of LoRA adapters of PEFT, by the names of models that requests ask for.
+
     Raises:
         ValueError: a number is too small.
     """
@@ -91,6 +94,7 @@ class ServeSettings:
     warmup: bool = True
     max_length: int | None = None
     shutdown_timeout: int = SHUTDOWN_TIMEOUT
+    adapters: Mapping[str, str] = field(default_factory=dict)
     managers: list[SpeculativeBatchingManager] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -115,6 +119,8 @@ class ServeSettings:
         self, model: PreTrainedModel, config: GenerationConfig, settings: ContinuousBatchingConfig | None
     ) -> SpeculativeBatchingManager:
         """A manager that runs."""
+        for name, place in self.adapters.items():
+            model.load_adapter(place, adapter_name=name)
         manager = model.init_continuous_batching(
             generation_config=config,
             continuous_batching_config=replace(
@@ -322,9 +328,12 @@ def _options_of(
 
 
 def _checking_handler(
-    handle: Callable[[dict, str], Awaitable[Any]], kind: str
+    handle: Callable[[dict, str], Awaitable[Any]], kind: str, adapters: Collection[str], target: str
 ) -> Callable[[dict, str], Awaitable[Any]]:
-    """`handle_request` of a handler of transformers' server, for what requests of a `kind` ask for besides."""
+    """`handle_request` of a handler of transformers' server, for what requests of a `kind` ask for besides.
+
+    Their model is the `target`, or one of its `adapters`.
+    """
     from fastapi.responses import JSONResponse, StreamingResponse
 
     async def answer(parsed: ParsedBody, request_id: str) -> Any:
@@ -342,6 +351,11 @@ def _checking_handler(
 
     async def handle_request(body: dict, request_id: str) -> Any:
         parsed = read_body(kind, body)
+        if adapters:
+            name = body.get("model")
+            parsed.options["adapter_name"] = name if name in adapters else NO_ADAPTER
+            if name in adapters:
+                parsed.body["model"] = target
         if parsed.n == 1:
             found = await answer(parsed, request_id)
             return JSONResponse(found) if isinstance(found, dict) else found
@@ -383,10 +397,16 @@ def _build_server(
     from fastapi.responses import JSONResponse, PlainTextResponse
     from starlette.exceptions import HTTPException
 
+    adapters, target = list(settings.adapters), model_manager.force_model
     for one in (*args, *kwargs.values()):
         kind = _HANDLERS.get(type(one).__name__)
         if kind is not None:
-            one.handle_request = _checking_handler(one.handle_request, kind)
+            one.handle_request = _checking_handler(one.handle_request, kind, adapters, target)
+    if adapters:
+        listed = [{"id": name, "object": "model", "created": 0, "owned_by": ""} for name in (target, *adapters)]
+        listed[1:] = [one | {"parent": target} for one in listed[1:]]
+        for name in serving_parts.MODEL_LISTS:
+            setattr(model_manager, name, lambda: listed)
     app = build_server(model_manager, *args, generation_state=generation_state, **kwargs)
 
     def refusal(status: int, message: str) -> JSONResponse:
@@ -410,7 +430,7 @@ def _build_server(
         text = "".join(one.metrics() for one in settings.managers[-1:])
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
-    if model_manager.force_model is None:
+    if target is None:
         raise ValueError("The server has no target; expected one, which the drafter is for.")
     timed = next(iter(model_manager.loaded_models.values()))
     modality = model_manager.get_model_modality(timed.model, processor=timed.processor)
@@ -419,7 +439,7 @@ def _build_server(
             f"transformers' server does not run {type(timed.model).__name__} by continuous batching; expected a "
             "language model, and the option --continuous-batching."
         )
-    name, _ = split_model_id(model_manager.force_model)
+    name, _ = split_model_id(target)
     manager = generation_state.get_manager(model_manager.process_model_name(name), use_cb=True)
     manager.init_cb(timed.model, timed.model.generation_config)
     return app
@@ -437,8 +457,15 @@ def add_serve(subparsers: argparse._SubParsersAction) -> None:
     add = parser.add_argument
     add("target", help="folder or Hub repository of the target")
     add("--drafter", help="folder or Hub repository of its drafter; without one, rounds have no drafts")
+    add(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a LoRA adapter of PEFT, its folder or repository, which requests name as their model; may be repeated",
+    )
     add("--num-assistant-tokens", "-k", help='draft tokens a round, or "auto", the default: chosen round by round')
-    add("--tree", type=int, help="verify so many drafts as a tree; 0 for chains only, see docs/generate.md")
+    add("--tree", help='drafts that are verified as a tree; 0, the default, for chains; "auto": chosen round by round')
     add("--max-requests", type=int, help="most requests that run at once; by default 256 on a GPU, 16 on a CPU")
     add("--max-queue-size", type=int, default=0, help="most requests that wait, 0 for any number; others are refused")
     add(
@@ -469,18 +496,28 @@ def run_serve(arguments: argparse.Namespace) -> None:
     Raises:
         OSError, ValueError: an argument is invalid, or the server cannot be started.
     """
-    number = arguments.num_assistant_tokens
+    adapters = dict(one.partition("=")[::2] for one in arguments.adapter)
+    wrong = len(adapters) < len(arguments.adapter) or not all(adapters.keys()) or not all(adapters.values())
+    if wrong or {arguments.target, NO_ADAPTER} & adapters.keys():
+        raise ValueError(
+            f"--adapter is {', '.join(arguments.adapter)}; expected NAME=FOLDER with names that differ, none of them "
+            f"the target's or {NO_ADAPTER}."
+        )
+    number, tree = (
+        int(one) if one is not None and one.isdigit() else one
+        for one in (arguments.num_assistant_tokens, arguments.tree)
+    )
     if number is not None:
-        number = check_num_or_auto(int(number) if number.isdigit() else number)
+        check_num_or_auto(number)
 
     def load_drafter(model: PreTrainedModel) -> Drafter:
         if arguments.drafter is None:
             return NoDrafter(model)
         drafter = AutoDrafter.from_pretrained(arguments.drafter, target=model)
-        return drafter.configure(number, tree=arguments.tree)
+        return drafter.configure(number, tree=tree)
 
     names = ("max_requests", "max_queue_size", "longest", "warmup", "max_length", "shutdown_timeout")
-    with serving(ServeSettings(load_drafter, **{name: getattr(arguments, name) for name in names})):
+    with serving(ServeSettings(load_drafter, adapters=adapters, **{name: getattr(arguments, name) for name in names})):
         serving_parts.command_line()(
             ["serve", arguments.target, "--continuous-batching", *arguments.others], prog_name="hf-specdec"
         )

@@ -15,6 +15,7 @@ from ..errors import first_line
 from ..host.generation import GenerationMixin, default_settings
 from ..modules.module_hooks import without_hooks
 from ..modules.signature import keep, looked_at_once, signature_of
+from ..modules.weights import may_round_inputs
 from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts
 from ..patching.support import configured_layers
 
@@ -76,7 +77,9 @@ def is_exact_arithmetic(model: PreTrainedModel, logits: torch.Tensor) -> bool:
         return False
     if any(torch.equal(logits, logits.to(dtype).to(logits)) for dtype in (torch.bfloat16, torch.float16)):
         return False
-    return model.dtype == torch.float32 and not (model.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32)
+    if model.dtype != torch.float32 or (model.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32):
+        return False
+    return not any(map(may_round_inputs, model.modules()))
 
 
 class Generated(NamedTuple):

@@ -1,4 +1,4 @@
-"""A drafter that learns while its target is trained, from the passes that the trainer makes of the target."""
+"""A drafter that learns while its target is trained, from passes that are made of the target in any case."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from ..drafters.dflash import DFlashDrafter
 from ..drafters.walking import WalkingDrafter
 from ..modules.hidden_states import LAST_HIDDEN_STATE, AuxHiddenStateRecorder, decoder_of
 from .objective import Batch, BlockObjective, DraftObjective, Objective, Teacher, summarize
+from .rollouts import Rollouts
+
+SOURCES = TRAINER, ROLLOUTS = "trainer", "rollouts"
 
 
 class _Pass(NamedTuple):
@@ -38,13 +41,16 @@ class _Pass(NamedTuple):
 
 
 class DrafterLearner(AbstractContextManager["DrafterLearner"]):
-    """Context in which a drafter learns from the passes with gradients that are made of its target in training mode.
+    """Context in which a drafter learns from passes of its target: a trainer's, or those that generate its rollouts.
 
-    Hidden states and the target's distributions are those of these passes, so the target runs no further pass. The
-    drafter learns where a pass is asked for logits: at the tokens before which `logits_to_keep` begins, or whose
-    `labels` are not -100; else at all tokens. `step` trains a copy of the drafter in float32, and publishes it by
-    `Drafter.load_weights`, so nothing is captured anew. The training itself is as without it, random numbers included.
-    In several processes gradients are averaged, so all of them are to call `step` equally often.
+    Hidden states and the target's distributions are those of these passes, so the target runs no further pass. A
+    trainer's are those with gradients in training mode. The drafter learns where they are asked for logits: at the
+    tokens before which `logits_to_keep` begins, or whose `labels` are not -100; else at all tokens. Of rollouts, that
+    is of all texts that calls on the static engine generate with the drafter, it learns the new tokens.
+
+    `step` trains a copy of the drafter in float32, and publishes it by `Drafter.load_weights`, so nothing is captured
+    anew. The training itself is as without it, random numbers included. In several processes gradients are averaged,
+    so all of them are to call `step` equally often.
 
     Args:
         drafter: bound to the target; of a family that is trained by `unroll` or `unroll_blocks`, such as EAGLE-3,
@@ -54,14 +60,17 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         num_steps: drafts of a chain; by default the drafter's own number of draft tokens.
         step_decay: draft s has the weight `step_decay ** s`.
         temperature: at which texts are drawn, whose distributions the drafter learns.
-        max_tokens: most tokens of the passes between two steps that are kept, with their hidden states.
+        max_tokens: most tokens of the passes between two steps that are kept, with their hidden states: the first
+            ones of a trainer, the last ones of rollouts.
+        source: `"trainer"` or `"rollouts"`. The latter needs no pass of a trainer; buffers of calls have hidden states
+            at all slots then, and are captured once more.
 
     Attributes:
         skipped: passes that nothing was learned from: of embeddings, of several texts packed in a row, or in a step
-            whose gradients are not finite, which leaves the drafter as it was.
+            whose gradients are not finite, which leaves the drafter as it was; and rollouts that were not kept.
 
     Raises:
-        ValueError: the drafter is not bound to the target, or is of another family.
+        ValueError: the drafter is not bound to the target, or is of another family; another `source`.
     """
 
     def __init__(
@@ -73,7 +82,10 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         step_decay: float = 0.8,
         temperature: float = 1.0,
         max_tokens: int = 8192,
+        source: str = TRAINER,
     ):
+        if source not in SOURCES:
+            raise ValueError(f'source is {source!r}; expected "trainer" or "rollouts".')
         self.drafter, self._target = drafter, innermost(model)
         drafter.check_bound_to(self._target)
         with self._random_numbers():
@@ -81,7 +93,7 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         self._teacher = Teacher(self._target, self._student, temperature=temperature)
         self._objective = _objective(self._student, num_steps or drafter.num_own_draft_tokens, step_decay)
         self._optimizer = torch.optim.AdamW(self._student.parameters(), lr=learning_rate, betas=(0.9, 0.95))
-        self._max_tokens, self.skipped = max_tokens, 0
+        self._max_tokens, self._source, self.skipped = max_tokens, source, 0
         self._passes: list[_Pass] = []
         self._counts: torch.Tensor | int = 0
         self._handles: list[Any] = []
@@ -90,6 +102,9 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         self._asked: Mapping[str, Any] = {}
 
     def __enter__(self) -> DrafterLearner:
+        if self._source == ROLLOUTS:
+            self.drafter.rollouts = Rollouts(self._student.aux_hidden_state_layer_ids, self._max_tokens)
+            return self
         decoder = decoder_of(self._target)
         self._handles = [
             self._target.register_forward_pre_hook(self._note_question, with_kwargs=True),
@@ -101,7 +116,7 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
     def __exit__(self, *exception: Any) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._passes = [], []
+        self._handles, self._passes, self.drafter.rollouts = [], [], None
 
     # Hooks of this folder do not count for engines (`modules.module_hooks`): they do nothing in passes of theirs.
 
@@ -151,6 +166,8 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
     def step(self) -> None:
         """Learn from the passes since the last step, and let calls use what was learned."""
         passes, self._passes = self._passes, []
+        if self.drafter.rollouts is not None:
+            passes = self._pass_of_rollouts(self.drafter.rollouts)
         self._student.sync_with(self._target)
         counts = []
         for one in passes:
@@ -178,6 +195,23 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         self._optimizer.zero_grad(set_to_none=True)
         if is_finite:
             self.drafter.load_weights(dict(self._student.named_parameters()))
+
+    def _pass_of_rollouts(self, rollouts: Rollouts) -> list[_Pass]:
+        """The texts of `rollouts` as a pass over all of them, none if there are none."""
+        self.skipped, rollouts.dropped = self.skipped + rollouts.dropped, 0
+        texts, pad = rollouts.take(), nn.utils.rnn.pad_sequence
+        if not texts:
+            return []
+        input_ids = pad([one.tokens for one in texts], batch_first=True)
+        counts = [[len(one.tokens), max(one.prompt_length, 1)] for one in texts]
+        lengths, prompt_lengths = torch.tensor(counts, device=input_ids.device).split(1, dim=1)
+        # The last token of a text has none, and none are read.
+        states = nn.functional.pad(pad([one.hidden_states for one in texts], batch_first=True), (0, 0, 0, 1))
+        width = self._target.config.get_text_config().hidden_size
+        hidden, aux = states[..., -width:], states
+        if not self._student.reads_last_hidden_state:
+            aux = states[..., :-width] if rollouts.layer_ids else None
+        return [_Pass(input_ids, lengths, prompt_lengths, hidden, aux)]
 
     def metrics(self) -> dict[str, Any]:
         """What `summarize` finds in the steps since the last call; empty if nothing was learned from."""

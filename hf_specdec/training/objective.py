@@ -159,19 +159,27 @@ class Objective(nn.Module):
             not greedy there; the others have weight 1. Drafts after the end of a chain are never accepted; and a mask
             token, which does not see the drafts before it, learns to continue the greedy chain instead of an average
             over many texts.
+        loss: of a draft, one of `LOSSES`.
     """
 
-    def __init__(self, drafter: CachedDrafter, num_steps: int, step_decay: float, survival_floor: float = 1.0):
+    def __init__(
+        self,
+        drafter: CachedDrafter,
+        num_steps: int,
+        step_decay: float,
+        survival_floor: float = 1.0,
+        loss: str = "cross-entropy",
+    ):
         super().__init__()
         self.drafter = drafter
         self.survival_floor = survival_floor
         weights = torch.tensor([step_decay**step for step in range(num_steps)])
         self.step_weights = (weights / weights.sum()).tolist()
-        self.row_losses = _row_losses
+        self.row_losses = LOSSES[loss]
 
     def compile_parts(self) -> None:
         """Compile the layers and the loss, for dynamic shapes."""
-        self.row_losses = torch.compile(_row_losses, dynamic=True)
+        self.row_losses = torch.compile(self.row_losses, dynamic=True)
         compile_layers(self.drafter)
 
     def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,8 +191,11 @@ class BlockObjective(Objective):
     """Loss and metrics of a DFlash or DSpark drafter: blocks after random positions of the answers.
 
     Args:
-        drafter, num_steps, step_decay, survival_floor: as of `Objective`.
+        drafter, num_steps, step_decay, survival_floor, loss: as of `Objective`.
         num_anchors: most blocks of a document.
+        replay_share: in training, share of the blocks that are moved to where the round after them would begin: behind
+            the drafts that are accepted and the target's own token. Draft-OPD (arXiv 2605.29343) replays drafting from
+            these positions, at which drafts have just failed.
     """
 
     def __init__(
@@ -193,25 +204,48 @@ class BlockObjective(Objective):
         num_steps: int,
         step_decay: float,
         survival_floor: float = 1.0,
+        loss: str = "cross-entropy",
         num_anchors: int = 64,
+        replay_share: float = 0.0,
     ):
-        super().__init__(drafter, num_steps, step_decay, survival_floor)
-        self.num_anchors = num_anchors
+        super().__init__(drafter, num_steps, step_decay, survival_floor, loss)
+        self.num_anchors, self.replay_share = num_anchors, replay_share
 
     def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
         """As of `Objective`. A draft exists if its token and those before it in the block are in the answer; it counts
         in the loss if the target's most likely token is in the draft vocabulary.
         """
-        drafter, num_steps, input_ids = self.drafter, len(self.step_weights), target_outputs.input_ids
-        shape, places = input_ids.shape, target_outputs.places
+        input_ids, places = target_outputs.input_ids, target_outputs.places
         number = torch.full((input_ids.numel(),), -1, device=places.device)
         number[places] = torch.arange(len(places), device=places.device)
-        number = number.view(shape)
+        number = number.view(input_ids.shape)
         most_places = max(after - before for before, after in pairwise(target_outputs.places_before))
         anchors, is_anchor = self._choose(number >= 0, min(self.num_anchors, max(most_places, 1)))
+        replayed = round(self.replay_share * anchors.shape[1]) if self.training else 0
+        if replayed > 0:
+            with torch.no_grad():
+                accepted = self._compare(target_outputs, number, anchors[:, :replayed], is_anchor[:, :replayed])[2]
+            following = (anchors[:, :replayed] + 1 + accepted).clamp(max=input_ids.shape[1] - 1)
+            begins = number.gather(1, following) >= 0
+            anchors[:, :replayed] = following.where(begins, anchors[:, :replayed])
+        return self._compare(target_outputs, number, anchors, is_anchor)[:2]
+
+    def _compare(
+        self, target_outputs: TargetOutputs, number: torch.Tensor, anchors: torch.Tensor, is_anchor: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Loss and counts of the blocks at `anchors` `[B, A]`, and how many drafts of each are accepted, `[B, A]`.
+
+        Args:
+            target_outputs: of the target.
+            number: `[B, S]`, the number of each place, -1 elsewhere.
+            anchors: `[B, A]` int64 positions.
+            is_anchor: `[B, A]`, whether there is a block.
+        """
+        drafter, num_steps, shape = self.drafter, len(self.step_weights), number.shape
+        input_ids = target_outputs.input_ids
         normed = drafter.unroll_blocks(input_ids, target_outputs.aux_hidden_states, anchors, num_steps)
 
-        at = anchors[..., None] + torch.arange(num_steps, device=places.device)
+        at = anchors[..., None] + torch.arange(num_steps, device=anchors.device)
         is_inside, at = at < shape[1], at.clamp(max=shape[1] - 1).flatten(1)
         number, before, goes_on = (
             values.gather(1, at).view_as(is_inside)
@@ -220,12 +254,13 @@ class BlockObjective(Objective):
         exists = (is_inside & (number >= 0) & is_anchor[..., None]).cumprod(dim=-1).bool()
         inputs, head = drafter.head_inputs(normed, before)
         alive, total, counts = is_anchor.flatten(), 0.0, []
+        num_accepted = torch.zeros_like(alive, dtype=torch.int64)
         for step, weight in enumerate(self.step_weights):
             here, rows = exists[..., step].flatten(), number[..., step].flatten().clamp(min=0)
             reached = here & alive
             weights = torch.where(reached, 1.0, self.survival_floor) * (here & target_outputs.covered[rows])
             hidden = inputs[..., step, :].flatten(0, 1)
-            losses, drafts = _SoftCrossEntropy.apply(
+            losses, drafts = _HeadLoss.apply(
                 hidden, head, target_outputs.probs[rows], compute_dtype(hidden), self.row_losses
             )
             loss = (losses * weights).sum()
@@ -237,7 +272,8 @@ class BlockObjective(Objective):
             row = (loss.detach(), weights.sum(), here.sum(), (here & hits).sum(), reached.sum(), accepted.sum())
             counts.append(torch.stack([count.double() for count in row]))
             alive = accepted & goes_on[..., step].flatten()
-        return total, torch.stack(counts)
+            num_accepted += alive
+        return total, torch.stack(counts), num_accepted.view_as(anchors)
 
     def _choose(self, is_place: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`count` different positions of each row, `[B, count]`, and whether they are among `is_place` `[B, S]`: random
@@ -254,7 +290,7 @@ class DraftObjective(Objective):
     """Loss and metrics of all other drafters, which draft from every position (training-time test).
 
     Args:
-        drafter, num_steps, step_decay, survival_floor: as of `Objective`.
+        drafter, num_steps, step_decay, survival_floor, loss: as of `Objective`.
         depth_ratio: in training, step s unrolls only `depth_ratio ** s` of a batch's rows.
         round_floor: weight of the chains that greedy decoding with these drafts would not begin (`round_starts`), times
             that of `survival_floor`. Rounds begin where drafts have just failed, at harder places than most; Draft-OPD
@@ -266,11 +302,12 @@ class DraftObjective(Objective):
         drafter: CachedDrafter,
         num_steps: int,
         step_decay: float,
-        depth_ratio: float = 1.0,
         survival_floor: float = 1.0,
+        loss: str = "cross-entropy",
+        depth_ratio: float = 1.0,
         round_floor: float = 1.0,
     ):
-        super().__init__(drafter, num_steps, step_decay, survival_floor)
+        super().__init__(drafter, num_steps, step_decay, survival_floor, loss)
         self.depth_ratio, self.round_floor = depth_ratio, round_floor
 
     def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -293,7 +330,7 @@ class DraftObjective(Objective):
             slots = (target_outputs.places[unrolled] - step - drafter.shift).clamp(min=0)
             unrolled_slots = slots // width * (width - first) + (slots % width - first).clamp(min=0)
             hidden = normed.flatten(0, 1)[unrolled_slots] * drafter.logit_scale
-            losses, drafts = _SoftCrossEntropy.apply(
+            losses, drafts = _HeadLoss.apply(
                 hidden, head, target_outputs.probs[unrolled], compute_dtype(hidden), self.row_losses
             )
             hits = (drafts if target_ids is None else target_ids[drafts]) == target_outputs.best[unrolled]
@@ -397,7 +434,7 @@ def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
-def _row_losses(logits: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _cross_entropies(logits: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cross-entropies of `logits` and `probs`, both `[n, V_d]`, their gradients in `logits`, best tokens."""
     scores, probs = logits.float(), probs.float()
     norm = scores.logsumexp(dim=-1, keepdim=True)
@@ -405,8 +442,25 @@ def _row_losses(logits: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor
     return losses, ((scores - norm).exp() - probs).to(logits.dtype), logits.argmax(dim=-1)
 
 
-class _SoftCrossEntropy(torch.autograd.Function):
-    """Draft head and cross-entropy in one function, so that the logits of a step are never in memory all at once.
+def _dspark_losses(logits: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `_cross_entropies`, of DSpark's loss (arXiv 2607.05147): 0.1 cross-entropy + 0.9 |q - p|, where q is the
+    softmax of `logits`. |q - p| is twice the chance that a draft drawn from q is refused."""
+    scores, probs = logits.float(), probs.float()
+    norm = scores.logsumexp(dim=-1, keepdim=True)
+    drafted = (scores - norm).exp()
+    apart = drafted - probs
+    losses = 0.1 * (probs * (norm - scores)).sum(dim=-1) + 0.9 * apart.abs().sum(dim=-1)
+    signs = apart.sign()
+    grad = 0.1 * apart + 0.9 * drafted * (signs - (drafted * signs).sum(dim=-1, keepdim=True))
+    return losses, grad.to(logits.dtype), logits.argmax(dim=-1)
+
+
+# Losses of a draft's distribution, by name.
+LOSSES = {"cross-entropy": _cross_entropies, "dspark": _dspark_losses}
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Draft head and loss in one function, so that the logits of a step are never in memory all at once.
 
     The gradient of each row's loss in its hidden state is computed in the forward pass, one chunk of rows at a time,
     and scaled in the backward pass, since the weights of rows depend on the drafts. That of a head that is trained

@@ -383,10 +383,14 @@ def test_which_calls_may_choose_trees(monkeypatch):
         return bool(chosen)
 
     drafter = random_peagle(target)
-    assert chooses(drafter) and not chooses(drafter, num_assistant_tokens=3) and not chooses(drafter, tree=0)
+    assert not chooses(drafter) and chooses(drafter, tree="auto")
+    drafter.configure(tree="auto")
+    assert chooses(drafter) and not chooses(drafter, tree=0)
+    assert not chooses(drafter, num_assistant_tokens=3)
+    assert "chains, since num_assistant_tokens is 3" in drafter.stats.reason
     assert not chooses(drafter, do_sample=True) and not chooses(drafter, repetition_penalty=1.2)
     assert chooses(drafter.configure(verification="match"), do_sample=True, seeds=[1, 2])
-    assert not chooses(drafter.configure(tree=0)) and not chooses(random_mtp(target))
-    assert chooses(random_eagle3(target))
+    assert not chooses(drafter.configure(tree=0)) and chooses(random_eagle3(target), tree="auto")
     hybrid = tiny_target("qwen3-next")
-    assert not chooses(random_draft_model(hybrid, parallel=True), hybrid)
+    drafter = random_draft_model(hybrid, parallel=True)
+    assert not chooses(drafter, hybrid, tree="auto") and "chains, since" in drafter.stats.reason

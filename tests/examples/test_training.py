@@ -197,24 +197,26 @@ import sys
 sys.path[:0] = {paths!r}
 import pytest
 from test_training import tiny_target, train
-train(pytest.MonkeyPatch(), tiny_target(), *map({path}, {folders!r}), "--steps", "100", "--save-every", "4", *{more!r})
+train(pytest.MonkeyPatch(), tiny_target(), *map({path}, {folders!r}), *{more!r}, family={family!r})
 """
 
 
 def test_a_killed_run_resumes_to_the_same_curve(monkeypatch, tmp_path):
     """A process is killed somewhere, twice: at any place of a step, or while it writes a checkpoint."""
+    family, more = "dspark", ("--replay-share", "0.5", "--survival-floor", "0.5", "--loss", "dspark")
     target, curve = tiny_target(), []
     folder = write_tiny_data(target, tmp_path / "data")
-    more = ("--round-floor", "0.5", "--survival-floor", "0.5")
-    whole = train(monkeypatch, target, folder, tmp_path / "whole", "--steps", "100", "--save-every", "4", *more)
+    steps = ("--steps", "40", "--save-every", "4")
+    whole = train(monkeypatch, target, folder, tmp_path / "whole", *steps, *more, family=family)
 
     out = tmp_path / "killed"
-    for points, resume in ((3, ()), (12, ("--resume",))):
+    for points, resume in ((2, ()), (6, ("--resume",))):
         program = KILLED.format(
             paths=[str(Path(__file__).parent), str(Path(targets.__file__).parent)],
             path="__import__('pathlib').Path",
             folders=(str(folder), str(out)),
-            more=(*more, *resume),
+            more=(*steps, *more, *resume),
+            family=family,
         )
         process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         while len(curve) < points:
@@ -226,7 +228,7 @@ def test_a_killed_run_resumes_to_the_same_curve(monkeypatch, tmp_path):
         process.kill()
         process.communicate()
     assert len(curve) < len(whole)
-    resumed = train(monkeypatch, target, folder, out, "--steps", "100", "--save-every", "4", "--resume", *more)
+    resumed = train(monkeypatch, target, folder, out, *steps, "--resume", *more, family=family)
     for a, b in zip(whole, resumed, strict=True):
         assert (a["step"], a["train"], a["held_out"]) == (b["step"], b["train"], b["held_out"])
 
@@ -899,8 +901,8 @@ def test_rounds_begin_behind_what_the_round_before_commits():
 
 
 @pytest.mark.parametrize("family", BLOCK_FAMILIES)
-@pytest.mark.parametrize("floor", [1.0, 0.25])
-def test_counts_and_loss_of_blocks_by_hand(family, floor):
+@pytest.mark.parametrize(("floor", "loss_name"), [(1.0, "cross-entropy"), (0.25, "dspark")])
+def test_counts_and_loss_of_blocks_by_hand(monkeypatch, family, floor, loss_name):
     """Each block on its own, after the text up to it."""
     target, steps, decay = tiny_target(), 3, 0.5
     options = [*OPTIONS[family], "--num-steps", str(steps), "--anchors", "20", "--steps", "1"]
@@ -916,23 +918,26 @@ def test_counts_and_loss_of_blocks_by_hand(family, floor):
     documents = data.Documents(torch.cat(texts), lengths, torch.tensor([3, 2]), max_length=512)
     batch = documents.batch(torch.tensor([0, 1]))
     lesson = objective.Teacher(target, drafter).read(batch)
-    whole = objective.BlockObjective(drafter, steps, decay, floor, num_anchors=20)
+    practice = objective.BlockObjective(drafter, steps, decay, num_anchors=20)
     optimizer = torch.optim.Adam(drafter.parameters(), lr=0.01)
     for _ in range(15):  # so that it is often right
         optimizer.zero_grad()
-        whole(lesson)[0].backward()
+        practice(lesson)[0].backward()
         optimizer.step()
+    whole = objective.BlockObjective(drafter, steps, decay, floor, loss_name, num_anchors=20)
     loss, counts = whole.eval()(lesson)
 
     ids, sums = drafter.target_ids, [[[], [], 0, 0, 0, 0] for _ in range(steps)]
+    following: list[list[int]] = []
     for text, prompt_length in zip(texts, (3, 2), strict=True):
         text = text.long()
+        following.append([])
         logits = target(text[None]).logits[0]
         best = logits.argmax(-1)
         for anchor in range(prompt_length, len(text) - 1):
             states = read_hidden_states(target, drafter, text[None])
             normed = drafter.unroll_blocks(text[None], states, torch.tensor([[anchor]]), steps)[0, 0]
-            alive = True
+            alive, begin = True, None
             for step in range(min(steps, len(text) - 1 - anchor)):
                 place = anchor + step
                 draft = drafter.logits(normed[step])
@@ -942,11 +947,17 @@ def test_counts_and_loss_of_blocks_by_hand(family, floor):
                 losses, weights, *numbers = sums[step]
                 hit = int(ids[draft.argmax()] == best[place])
                 if best[place] in ids:
+                    probs = logits[place, ids].softmax(-1)
+                    one = -(probs * draft.log_softmax(-1)).sum()
+                    if loss_name == "dspark":
+                        one = 0.1 * one + 0.9 * (draft.softmax(-1) - probs).abs().sum()
                     weights.append(1.0 if alive else floor)
-                    losses.append(-weights[-1] * (logits[place, ids].softmax(-1) * draft.log_softmax(-1)).sum())
+                    losses.append(weights[-1] * one)
                 added = (1, hit, int(alive), int(alive and hit))
                 sums[step][2:] = [number + more for number, more in zip(numbers, added, strict=True)]
                 alive = bool(alive and hit and text[place + 1] == best[place])
+                begin = place + 1 + alive if alive or begin is None else begin
+            following[-1].append(begin if begin < len(text) - 1 else anchor)
     expected_loss = 0.0
     for step, (losses, weights, *numbers) in enumerate(sums):
         assert counts[step, 1:].tolist() == pytest.approx([sum(weights), *numbers])
@@ -960,6 +971,22 @@ def test_counts_and_loss_of_blocks_by_hand(family, floor):
     expected = torch.autograd.grad(expected_loss, list(trained.values()))
     for a, b in zip(grads, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+    seen, compare = [], whole._compare
+    monkeypatch.setattr(whole, "_compare", lambda *args: seen.append(args[2:]) or compare(*args))
+    whole.replay_share = 1.0
+    whole(lesson)  # as it is measured
+    whole.train()(lesson)
+    replayed, is_anchor = seen[-1]
+    assert len(seen) == 3
+    assert [sorted(row[there].tolist()) for row, there in zip(replayed, is_anchor, strict=True)] == [
+        sorted(row) for row in following
+    ]
+    assert any(
+        begin - anchor > 1
+        for row, start in zip(following, (3, 2), strict=True)
+        for anchor, begin in enumerate(row, start)
+    )
 
 
 def test_random_anchors_are_different_places_of_the_answers():
@@ -1200,3 +1227,19 @@ def test_committed_prompts_are_many_and_different():
     for name, least in (("chat", 100), ("code", 80), ("long", 40)):
         texts = load_prompts(EXAMPLES / "prompts" / f"{name}.jsonl")
         assert len({" ".join(prompts.normalized_words(text)) for text in texts}) == len(texts) >= least
+
+
+def test_an_estimate_before_training(monkeypatch, tmp_path, capsys):
+    target, out = tiny_target(), tmp_path / "out"
+    folder = write_tiny_data(target, tmp_path / "data")
+    with pytest.raises(FileNotFoundError):  # nothing is trained
+        train(monkeypatch, target, folder, out, "--steps", "12", "--estimate", family="dspark")
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("estimate: ")]
+    found = json.loads(line.removeprefix("estimate: "))
+    documents = data.Documents.load(folder, 512)
+    of_epoch = len(documents.epoch(documents.split(6, 0)[0], 128, 0))
+    assert found["steps"] == 12 and 0 < found["target_share"] < 1 and found["seconds"] > 0
+    assert found["epochs"] == pytest.approx(12 / of_epoch, rel=0.01)
+    assert found["minutes"] == pytest.approx(12 * found["seconds"] / 60, rel=0.02)
+    assert found["states_gb"] == pytest.approx(2 * 32 * len(documents.tokens) / 1e9, rel=0.01)  # one layer's
+    assert not out.exists()

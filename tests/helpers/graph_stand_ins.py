@@ -62,7 +62,8 @@ class Replay:
         model, drafter, target, before = self._host
         assert Replay.host is not None or traces(model, drafter) == before, "modules were changed for a replay"
         with _hosted(model, drafter, False) as again:
-            target.recorder, target.adapters = again.recorder, again.adapters
+            for name in ("recorder", "rollouts_recorder", "adapters"):
+                setattr(target, name, getattr(again, name))
             in_place(self.result, self._function())
         return self.result
 

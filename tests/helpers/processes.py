@@ -8,16 +8,21 @@ from pathlib import Path
 from case_counts import tries_all
 
 ROOT = Path(__file__).parents[2]
+# `accelerate launch` has no launcher of its own for several processes on CPUs; this one starts them, as torchrun does.
+ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def launch(program: str | Path, *arguments: object, processes: int = 2, on_gpus: bool = False) -> subprocess.Popen:
+def launch(
+    program: str | Path, *arguments: object, processes: int = 2, on_gpus: bool = False, slow_launcher: list = TORCHRUN
+) -> subprocess.Popen:
     """Start `program`, on CPUs also where there are GPUs; output is in `stdout`.
 
-    Several processes are started by torchrun on a GPU and with `--slow`, else by `forked_ranks.py`, which takes less.
+    Several processes are started by `slow_launcher` on a GPU and with `--slow`, else by `forked_ranks.py`, which takes
+    less.
     """
     helpers = ROOT / "tests" / "helpers"
-    launcher = TORCHRUN if on_gpus or tries_all else [str(helpers / "forked_ranks.py")]
+    launcher = slow_launcher if on_gpus or tries_all else [str(helpers / "forked_ranks.py")]
     folders = [str(ROOT), str(helpers), str(ROOT / "examples")]
     settings = {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
     if not on_gpus:

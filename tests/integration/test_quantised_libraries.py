@@ -3,10 +3,15 @@
 Where a kernel knows how a library stores weights, the same is asked of it, in Triton's interpreter or the reference.
 """
 
+import gc
+from pathlib import Path
+
 import pytest
 import torch
+from compressed import arguments, save_compressed
 from lossless import PROMPTS, greedy
 from oracle import random_draft_model, random_eagle3
+from safetensors.torch import load_file
 from targets import padded_prompts, set_policy
 from torch import nn
 from transformers import (
@@ -19,12 +24,14 @@ from transformers import (
 )
 from transformers.integrations import finegrained_fp8
 
-from hf_specdec import ops
+from hf_specdec import AutoDrafter, ops
 from hf_specdec.kernels import linear_reference
 from hf_specdec.kernels.stored_weight_reference import dequantise
 from hf_specdec.kernels.types import StoredWeight
+from hf_specdec.modules.signature import _plain_parts
+from hf_specdec.modules.stored_linear import keep_stored
+from hf_specdec.modules.weights import PLAIN_WEIGHTS, quantised_class, register_weight_kind, weight_of
 from hf_specdec.modules.weights import _readers as readers
-from hf_specdec.modules.weights import quantised_class, register_weight_kind, weight_of
 
 SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.1}
@@ -42,6 +49,12 @@ def torchao(name, **options):
 def bitsandbytes(**options):
     pytest.importorskip("bitsandbytes")
     return BitsAndBytesConfig(**options)
+
+
+def compressed(*weights, inputs=None, **options):
+    """Of a checkpoint, whose configuration says how it is quantised."""
+    pytest.importorskip("compressed_tensors")
+    return {"weights": arguments(*weights, **options), "inputs": inputs and arguments(*inputs, dynamic=True)}
 
 
 # By library and format: its configuration, the class that tells the kind, and whether the kernels know it.
@@ -64,12 +77,37 @@ LIBRARIES = {
         False,
     ),
     "bitsandbytes int8": (lambda: bitsandbytes(load_in_8bit=True), "bitsandbytes.Linear8bitLt", False),
+    "compressed-tensors W4A16": (
+        lambda: compressed(4, "int", "group", group_size=32),
+        "hf_specdec.StoredLinear",
+        True,
+    ),
+    "compressed-tensors int8": (
+        lambda: compressed(8, "int", "channel", inputs=(8, "int", "token")),
+        "hf_specdec.StoredLinear",
+        True,
+    ),
+    "compressed-tensors float8": (
+        lambda: compressed(8, "float", "channel", inputs=(8, "float", "token")),
+        "hf_specdec.StoredLinear",
+        True,
+    ),
+    "compressed-tensors float8, blocks": (
+        lambda: compressed(8, "float", "block", block_structure=[128, 128]),
+        "hf_specdec.StoredLinear",
+        True,
+    ),
 }
 
 
-# Inputs are rounded by what all tokens of a pass are: by one scale, or with the columns apart in which one is large. So
-# texts depend on how many tokens a pass has, without a drafter, too.
-OF_ALL_TOKENS = {"torchao int8, inputs too", "bitsandbytes int8"}
+# Inputs are rounded, by torchao and bitsandbytes as all tokens of a pass are. So what differs in the last bit, as sums
+# of other numbers of tokens do, may differ by a step, without a drafter, too.
+ROUND_INPUTS = {
+    "torchao int8, inputs too",
+    "bitsandbytes int8",
+    "compressed-tensors int8",
+    "compressed-tensors float8",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -92,8 +130,13 @@ def targets(tmp_path_factory):
             config = FAMILIES[family](**SIZES, **HEADS, **IDS)
             AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folders[family])
         if (library, family) not in loaded:
-            options = {"quantization_config": settings, "dtype": torch.float32}
-            model = AutoModelForCausalLM.from_pretrained(folders[family], **options).eval()
+            folder, options = folders[family], {"dtype": torch.float32}
+            if isinstance(settings, dict):
+                model, folder = AutoModelForCausalLM.from_pretrained(folder, **options), tmp_path_factory.mktemp("file")
+                save_compressed(model, folder, **settings)
+            else:
+                options["quantization_config"] = settings
+            model = keep_stored(AutoModelForCausalLM.from_pretrained(folder, **options).eval())
             model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
             loaded[library, family] = model
         return loaded[library, family]
@@ -115,16 +158,16 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 def test_texts_are_those_without_a_drafter(library, family, targets):
     target = targets(library, family)
     assert {quantised_class(one) for one in layers_of(target)} == {LIBRARIES[library][1]}
-    for lengths, drafter in (
-        (PROMPTS[1], random_eagle3(target, own_embedding=False, own_head=False)),
-        (PROMPTS[3], random_draft_model(target)),
-    ):
+    drafters = [(PROMPTS[3], random_draft_model(target))]
+    if family == "llama":
+        drafters.append((PROMPTS[1], random_eagle3(target, own_embedding=False, own_head=False)))
+    for lengths, drafter in drafters:
         # One prompt, where a pass over several, padded or packed, would round otherwise.
-        inputs = prompts_for(lengths[:1] if library in OF_ALL_TOKENS else lengths)
+        inputs = prompts_for(lengths[:1] if library in ROUND_INPUTS else lengths)
         found = greedy(target, inputs, drafter, 3)
         assert drafter.stats.engine == "static" and LIBRARIES[library][1] in drafter.stats.reason, drafter.stats.reason
         plain, width = greedy(target, inputs), inputs["input_ids"].shape[1]
-        end = width + 1 if library in OF_ALL_TOKENS else None
+        end = width + 1 if library in ROUND_INPUTS else None
         assert torch.equal(found[:, :end], plain[:, :end])
     assert {quantised_class(one) for one in layers_of(target)} == {LIBRARIES[library][1]}, "they stay quantised"
 
@@ -136,18 +179,24 @@ def test_kinds_are_read_without_a_copy(library, targets):
         stored = weight_of(layer)
         assert (stored is not None) == LIBRARIES[library][2]
         if stored is not None:
-            assert stored.values.data_ptr() == layer.weight.qdata.data_ptr() and stored.shape == layer.weight.shape
-            torch.testing.assert_close(dequantise(stored, torch.float32), layer.weight.dequantize())
+            assert stored.shape == (layer.out_features, layer.in_features)
+            assert stored.values.data_ptr() == getattr(layer.weight, "qdata", layer.weight).data_ptr()
+            if type(layer) is nn.Linear:
+                torch.testing.assert_close(dequantise(stored, torch.float32), layer.weight.dequantize())
     assert type(weight_of(target.lm_head)) is nn.Parameter
 
 
-@pytest.mark.parametrize("library", [name for name, (_, _, is_known) in LIBRARIES.items() if is_known])
-@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize(
+    ("library", "triton"),
+    [(name, False) for name, (_, _, is_known) in LIBRARIES.items() if is_known and name not in ROUND_INPUTS]
+    + [("torchao int4 groups", True), ("compressed-tensors W4A16", True)],
+)
 def test_kernels_take_the_place_of_the_library(library, triton, targets, monkeypatch):
     """In rounds; prompts of many rows are the library's."""
     set_policy(monkeypatch, "cpu", few_row_linear=True, fused_linear=True, transposed_linear=False, triton=triton)
     target, inputs, rows = targets(library, "llama"), prompts_for(PROMPTS[1]), []
-    plain, original = greedy(target, inputs, max_new_tokens=6), ops.linear
+    new = {"max_new_tokens": 2 if triton else 6}
+    plain, original = greedy(target, inputs, **new), ops.linear
     monkeypatch.setattr(ops, "has_fast_linear", lambda inputs, _: len(inputs) <= 8)
 
     def linear(inputs, weight, bias=None):
@@ -156,10 +205,10 @@ def test_kernels_take_the_place_of_the_library(library, triton, targets, monkeyp
         return original(inputs, weight, bias)
 
     monkeypatch.setattr(ops, "linear", linear)
-    assert torch.equal(greedy(target, inputs, random_eagle3(target), 3, max_new_tokens=6), plain)
+    assert torch.equal(greedy(target, inputs, random_eagle3(target), 3, **new), plain)
     assert rows and max(rows) <= 8
     rows.clear()
-    assert torch.equal(greedy(target, inputs, max_new_tokens=6), plain) and not rows
+    assert torch.equal(greedy(target, inputs, **new), plain) and not rows
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -168,14 +217,87 @@ def test_batch_invariant_calls(library, targets, monkeypatch):
     policy = {"batch_invariant": True, "layer_kernels": True, "few_row_linear": True, "fused_linear": True}
     set_policy(monkeypatch, "cpu", **policy)
     monkeypatch.setattr("hf_specdec.hosting.eligibility.why_not_batch_invariant", lambda model: None)
-    target, inputs = targets(library, "llama"), prompts_for(PROMPTS[3])
+    target = targets(library, "llama")
+    inputs = prompts_for(PROMPTS[3][:1] if library in ROUND_INPUTS else PROMPTS[3])
     drafter = random_eagle3(target).configure(batch_invariant=True)
     if LIBRARIES[library][2]:
-        assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
+        found = greedy(target, inputs, drafter, 3)
+        assert library in ROUND_INPUTS or torch.equal(found, greedy(target, inputs))
         assert drafter.stats.batch_invariant and drafter.stats.reason == "the target and the call fit"
     else:
         with pytest.raises(ValueError, match=f"batch_invariant=True, but .*{LIBRARIES[library][1]}"):
             greedy(target, inputs, drafter, 3)
+
+
+# Bytes of a weight with its scales, which are in float32 here.
+BYTES = {"int8": 1.04, "float8": 1.04, "nf4": 0.5, "W4A16": 0.63, "groups": 1.26}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_no_dequantised_copy_appears(library, targets):
+    """Neither in the target nor elsewhere, by a call with a drafter that shares its head."""
+    target = targets(library, "llama")
+    drafter = random_eagle3(target, own_embedding=False, own_head=False)
+
+    def memory() -> tuple[float, int]:
+        layers = layers_of(target)
+        tensors, _ = _plain_parts([one for layer in layers for one in (*layer.parameters(), *layer.buffers())])
+        shapes = {(one.out_features, one.in_features) for one in layers}
+        wide = [one for one in gc.get_objects() if type(one) in PLAIN_WEIGHTS and one.shape in shapes]
+        wide = {one.data_ptr() for one in wide if one.is_floating_point() and one.itemsize > 1}
+        size = sum(one.in_features * one.out_features for one in layers)
+        return sum(one.nbytes for one in tensors) / size, len(wide)
+
+    gc.collect()
+    before = memory()
+    greedy(target, prompts_for(PROMPTS[1]), drafter, 3)
+    gc.collect()
+    assert memory() == before
+    assert before[0] <= next(most for name, most in BYTES.items() if name in library)
+
+
+@pytest.mark.parametrize("library", [name for name in LIBRARIES if "compressed" in name])
+def test_compressed_tensors_stay_as_in_the_file(library, targets, tmp_path):
+    """Their layers give what they give when compressed-tensors has decompressed them, and are saved as they were."""
+    target, inputs = targets(library, "llama"), prompts_for(PROMPTS[1])
+    target.save_pretrained(tmp_path)
+    (file,) = Path(target.name_or_path).glob("*.safetensors")
+    before, after = (load_file(one) for one in (file, tmp_path / file.name))
+    assert before.keys() == after.keys() and all(torch.equal(one, after[name]) for name, one in before.items())
+    library_own = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    torch.testing.assert_close(target(**inputs).logits, library_own(**inputs).logits)
+    assert {one.weight.dtype for one in layers_of(library_own)} == {torch.float32}
+
+
+def test_draft_models_of_compressed_tensors_stay_as_in_the_file(targets):
+    target, draft = targets("torchao int8", "llama"), targets("compressed-tensors W4A16", "llama")
+    drafter = AutoDrafter.from_pretrained(draft.name_or_path, target=target)
+    inputs = prompts_for(PROMPTS[3])
+    assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
+    assert drafter.stats.accepted > 0
+    found, expected = ([(type(one), one.weight.dtype) for one in layers_of(model)] for model in (drafter.model, draft))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "ignore"),
+    [
+        ((8, "float", "tensor"), (8, "float", "tensor"), ["lm_head"]),
+        ((8, "int", "channel"), None, ["lm_head"]),
+        ((8, "float", "channel"), None, []),
+    ],
+)
+def test_other_forms_of_compressed_tensors_get_plain_weights(weights, inputs, ignore, tmp_path):
+    """A scale for all inputs, 8 bits in words, and quantised heads: by the library, before the first pass."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, **HEADS, **IDS), dtype=torch.float32)
+    save_compressed(model, tmp_path, **compressed(*weights, inputs=inputs), ignore=ignore)
+    target = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    drafter = random_eagle3(target, own_embedding=False, own_head=False)
+    assert {one.weight.dtype for one in target.modules() if isinstance(one, nn.Linear)} == {torch.float32}
+    found = greedy(target, prompts_for(PROMPTS[1]), drafter, 3)
+    assert drafter.stats.reason == "the target and the call fit"
+    assert inputs is not None or torch.equal(found, greedy(target, prompts_for(PROMPTS[1])))
 
 
 def test_blocks_of_float8_of_transformers():

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from adapters import with_adapters
 from oracle import random_eagle3
 from targets import build_target
 from tokenizers import Tokenizer, decoders, models
@@ -254,6 +255,42 @@ def test_without_drafter(monkeypatch, folders):
 
 
 @needs_server
+def test_adapters_are_models(monkeypatch, folders, tmp_path):
+    """One for each request, by the name of the model, side by side with requests of the target."""
+    target, tokenizer, _ = folders
+    adapted = with_adapters(copy.deepcopy(target))
+    adapted.save_pretrained(tmp_path)
+
+    def work(client):
+        assert [one.id for one in client.api.models.list()] == [client.model, "a", "b"]
+        names, answers = ["a", client.model, "b"] * 2, {}
+
+        def ask(number):
+            messages = [{"role": "user", "content": tokenizer.decode([5, 6, 7])}]
+            options = {"max_tokens": 12, "stream": number == 0}
+            answer = client.api.chat.completions.create(model=names[number], messages=messages, **options)
+            answers[number] = streamed(answer)[0][0] if number == 0 else content(answer)
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(names))]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        with adapted.disable_adapter():
+            expected = {client.model: client.alone([5, 6, 7], 12)}
+        for name in ("a", "b"):
+            adapted.set_adapter(name)
+            out = adapted.generate(input_ids=torch.tensor([[5, 6, 7]]), do_sample=False, max_new_tokens=12)
+            expected[name] = tokenizer.decode(out[0, 3:], skip_special_tokens=True)
+        assert len(set(expected.values())) == 3
+        assert answers == {number: expected[name] for number, name in enumerate(names)}
+        with pytest.raises(client.openai.BadRequestError, match="pinned"):
+            client.api.chat.completions.create(model="c", messages=[{"role": "user", "content": "a"}])
+
+    served(monkeypatch, folders, work, "--adapter", f"a={tmp_path / 'a'}", "--adapter", f"b={tmp_path / 'b'}")
+
+
+@needs_server
 def test_what_cannot_be_served(monkeypatch, folders, capsys):
     folder = folders[2]
     begin = ["serve", str(folder / "target"), "--device", "cpu"]
@@ -266,6 +303,8 @@ def test_what_cannot_be_served(monkeypatch, folders, capsys):
         (["--max-requests", "0"], "--max-requests is 0; expected at least 1"),
         (["--max-length", "1"], "--max-length is 1; expected at least 2"),
         (["--shutdown-timeout", "-1"], "--shutdown-timeout is -1; expected at least 0"),
+        (["--adapter", "a"], "--adapter is a; expected NAME=FOLDER"),
+        (["--adapter", "a=b", "--adapter", "a=c"], "expected NAME=FOLDER with names that differ"),
     ):
         assert cli.main([*begin, *options]) == 1
         assert words in capsys.readouterr().err

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from graph_stand_ins import replay_on_cpu
-from processes import finish, launch
+from processes import ACCELERATE, finish, launch
 
 from hf_specdec import NoDrafter
 from hf_specdec.hosting import equivalence
@@ -84,8 +84,9 @@ def test_a_drafter_that_learns_changes_no_training(tmp_path):
 
 
 def test_two_processes(tmp_path):
-    """As those of one: texts of each process and weights are those of training without a drafter."""
-    finish(launch(Path(trl_trainings.__file__), tmp_path))
+    """As those of one: texts of each process and weights are those of training without a drafter. With `--slow` they
+    are started by `accelerate launch`."""
+    finish(launch(Path(trl_trainings.__file__), tmp_path, slow_launcher=ACCELERATE))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for found, calls, num_refused in ranks:
         (plain, weights), (texts, attached) = found["plain"], found["attached"]

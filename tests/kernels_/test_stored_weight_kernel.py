@@ -5,7 +5,9 @@ On a machine without a GPU the kernel runs in Triton's interpreter.
 
 import pytest
 import torch
+from targets import set_policy
 
+from hf_specdec import ops
 from hf_specdec.kernels import linear_reference
 from hf_specdec.kernels.gated_activation import gated_activation
 from hf_specdec.kernels.linear import linear
@@ -65,7 +67,7 @@ def test_equals_the_sum_in_float64(kind, dtype):
     exact = dequantise(weight, torch.float64)
     for rows in (1, 5, 32):
         inputs = inputs_for(rows, SHAPE[1], dtype)
-        expected = inputs.double() if not weight.rounds_inputs else round_inputs(inputs, weight.group).double()
+        expected = inputs.double() if not weight.rounds_inputs else round_inputs(inputs, weight).double()
         expected = expected @ exact.T + bias.double()
         atol = EPSILON[dtype] * expected.abs().max().item()
         torch.testing.assert_close(linear_reference.linear(inputs, weight, bias).double(), expected, rtol=0, atol=atol)
@@ -102,6 +104,23 @@ def test_gate_and_up_with_their_activation(kind):
     for tiles in tiles_for(weight):
         halves = linear(inputs, weight, None, tiles).chunk(2, dim=-1)
         assert torch.equal(linear(inputs, weight, None, tiles, "silu"), gated_activation(*halves, "silu"))
+
+
+@pytest.mark.parametrize("kind", ["e4m3 rows", "int8 rows"])
+def test_inputs_are_rounded_by_the_largest_of_a_row(kind, monkeypatch):
+    set_policy(monkeypatch, DEVICE, triton=True)
+    weight = stored_weight(kind, *SHAPE)._replace(rounds_inputs=True)
+    for dtype in DTYPES:
+        inputs = inputs_for(5, SHAPE[1], dtype)
+        rounded = round_inputs(inputs, weight).to(dtype)
+        sizes = (rounded.double().abs().amax(1) - inputs.double().abs().amax(1)).abs() / inputs.double().abs().amax(1)
+        assert not torch.equal(rounded, inputs) and sizes.max() < 0.01
+        expected = ops.linear(rounded, weight._replace(rounds_inputs=False))
+        assert torch.equal(ops.linear(inputs, weight), expected)
+        assert torch.equal(ops.linear(inputs[2:3], weight), expected[2:3])
+        assert torch.equal(
+            ops.gated_linear(inputs, weight, None, "silu"), gated_activation(*expected.chunk(2, dim=-1), "silu")
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,7 +4,8 @@ import textwrap
 
 import pytest
 import transformers_tests as command
-from transformers_tests import Assisted, Outcome
+from peer_tests import MISSING, Outcome, compared
+from transformers_tests import Assisted
 
 MODEL_TESTS = """
 import sys
@@ -94,12 +95,12 @@ def test_every_kind_of_difference():
     passed, failed, skipped = Outcome("passed"), Outcome("failed", "why"), Outcome("skipped", "needs the Hub")
     names = [f"{FILE}::Test::test_{one}" for one in "abcd"]
     alone = dict(zip(names, [passed, failed, skipped, passed], strict=True))
-    assert command.table_of_import(alone, alone)[1] == []
+    assert compared(alone, alone, command.folder_of, "it")[1] == []
     others = dict(zip(names, [failed, passed, passed], strict=False))
-    differences = command.table_of_import(alone, others)[1]
+    differences = compared(alone, others, command.folder_of, "it")[1]
     assert [one.partition(": ")[0] for one in differences] == names
     assert "not run" in differences[-1]
-    pairs = {name: (alone[name], others.get(name, command.MISSING)) for name in names}
+    pairs = {name: (alone[name], others.get(name, MISSING)) for name in names}
     assert list(Assisted(pairs).failures) == [names[0], names[3]]
 
 

@@ -17,20 +17,29 @@ without must pass, or be listed in docs/transformers.md.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
-import zlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-PAGE = HERE.parents[1] / "docs" / "transformers.md"
+from peer_tests import (
+    MISSING,
+    ROOT,
+    Outcome,
+    Outcomes,
+    Runner,
+    by_group,
+    cell,
+    class_of,
+    compared,
+    report,
+    table,
+    together,
+)
+
+PAGE = ROOT / "docs" / "transformers.md"
 HEADING = "## transformers' own tests"
 GENERATION = "generation"
 # Attention of every kind, mixtures of experts, recurrent layers and hybrids, encoder-decoders, models of sound, and
@@ -43,140 +52,24 @@ MODELS = (
 )
 
 
-@dataclass
-class Outcome:
-    """What became of a test: `"passed"`, `"failed"` or `"skipped"`, why, and what the plugin noted."""
-
-    outcome: str
-    reason: str = ""
-    notes: list[str] = field(default_factory=list)
+def files(source: Path, name: str) -> list[Path]:
+    """Files with tests of models in the folder called `name`."""
+    return sorted((source / "tests" / "models" / name).glob("test_modeling_*.py"))
 
 
-# By the identifier of a test.
-Outcomes = dict[str, Outcome]
-MISSING = Outcome("not run", "the other run has it only")
-
-
-@dataclass
-class Runner:
-    """Runs tests of a checkout in processes of their own.
-
-    Attributes:
-        source: the checkout.
-        models: folders of `tests/models` to run.
-        processes: that run tests at the same time.
-        compiles: whether tests are run that compile or export models.
-        kept: folder for the outcomes of each run, in which a run is not repeated; None for none.
-    """
-
-    source: Path
-    models: list[str]
-    processes: int
-    compiles: bool
-    kept: Path | None = None
-
-    def paths(self) -> Iterator[str]:
-        """Files and folders to run, relative to the checkout."""
-        if GENERATION in self.models:
-            yield "tests/generation"
-        for name in self.models:
-            if name != GENERATION:
-                yield from (str(one.relative_to(self.source)) for one in self.files(name))
-
-    def files(self, name: str) -> list[Path]:
-        """Files with tests of models in the folder called `name`."""
-        return sorted((self.source / "tests" / "models" / name).glob("test_modeling_*.py"))
-
-    def run(self, *options: str) -> Outcomes:
-        """The outcomes of the tests with `options` of the plugin.
-
-        Raises:
-            RuntimeError: pytest could not run.
-        """
-        settings = {
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONDONTWRITEBYTECODE": "",
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))),
-        }
-        arguments = [*(("--compile",) if self.compiles else ()), *options, *self.paths()]
-        with tempfile.TemporaryDirectory() as folder:
-            name = f"{zlib.crc32(' '.join(arguments).encode()):08x}.json"
-            outcomes = (Path(folder) if self.kept is None else self.kept) / name
-            command = [
-                *(sys.executable, "-m", "pytest", "-p", "transformers_plugin", "-p", "no:cacheprovider"),
-                *(
-                    "-q",
-                    "--tb=short",
-                    "-W",
-                    "ignore",
-                    "--continue-on-collection-errors",
-                    "-o",
-                    "log_cli=0",
-                    "--timeout=600",
-                    f"--outcomes={outcomes}",
-                ),
-                *(() if self.processes < 2 else (f"-n{self.processes}", "--dist=loadfile")),
-                *arguments,
-            ]
-            if not outcomes.exists():
-                env = {**os.environ, **settings}
-                run = subprocess.run(command, cwd=self.source, env=env, capture_output=True, text=True)
-            if not outcomes.exists():
-                raise RuntimeError(f"{' '.join(command)} ended with {run.returncode}:\n{run.stdout}\n{run.stderr}")
-            found = json.loads(outcomes.read_text())
-        return {name: Outcome(**one) for name, one in found.items()}
+def paths(source: Path, models: list[str]) -> Iterator[str]:
+    """Files and folders to run, relative to the checkout, for `models`, folders of `tests/models`."""
+    if GENERATION in models:
+        yield "tests/generation"
+    for name in models:
+        if name != GENERATION:
+            yield from (str(one.relative_to(source)) for one in files(source, name))
 
 
 def folder_of(test: str) -> str:
     """The folder that a row of the tables is about."""
     parts = test.partition("::")[0].split("/")
     return parts[2] if parts[1] == "models" else parts[1]
-
-
-def class_of(test: str) -> str:
-    """The class that a test belongs to, or the test itself where it is a function."""
-    return test.split("::")[1]
-
-
-def cell(value: object) -> str:
-    """What stands for `value` in a table."""
-    return str(value).replace("|", "/")
-
-
-def table(head: list[str], rows: list[list[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(cell, line))} |" for line in lines)
-
-
-def by_folder(tests: dict[str, tuple[Outcome, ...]]) -> Iterator[tuple[str, dict[str, tuple[Outcome, ...]]]]:
-    """The tests of each folder, and all of them."""
-    for folder in dict.fromkeys(map(folder_of, tests)):
-        yield folder, {name: pair for name, pair in tests.items() if folder_of(name) == folder}
-    yield "all", tests
-
-
-def together(first: Outcomes, second: Outcomes) -> dict[str, tuple[Outcome, Outcome]]:
-    """Outcomes of both runs by test; of a test that only one has, the other one is `MISSING`."""
-    return {name: (first.get(name, MISSING), second.get(name, MISSING)) for name in sorted({*first, *second})}
-
-
-def table_of_import(alone: Outcomes, imported: Outcomes) -> tuple[str, list[str]]:
-    """The table of (a), and a line for every test whose outcome differs."""
-    rows = []
-    for folder, tests in by_folder(together(alone, imported)):
-        counts = Counter(with_import.outcome for _, with_import in tests.values())
-        hub = sum(with_import.reason == "needs the Hub" for _, with_import in tests.values())
-        differing = sum(before.outcome != after.outcome for before, after in tests.values())
-        rows.append([folder, len(tests), counts["passed"], counts["failed"], counts["skipped"], hub, differing])
-    differences = [
-        f"{name}: {before.outcome} without ({before.reason}), {after.outcome} with ({after.reason})"
-        for name, (before, after) in together(alone, imported).items()
-        if before.outcome != after.outcome
-    ]
-    head = ["tests of", "tests", "passed", "failed", "skipped", "of these, for the Hub", "differ without the import"]
-    return table(head, rows), differences
 
 
 def engine_of(outcome: Outcome) -> str | None:
@@ -197,7 +90,7 @@ class Assisted:
 
     def table(self) -> str:
         rows = []
-        for folder, tests in by_folder(self.tests):
+        for folder, tests in by_group(self.tests, folder_of):
             after = [one for _, one in tests.values()]
             passed = [one for one in after if one.outcome == "passed"]
             engines = Counter(map(engine_of, passed))
@@ -275,20 +168,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="folder for outcomes of runs, which are then not repeated")
     parser.add_argument("--write", type=Path, help="page whose section on these tests is replaced")
     options = parser.parse_args(arguments)
-    if options.keep is not None:
-        options.keep.mkdir(parents=True, exist_ok=True)
-        options.keep = options.keep.resolve()
-    runner = Runner(options.source.resolve(), options.models, options.n, options.compile, options.keep)
-    unknown = [name for name in options.models if name != GENERATION and not runner.files(name)]
+    source = options.source.resolve()
+    unknown = [name for name in options.models if name != GENERATION and not files(source, name)]
     if unknown:
         parser.error(f"{options.source} has no tests of {', '.join(unknown)} in tests/models")
     if options.write is not None and options.only is not None:
         parser.error("--write is for both tables, not for the one of --only")
+    flags = ["--compile"] if options.compile else []
+    runner = Runner(source, "transformers_plugin", [*flags, *paths(source, options.models)], options.n, options.keep)
 
     sections, faults, alone = [], [], None
     if options.only != "b":
         alone = runner.run("--with=nothing")
-        counts, differences = table_of_import(alone, runner.run("--with=import"))
+        counts, differences = compared(alone, runner.run("--with=import"), folder_of, "the import")
         sections.append(f"### With the package imported\n\n{counts}")
         faults += [f"differs: {one}" for one in differences]
     if options.only != "a":
@@ -302,15 +194,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.write is None:
             listed = PAGE.read_text().splitlines()
             faults += [f"not listed in {PAGE.name}: {name}: {why}" for name, why in assisted.unlisted(listed)]
-    text = f"{HEADING}\n\n{INTRODUCTION.format(versions=versions(runner.source))}\n\n" + "\n\n".join(sections) + "\n"
-    print(text)
-    if options.write is not None:
-        page = options.write.read_text() if options.write.exists() else ""
-        options.write.write_text(f"{page.partition(HEADING)[0].rstrip()}\n\n{text}")
-    for fault in faults:
-        print(fault, file=sys.stderr)
-    print(f"{len(faults)} outcomes to explain")
-    return 1 if faults else 0
+    text = f"{HEADING}\n\n{INTRODUCTION.format(versions=versions(source))}\n\n" + "\n\n".join(sections) + "\n"
+    return report(text, HEADING, faults, options.write)
 
 
 INTRODUCTION = """\

@@ -44,14 +44,21 @@ class Training:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("eagle3", "float32"), ("eagle3", "bfloat16"), ("mtp", "float32"), ("dflash", "float32")]
+    ("family", "dtype", "source"),
+    [
+        ("eagle3", "float32", "trainer"),
+        ("eagle3", "bfloat16", "trainer"),
+        ("mtp", "float32", "trainer"),
+        ("dflash", "float32", "trainer"),
+        ("eagle3", "float32", "rollouts"),
+    ],
 )
-def test_acceptance_grows_without_a_capture(monkeypatch, family, dtype):
+def test_acceptance_grows_without_a_capture(monkeypatch, family, dtype, source):
     replay, checks, lengths = replay_on_cpu(monkeypatch), [], []
     difference = equivalence._difference
     monkeypatch.setattr(equivalence, "_difference", lambda *args: (checks.append(1), difference(*args))[1])
     dtype = getattr(torch, dtype)
-    training = Training(family, dtype)
+    training = Training(family, dtype, source=source)
     with training.learner as learner:
         for step in range(16):
             lengths.append(training.step())

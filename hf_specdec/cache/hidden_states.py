@@ -1,0 +1,52 @@
+"""Hidden states of the target by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class HiddenStates:
+    """Keeps hidden states of the target at every slot, for `output_hidden_states=True`, or for a drafter that learns.
+
+    What a slot holds of a rejected draft is overwritten when the token that takes its place is run, as keys are.
+
+    Attributes:
+        buffers: `[B, slots, 1, width]` of each kind of hidden states; none before the first pass.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: list[torch.Tensor] = []
+
+    def store(self, layers: Sequence[torch.Tensor], slots: torch.Tensor, num_slots: int, num_packed: int = 1) -> None:
+        """Store `layers`, `[B, n, width]` each, at `slots` `[B, n]` int64 of rows of `num_slots`; B = 1 if so many rows
+        are packed in one."""
+        if not self.buffers:
+            rows = len(slots) * num_packed
+            self.buffers = [layer.new_zeros(rows, num_slots, 1, layer.shape[-1]) for layer in layers]
+        rows = torch.arange(len(slots), device=slots.device)[:, None]
+        for buffer, layer in zip(self.buffers, layers, strict=True):
+            buffer.view(len(slots), -1, buffer.shape[-1])[rows, slots] = layer
+
+    def copy_rows(self, rows: torch.Tensor, source: HiddenStates, taken: slice | torch.Tensor, slots: int) -> None:
+        """Let `rows` have `slots` leading slots of the rows `taken` of `source`."""
+        for ours, theirs in zip(self.buffers, source.buffers, strict=True):
+            ours[rows, :slots] = theirs[taken, :slots]
+
+    def steps(
+        self, prompt_lengths: Sequence[int], cached_lengths: Sequence[int], width: int, num_steps: int
+    ) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """As `generate()` returns them: first the padded prompt of `width` columns without cached ones, then
+        one position a step."""
+
+        def gather(buffer: torch.Tensor, step: int) -> torch.Tensor:
+            if step > 0:
+                rows = torch.arange(buffer.shape[0], device=buffer.device)
+                return buffer[rows, torch.tensor(prompt_lengths, device=buffer.device) - 1 + step]
+            out = buffer.new_zeros(len(buffer), width, buffer.shape[-1])
+            for row, (length, cached) in enumerate(zip(prompt_lengths, cached_lengths, strict=True)):
+                out[row, width - (length - cached) :] = buffer[row, cached:length, 0]
+            return out
+
+        return tuple(tuple(gather(buffer, step) for buffer in self.buffers) for step in range(num_steps))

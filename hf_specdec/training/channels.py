@@ -1,0 +1,74 @@
+"""Training of block drafters on hidden states whose channels are of about one size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ..drafters.cached import CachedDrafter
+from ..drafters.dflash import DFlashDrafter
+
+# The smallest size of channels, as a share of the median: rounding is not to be learned from.
+LEAST_RMS = 1e-3
+
+
+class _Divided(nn.Module):
+    """A weight `[H, width]` that reads undivided states, from one that reads them divided by `divisors` `[width]`."""
+
+    def __init__(self, divisors: torch.Tensor):
+        super().__init__()
+        self.register_buffer("divisors", divisors)
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / self.divisors
+
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * self.divisors
+
+
+@torch.no_grad()
+def channel_sizes(states: Iterable[torch.Tensor]) -> torch.Tensor:
+    """RMS `[width]` float32 of the channels of `states`, each `[n, width]`, as the nearest powers of two: dividing by
+    these and multiplying rounds nothing."""
+    total, count = 0.0, 0
+    for one in states:
+        total = total + one.float().square().sum(dim=0)
+        count += len(one)
+    rms = (total / count).sqrt()
+    rms = rms.clamp(min=LEAST_RMS * rms.median()).masked_fill(rms == 0, 1.0)
+    return rms.log2().round().exp2()
+
+
+@torch.no_grad()
+def divide_channels(drafter: CachedDrafter, states: Iterable[torch.Tensor], is_trained: bool) -> None:
+    """Let a block drafter learn from states divided by the sizes of their channels.
+
+    `fc` of these drafters reads the target's states as they are, and in some targets a few channels are hundreds of
+    times as large as most. So what is trained is `fc.weight` times the divisors, a parametrization of torch, which is a
+    part of the training's checkpoint; the drafts of a weight are the same. `folded_weights` has it in the published
+    format. Other drafters are left as they are.
+
+    Args:
+        drafter: of any family.
+        states: auxiliary hidden states to measure, each `[n, width]`.
+        is_trained: whether `fc` keeps computing what it does; else its weight is taken for one of divided states.
+    """
+    if not isinstance(drafter, DFlashDrafter):
+        return
+    initial = drafter.fc.weight.clone()
+    divisors = channel_sizes(states).to(initial)
+    parametrize.register_parametrization(drafter.fc, "weight", _Divided(divisors))
+    if not is_trained:
+        drafter.fc.parametrizations.weight.original.copy_(initial)
+
+
+def folded_weights(drafter: CachedDrafter) -> dict[str, torch.Tensor]:
+    """`drafter.state_dict()` by the names of the published format: with `fc.weight` for states that are not divided."""
+    weights = drafter.state_dict()
+    if isinstance(drafter, DFlashDrafter) and parametrize.is_parametrized(drafter.fc, "weight"):
+        weights = {name: tensor for name, tensor in weights.items() if not name.startswith("fc.parametrizations.")}
+        weights["fc.weight"] = drafter.fc.weight.detach()
+    return weights

@@ -1,0 +1,52 @@
+"""A ring of texts that calls have generated, with the hidden states that the target had of their tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Text(NamedTuple):
+    """A text of a call.
+
+    Attributes:
+        tokens: `[length]` int64.
+        prompt_length: tokens of the prompt.
+        hidden_states: `[length - 1, width]`, of all tokens but the last, which the target has not run.
+    """
+
+    tokens: torch.Tensor
+    prompt_length: int
+    hidden_states: torch.Tensor
+
+
+class Rollouts:
+    """A ring of texts, the oldest of which give way to new ones. Engines fill it while it is `Drafter.rollouts`.
+
+    Args:
+        layer_ids: of the hidden states to keep, see `AuxHiddenStateRecorder`; the one after the final norm comes last.
+        max_tokens: most tokens of all texts.
+
+    Attributes:
+        dropped: texts that have given way, or are too long.
+    """
+
+    def __init__(self, layer_ids: Sequence[int], max_tokens: int):
+        self.layer_ids, self.max_tokens, self.dropped = list(layer_ids), max_tokens, 0
+        self._texts: deque[Text] = deque()  # whose operations are atomic: a manager has a thread of its own
+
+    def keep(self, hidden_states: torch.Tensor, prompt: torch.Tensor, tokens: Sequence[int]) -> None:
+        """Take a text: `hidden_states` `[length - 1, width]`, which are copied, `prompt` `[n]` int64, new `tokens`."""
+        new = torch.tensor(tokens, dtype=torch.int64, device=hidden_states.device)
+        text = torch.cat([prompt.to(new.device), new])
+        self._texts.append(Text(text, len(prompt), hidden_states.clone()))
+        while sum(len(one.tokens) for one in list(self._texts)) > self.max_tokens:
+            self._texts.popleft()
+            self.dropped += 1
+
+    def take(self) -> list[Text]:
+        """All texts, the oldest first; the ring is empty then."""
+        return [self._texts.popleft() for _ in range(len(self._texts))]
