@@ -323,7 +323,7 @@ def new_call(
         num_nodes=num_nodes,
         chooses_trees=tree == AUTO and not why_chains,
         reason=f"drafts are chains, since {why_chains}" if why_chains else "",
-        verification=MATCH if num_nodes else drafter.verification,
+        verification=MATCH if tree and tree != AUTO else drafter.verification,
         **others,
     )
 

@@ -6,7 +6,7 @@ from targets import tiny_target
 
 # Somewhat more than what was counted (921, and 425 in a round of two rows and five drafts): a change that adds to them
 # is to be seen.
-MOST_BEFORE_FIRST_TOKEN, MOST_IN_A_ROUND = 960, 435
+MOST_BEFORE_FIRST_TOKEN, MOST_IN_A_ROUND = 960, 440
 
 
 def test_calls_of_a_warm_call():

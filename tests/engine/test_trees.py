@@ -219,12 +219,13 @@ def test_processors_that_read_the_text_verify_chains(is_sampling):
 
 def test_what_is_no_tree_is_refused():
     target = tiny_target("llama")
-    for tree in (-1, MOST_NODES + 1, 2.0, True, "auto"):
+    for tree in (-1, MOST_NODES + 1, 2.0, True, "all"):
         with pytest.raises(ValueError, match=f"tree is {tree!r}; expected an int of 0, for a chain, to 127"):
             random_peagle(target).configure(tree=tree)
     for make in (NoDrafter, RANDOM_DRAFTERS["mtp"]):
-        with pytest.raises(ValueError, match="drafts no trees are made"):
-            make(target).configure(tree=8)
+        for tree in (8, "auto"):
+            with pytest.raises(ValueError, match="drafts no trees are made"):
+                make(target).configure(tree=tree)
         drafter = make(target)
         with pytest.raises(ValueError, match="drafts no trees are made"):
             TEXTS.greedy(target, padded_prompts([5]), drafter, 3, tree=8)
@@ -320,7 +321,7 @@ def test_a_manager_is_asked_for_trees_as_a_call_is():
     )
     assert drafter.stats.tree == 5
     with pytest.raises(ValueError, match="tree is 8, but of what MtpDrafter drafts no trees are made"):
-        texts_of_manager(target, random_mtp(target), tree=8)
+        texts_of_manager(target, RANDOM_DRAFTERS["mtp"](target), tree=8)
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
