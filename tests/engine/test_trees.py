@@ -325,7 +325,7 @@ def test_a_manager_is_asked_for_trees_as_a_call_is():
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("kind", ["p-eagle", "dflash", "dspark", "eagle3"])
+@pytest.mark.parametrize("kind", ["p-eagle", "domino", "eagle3", "mtp"])
 def test_rounds_of_other_shapes_follow_each_other(kind, is_captured, monkeypatch):
     """Chains and trees of several sizes in one text, whose drafter reads what each has left."""
     if is_captured:
