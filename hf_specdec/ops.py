@@ -33,6 +33,7 @@ from .kernels.linear_tiles import (
 )
 from .kernels.low_rank_reference import low_rank_places
 from .kernels.random_reference import exponential_sample, row_seeds, uniform
+from .kernels.stored_weight_reference import dequantise as dequantise_weight
 from .kernels.stored_weight_reference import round_inputs
 from .kernels.types import WORD_BITS, DraftInputs, LinearTiles, RecurrenceRing, StoredWeight, VerificationResult
 from .op_choice import (
@@ -59,6 +60,7 @@ __all__ = [
     "best_draft",
     "best_paths",
     "dequantise",
+    "dequantise_weight",
     "draw_draft",
     "expert_linear",
     "exponential_sample",
@@ -76,6 +78,7 @@ __all__ = [
     "quantise",
     "recurrence",
     "references",
+    "round_inputs",
     "row_seeds",
     "short_conv",
     "suffix_drafts",

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from .. import ops
 from ..host.quantised import compressor_of
-from ..kernels.stored_weight_reference import dequantise, round_inputs
 from ..kernels.types import StoredWeight
 from .weights import is_known, register_weight_kind
 
@@ -38,8 +38,8 @@ class StoredLinear(nn.Linear):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         stored = _stored(self, self.block, self.rounds_inputs)
         if stored.rounds_inputs:
-            inputs = round_inputs(inputs, stored).to(inputs.dtype)
-        return F.linear(inputs, dequantise(stored, stored.scales.dtype).to(inputs.dtype), self.bias)
+            inputs = ops.round_inputs(inputs, stored).to(inputs.dtype)
+        return F.linear(inputs, ops.dequantise_weight(stored, stored.scales.dtype).to(inputs.dtype), self.bias)
 
 
 @register_weight_kind("hf_specdec.StoredLinear")
