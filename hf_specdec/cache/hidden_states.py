@@ -13,21 +13,27 @@ class HiddenStates:
     What a slot holds of a rejected draft is overwritten when the token that takes its place is run, as keys are.
 
     Attributes:
-        buffers: `[B, slots, 1, width]` of each kind of hidden states; none before the first pass.
+        buffers: `[B, slots, streams, width]` of each kind of hidden states, of models with several streams; of others
+            `[B, slots, 1, width]`. None before the first pass.
     """
 
     def __init__(self) -> None:
         self.buffers: list[torch.Tensor] = []
+        self._shapes: list[torch.Size] = []
 
     def store(self, layers: Sequence[torch.Tensor], slots: torch.Tensor, num_slots: int, num_packed: int = 1) -> None:
-        """Store `layers`, `[B, n, width]` each, at `slots` `[B, n]` int64 of rows of `num_slots`; B = 1 if so many rows
-        are packed in one."""
+        """Store `layers`, `[B, n, width]` or `[B, n, streams, width]` each, at `slots` `[B, n]` int64 of rows of
+        `num_slots`; B = 1 if so many rows are packed in one."""
         if not self.buffers:
-            rows = len(slots) * num_packed
-            self.buffers = [layer.new_zeros(rows, num_slots, 1, layer.shape[-1]) for layer in layers]
+            size = len(slots) * num_packed, num_slots
+            self._shapes = [layer.shape[2:] for layer in layers]
+            self.buffers = [
+                layer.new_zeros(*size, shape[:-1].numel(), shape[-1])
+                for layer, shape in zip(layers, self._shapes, strict=True)
+            ]
         rows = torch.arange(len(slots), device=slots.device)[:, None]
-        for buffer, layer in zip(self.buffers, layers, strict=True):
-            buffer.view(len(slots), -1, buffer.shape[-1])[rows, slots] = layer
+        for buffer, layer, shape in zip(self.buffers, layers, self._shapes, strict=True):
+            buffer.view(len(slots), -1, *shape)[rows, slots] = layer
 
     def copy_rows(self, rows: torch.Tensor, source: HiddenStates, taken: slice | torch.Tensor, slots: int) -> None:
         """Let `rows` have `slots` leading slots of the rows `taken` of `source`."""
@@ -42,11 +48,12 @@ class HiddenStates:
 
         def gather(buffer: torch.Tensor, step: int) -> torch.Tensor:
             if step > 0:
-                rows = torch.arange(buffer.shape[0], device=buffer.device)
-                return buffer[rows, torch.tensor(prompt_lengths, device=buffer.device) - 1 + step]
-            out = buffer.new_zeros(len(buffer), width, buffer.shape[-1])
+                rows = torch.arange(len(buffer), device=buffer.device)
+                return buffer[rows, torch.tensor(prompt_lengths, device=buffer.device) - 1 + step][:, None]
+            out = buffer.new_zeros(len(buffer), width, *buffer.shape[2:])
             for row, (length, cached) in enumerate(zip(prompt_lengths, cached_lengths, strict=True)):
-                out[row, width - (length - cached) :] = buffer[row, cached:length, 0]
+                out[row, width - (length - cached) :] = buffer[row, cached:length]
             return out
 
-        return tuple(tuple(gather(buffer, step) for buffer in self.buffers) for step in range(num_steps))
+        buffers = [one.view(*one.shape[:2], *shape) for one, shape in zip(self.buffers, self._shapes, strict=True)]
+        return tuple(tuple(gather(buffer, step) for buffer in buffers) for step in range(num_steps))

@@ -463,7 +463,7 @@ def test_admission():
         def prefill(self, prefixes, group, running):
             entered.append(([one.row for one in prefixes], group))
 
-        def observe(self, request):
+        def observe(self, row, request):
             pass
 
         def prefill_next(self):

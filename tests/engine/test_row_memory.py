@@ -398,7 +398,7 @@ class SimulatedRows(Runner):
     def leave_target(self):
         pass
 
-    def observe(self, request):
+    def observe(self, row, request):
         pass
 
     def finish(self, rows):
