@@ -262,11 +262,11 @@ def test_windows_of_drafters_that_run_nodes():
 @pytest.mark.parametrize("kind", ["domino", "eagle3"])
 def test_bulk_texts_are_those_of_generate_without_drafts(kind):
     """More requests than rows, greedy and sampled; those whose processors read the text verify chains."""
-    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[8])
+    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[8][:5])
     prompts = [row[mask != 0].tolist() for row, mask in zip(*inputs.values(), strict=True)]
-    few = ContinuousBatchingConfig(max_requests_per_batch=3)
+    few = ContinuousBatchingConfig(max_requests_per_batch=2)
     drafter = RANDOM_DRAFTERS[kind](target).configure(4, tree=12)
-    for options in ({"do_sample": False}, {"do_sample": True, "seeds": [*range(8)]}):
+    for options in ({"do_sample": False}, {"do_sample": True, "seeds": [*range(5)]}):
         for processors in ([], [RepetitionPenaltyLogitsProcessor(1.3)]):
             options |= {"max_new_tokens": NEW, "logits_processor": processors}
             plain = target.generate(**inputs, **options, assistant_model=NoDrafter(target))

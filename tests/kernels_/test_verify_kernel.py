@@ -188,7 +188,7 @@ def plain_times(seed, position, vocabulary, stream, step=0):
     return torch.tensor(times, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("block", [16, 64, 1024])
+@pytest.mark.parametrize("block", cases([16, 64, 1024], [64, 1024]))
 def test_race_times_are_those_of_the_reference(block):
     vocabulary, stream = 1100, RandomStream.DRAFT
     generator = torch.Generator().manual_seed(block)
@@ -629,7 +629,7 @@ def without_laws(random, module):
 def test_drafts_without_a_law_are_none(module, name):
     """What is accepted, and said after it, is what a row with fewer drafts has."""
     random, numbers = Random(0), []
-    for _ in range(20):
+    for _ in range(num_cases(20, 8)):
         case = without_laws(random, module)
         more = (torch.full((3,), 99),) if name == "verify_block" else ()
         with blocks(16, 16):
