@@ -2,15 +2,16 @@
 
     python examples/evaluate_drafter.py --target smollm2 --drafter runs/drafter
 
-Texts are generated greedily, once for each K, through `model.generate(assistant_model=drafter)`. Acceptance is
-reported by file of prompts and by length of the prompt, for all texts, and without those that degenerate into
-repetition (`training/repetition.py`), which are easy to draft.
+Texts are generated greedily, once for each K and size of trees, through `model.generate(assistant_model=drafter)`.
+Acceptance is reported by file of prompts and by length of the prompt, for all texts, and without those that degenerate
+into repetition (`training/repetition.py`), which are easy to draft.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from itertools import product, starmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,21 @@ DEGENERATE_RULE = (
 # Upper ends of the ranges of prompts' lengths in tokens, with the chat template, and what they are called.
 LENGTHS = {256: "up to 256", 1000: "257 to 1000", 2000: "1001 to 2000", 4000: "2001 to 4000"}
 LONGER = "over 4000"
+
+
+class Shape(NamedTuple):
+    """Drafts of a round.
+
+    Attributes:
+        num_drafts: K, the most drafts in a row.
+        tree: N, drafts of a tree; 0 of a chain.
+    """
+
+    num_drafts: int
+    tree: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.num_drafts}, tree of {self.tree}" if self.tree else str(self.num_drafts)
 
 
 class Text(NamedTuple):
@@ -62,6 +78,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--prompts", type=Path, nargs="+", default=sorted(PROMPTS.glob("*.jsonl")), help="jsonl files with `prompt`")
     add("--limit", type=int, default=None, help="only the first prompts of each file")
     add("--num-assistant-tokens", "-k", type=int, nargs="+", default=[3, 5, 7])
+    add("--tree", type=int, nargs="+", default=[0], help="drafts that are verified as a tree; 0 for chains of K")
     add("--max-new-tokens", type=int, default=128)
     add("--batch-size", type=int, default=16)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -76,13 +93,13 @@ def generate_texts(
     tokenizer: PreTrainedTokenizerBase,
     drafter,
     prompts: list[str],
-    num_drafts: int,
+    shape: Shape,
     args: argparse.Namespace,
 ) -> list[Text]:
-    """The texts that `prompts` are continued with, `num_drafts` draft tokens a round."""
+    """The texts that `prompts` are continued with, drafts of `shape` in a round."""
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     results = []
-    for start in tqdm(range(0, len(chats), args.batch_size), desc=f"K = {num_drafts}", unit="batch"):
+    for start in tqdm(range(0, len(chats), args.batch_size), desc=f"K = {shape}", unit="batch"):
         inputs = tokenizer.apply_chat_template(
             chats[start : start + args.batch_size],
             add_generation_prompt=True,
@@ -93,7 +110,8 @@ def generate_texts(
         output = model.generate(
             **inputs,
             assistant_model=drafter,
-            num_assistant_tokens=num_drafts,
+            num_assistant_tokens=shape.num_drafts,
+            tree=shape.tree,
             max_new_tokens=args.max_new_tokens,
             do_sample=False,
             return_dict_in_generate=True,
@@ -122,19 +140,19 @@ def pool(rows: list[RowStats]) -> dict:
     }
 
 
-def summarize(texts_by_k: dict[int, list[Text]]) -> dict:
-    """The entry of the report for texts of the same prompts, by K."""
+def summarize(texts_by_k: dict[Shape, list[Text]]) -> dict:
+    """The entry of the report for texts of the same prompts, by K, of trees with their sizes."""
     texts = next(iter(texts_by_k.values()))
     result = {"count": len(texts), "degenerate": sum(text.is_degenerate for text in texts), "by_k": {}}
-    for num_drafts, texts in texts_by_k.items():
-        result["by_k"][str(num_drafts)] = {
+    for shape, texts in texts_by_k.items():
+        result["by_k"][str(shape)] = {
             "all": pool([text.stats for text in texts]),
             "without_repetition": pool([text.stats for text in texts if not text.is_degenerate]),
         }
     return result
 
 
-def summarize_lengths(texts_by_k: dict[int, list[Text]]) -> dict:
+def summarize_lengths(texts_by_k: dict[Shape, list[Text]]) -> dict:
     """`summarize` by range of the prompts' lengths, shortest first, those that occur."""
     results = {}
     for name in (*LENGTHS.values(), LONGER):
@@ -155,14 +173,14 @@ def main(arguments: list[str] | None = None) -> None:
         "degenerate_rule": DEGENERATE_RULE,
         "prompts": {},
     }
-    every = {num_drafts: [] for num_drafts in args.num_assistant_tokens}
+    every = {shape: [] for shape in starmap(Shape, product(args.num_assistant_tokens, args.tree))}
     for path in args.prompts:
         prompts = load_prompts(path, args.limit)
-        texts_by_k = {k: generate_texts(model, tokenizer, drafter, prompts, k, args) for k in every}
+        texts_by_k = {shape: generate_texts(model, tokenizer, drafter, prompts, shape, args) for shape in every}
         report["prompts"][path.stem] = summarize(texts_by_k)
         print(prompts_table(path.stem, report["prompts"][path.stem]))
-        for num_drafts, texts in texts_by_k.items():
-            every[num_drafts] += texts
+        for shape, texts in texts_by_k.items():
+            every[shape] += texts
         report["prompt_lengths"] = summarize_lengths(every)
         write_report(args, report)
     print(lengths_table(report["prompt_lengths"]))

@@ -23,7 +23,7 @@ from ..auto_k.auto_drafts import CANDIDATES
 from ..checkpoints.checkpoint import read_config_file
 from ..config import AUTO, check_num_or_auto
 from ..drafters import Drafter
-from ..drafters.base import KV_CACHE_DTYPES
+from ..drafters.base import KV_CACHE_DTYPES, check_num_nodes
 from ..drafters.none import NoDrafter
 from ..loading import GGUF_SUFFIX, load_tokenizer, set_end_tokens
 from ..parallel.tensor_parallel import is_first_process, local_rank, num_processes
@@ -60,6 +60,13 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
         type=_number_or_text,
         nargs="+",
         help='draft tokens a round; "auto" to choose them round by round; a drafter\'s own number by default',
+    )
+    add(
+        "--tree",
+        type=_number_or_text,
+        nargs="+",
+        default=[0],
+        help='drafts a round that are verified as a tree of up to K in a row, 0 for a chain of K; "auto" with -k auto',
     )
     add("--batch-size", type=int, nargs="+", default=[1])
     add("--baselines", nargs="*", choices=BASELINES, default=list(BASELINES), help="what to compare with")
@@ -228,6 +235,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise `ValueError` if an argument is invalid, before anything is loaded."""
     for k in arguments.num_assistant_tokens or ():
         check_num_or_auto(k)
+    for tree in arguments.tree:
+        check_num_nodes(tree)
     least = {"max_new_tokens": 2, "runs": 1, "prompt_length": 1, "batch_size": 1, "limit": 1}
     for name, bound in least.items():
         value = getattr(arguments, name)
@@ -318,9 +327,10 @@ def settings(arguments: argparse.Namespace) -> list[Setting]:
 def drafter_cases(name: str, arguments: argparse.Namespace) -> list[Case]:
     """The cases of the drafter called `name`; K is None where the drafter's own number is to be used."""
     return [
-        Case(name, k, *setting, draft_probs)
+        Case(name, k, *setting, draft_probs, tree)
         for setting in settings(arguments)
-        for draft_probs in (arguments.draft_probs if setting.temperature > 0 else [None])
+        for tree in arguments.tree
+        for draft_probs in (arguments.draft_probs if setting.temperature > 0 and tree in (0, AUTO) else [None])
         for k in arguments.num_assistant_tokens or [None]
     ]
 
@@ -384,8 +394,7 @@ def measure_drafter(
         load = random_drafter if arguments.random_weights else AutoDrafter.from_pretrained
         drafter = configured(load(name, bench.target), arguments)
         if arguments.synthetic_acceptance is not None:
-            # In the stock engine transformers verifies; and chains are what is scripted.
-            drafter.configure(engine="static", tree=0)
+            drafter.configure(engine="static")  # In the stock engine transformers verifies.
     except Exception as error:  # The cases of this drafter fail; the others are measured.
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         yield from (replace(case, error=message) for case in drafter_cases(name, arguments))
@@ -398,11 +407,11 @@ def measure_drafter(
             case,
             lambda case=case: batches(case),
             drafter,
-            lambda case=case: acceptance(arguments, drafter, case.k),
+            lambda case=case: acceptance(arguments, drafter, case),
         )
 
 
-def acceptance(arguments: argparse.Namespace, drafter: Drafter, k: int | str) -> AbstractContextManager:
+def acceptance(arguments: argparse.Namespace, drafter: Drafter, case: Case) -> AbstractContextManager:
     """The context of a drafter's `generate()` calls: scripted acceptance with `--synthetic-acceptance`.
 
     With K = "auto" an acceptance length is that of the drafter's own K.
@@ -410,8 +419,8 @@ def acceptance(arguments: argparse.Namespace, drafter: Drafter, k: int | str) ->
     asked = arguments.synthetic_acceptance
     if asked is None:
         return nullcontext()
-    if k != AUTO:
-        rates = acceptance_rates(asked, k)
+    if case.k != AUTO:
+        rates = acceptance_rates(asked, case.k if case.tree in (0, AUTO) else min(case.k, case.tree))
     elif len(asked) > 1:
         rates = acceptance_rates(asked, CANDIDATES[-1])
     else:

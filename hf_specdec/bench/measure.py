@@ -97,7 +97,8 @@ class Case:
         temperature: of sampling; 0 for greedy decoding.
         prompt_length: tokens of every prompt if they are random; None for texts.
         draft_probs: of the drafter, `"on"`, `"off"` or `"auto"` (see `Drafter.configure`); None without a drafter, and
-            in greedy decoding, where it changes nothing.
+            in greedy decoding and of trees, where it changes nothing.
+        tree: N, drafts of a round that are verified as a tree of up to `k` in a row, or "auto"; 0 of chains.
         error: why it could not be measured.
         engine: which engine of hf_specdec ran, `"static"` or `"stock"`, with the reason; None for plain `generate()`.
         tokens: new tokens of a run, of all rows, end-of-sequence tokens included and padding not.
@@ -130,6 +131,7 @@ class Case:
     temperature: float = 0.0
     prompt_length: int | None = None
     draft_probs: str | None = None
+    tree: int | str = 0
     error: str | None = None
     engine: str | None = None
     tokens: int | None = None
@@ -236,7 +238,7 @@ class Bench:
         if case.temperature > 0:
             options |= {"temperature": case.temperature, "top_k": 0, "top_p": 1.0}
         if drafter is not None:
-            options |= {"assistant_model": drafter, "num_assistant_tokens": case.k or None}
+            options |= {"assistant_model": drafter, "num_assistant_tokens": case.k or None, "tree": case.tree}
         try:
             if drafter is not None:
                 # Before the context, so that the check of the target runs with true verification.

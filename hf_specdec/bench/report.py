@@ -62,6 +62,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("T", "temperature", "{:g}".format),
     ("draft probs", "draft_probs", str),
     ("K", "k", str),
+    ("tree", "tree", lambda value: str(value or MISSING)),
     ("same text", "same_texts", _share),
     ("accepted", "acceptance_length", "{:.2f}".format),
     ("ms/round", "ms_per_round", _spread),
@@ -86,16 +87,17 @@ def _shown(case: Case) -> list[str]:
     return [MISSING if value is None or value == [] else show(value) for value, show in values]
 
 
-def _draft_probs(case: Case) -> str:
-    return "" if case.draft_probs in (None, "auto") else f", draft probs {case.draft_probs}"
+def _variant(case: Case) -> str:
+    tree = f", tree {case.tree}" if case.tree else ""
+    return tree if case.draft_probs in (None, "auto") else f"{tree}, draft probs {case.draft_probs}"
 
 
 def _lines(drafted: list[Case]) -> list[tuple[str, list[Case]]]:
     """The cases that a picture joins, by K, and what to call them."""
-    lines: dict[tuple[str, str | None], list[Case]] = {}
+    lines: dict[tuple[str, str], list[Case]] = {}
     for case in sorted(drafted, key=lambda case: len(case.acceptance_per_position)):
-        lines.setdefault((case.name, case.draft_probs), []).append(case)
-    return [(short_name(line[0].name) + _draft_probs(line[0]), line) for line in lines.values()]
+        lines.setdefault((case.name, _variant(case)), []).append(case)
+    return [(short_name(name) + variant, line) for (name, variant), line in lines.items()]
 
 
 def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
@@ -125,7 +127,7 @@ def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
     for case in cases:
         if case.error is not None:
             number = "" if case.k is None else f", K = {case.k}"
-            failed.setdefault((case.name, case.error), []).append(f"{case.setting}{_draft_probs(case)}{number}")
+            failed.setdefault((case.name, case.error), []).append(f"{case.setting}{_variant(case)}{number}")
     lines += [f"failed: {short_name(name)} ({'; '.join(where)}): {error}" for (name, error), where in failed.items()]
     if drift is not None:
         what = f"{drift['case']} at {Setting(**{name: drift[name] for name in Setting._fields})}"

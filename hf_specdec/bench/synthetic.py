@@ -75,21 +75,30 @@ def scripted_acceptance(rates: Sequence[float], device: torch.device) -> Iterato
     Verification runs as usual, and its result is then replaced: the first drafts count as accepted, and the token after
     them is the one that verification gives at its position. How many are accepted is decided by random numbers that are
     functions of row, position and first draft. Nothing synchronizes with the device.
+
+    Of a tree as many drafts are accepted as of a chain, whatever it is like (one of random logits is hardly deep): its
+    nodes at even distances, whose keys and values are then moved as those of a path are.
     """
     true_verify = rounds.verify
     shares = torch.tensor(rates, dtype=torch.float32, device=device)
 
-    def verify(scores: torch.Tensor, state: DecodeState, proposal: Proposal) -> VerificationResult:
-        result, drafts = true_verify(scores, state, proposal), proposal.tokens
-        if not drafts.shape[1]:
-            return result
+    def verify(
+        scores: torch.Tensor, state: DecodeState, proposal: Proposal
+    ) -> tuple[VerificationResult, torch.Tensor | None]:
+        (result, path), drafts = true_verify(scores, state, proposal), proposal.tokens
+        depth = min(result.tokens.shape[1] - 1, drafts.shape[1])
+        if not depth:
+            return result, path
         rows = torch.arange(len(drafts), device=drafts.device)
         number = state_ops.row_uniform(rows, state.lengths, drafts[:, 0], _STREAM)
-        accepted = (number[:, None] < shares[: drafts.shape[1]]).sum(dim=1)
-        steps = torch.arange(drafts.shape[1] + 1, device=drafts.device)
-        padded = torch.cat([drafts, drafts[:, :1]], dim=1)
+        accepted = (number[:, None] < shares[:depth]).sum(dim=1)
+        steps = torch.arange(result.tokens.shape[1], device=drafts.device)
+        nodes = (steps * drafts.shape[1] // depth).clamp(max=drafts.shape[1])
+        following = drafts[:, (nodes[1:] - 1)]
+        padded = torch.cat([following, drafts[:, :1]], dim=1)
         tokens = torch.where(steps < accepted[:, None], padded, result.tokens)
-        return VerificationResult(tokens, accepted, accepted + 1)
+        path = None if path is None else nodes.repeat(len(drafts), 1)
+        return VerificationResult(tokens, accepted, accepted + 1), path
 
     with replaced("verify", [(rounds, verify)]):
         yield

@@ -44,6 +44,13 @@ LEAST_WINDOW = 64
 MOST_NODES = WORD_BITS * MOST_WORDS - 1
 
 
+def check_num_nodes(tree: int | str) -> None:
+    """Raise `ValueError` unless `tree` is 0, a number of drafts of a tree, or `AUTO`."""
+    is_number = isinstance(tree, int) and not isinstance(tree, bool)
+    if tree != AUTO and not (is_number and 0 <= tree <= MOST_NODES):
+        raise ValueError(f'tree is {tree!r}; expected an int of 0, for a chain, to {MOST_NODES} drafts, or "{AUTO}".')
+
+
 class Drafter(PreTrainedModel):
     """A model that proposes draft tokens for a target.
 
@@ -343,11 +350,7 @@ class Drafter(PreTrainedModel):
 
     def check_tree(self, tree: int | str) -> int | str:
         """Return `tree`, see `configure`; raise `ValueError` if it is wrong, or not one of this drafter."""
-        is_number = isinstance(tree, int) and not isinstance(tree, bool)
-        if tree != AUTO and not (is_number and 0 <= tree <= MOST_NODES):
-            raise ValueError(
-                f'tree is {tree!r}; expected an int of 0, for a chain, to {MOST_NODES} drafts, or "{AUTO}".'
-            )
+        check_num_nodes(tree)
         if tree and not self.drafts_trees:
             raise ValueError(
                 f"tree is {tree!r}, but of what {type(self).__name__} drafts no trees are made; expected 0, or a "

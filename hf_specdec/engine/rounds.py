@@ -104,7 +104,7 @@ def commit_first_token(
     """
     proposal, logits, block = no_drafts(state), state.prompt_logits[:, None], state.last_tokens()
     scores = process(logits, block, state)
-    result = verify(scores, state, proposal)
+    result, _ = verify(scores, state, proposal)
     if known is not None:
         result.tokens[rows, 0] = torch.where(known == NO_TOKEN, result.tokens[rows, 0], known)
     if isinstance(rows, torch.Tensor):
@@ -157,12 +157,10 @@ def verify_and_commit(
     Returns:
         the result, tokens `[B, K + 1]`; and `RoundOutput.walk`.
     """
-    walk = None
-    if proposal.tree is None:
-        result = state.commit(verify(scores, state, proposal), keeps=True)
-    else:
-        result, path = _walk(scores, state, proposal)
-        result, walk = state.commit(result, keeps=True), (path, proposal.tree.parents)
+    result, path = verify(scores, state, proposal)
+    result, walk = state.commit(result, keeps=True), None
+    if path is not None:
+        walk = path, proposal.tree.parents
         state.cache.move(path, state.lengths, result.committed)
         aux_hidden_states = _along(walk, aux_hidden_states)
     if aux_hidden_states is not None:
@@ -170,28 +168,28 @@ def verify_and_commit(
     return result, walk
 
 
-def verify(scores: torch.Tensor, state: DecodeState, proposal: Proposal) -> VerificationResult:
-    """Verify `proposal`, a chain, by `scores` `[B, K + 1, V]`: greedily, by rejection sampling, or by the target's own
-    tokens.
+def verify(
+    scores: torch.Tensor, state: DecodeState, proposal: Proposal
+) -> tuple[VerificationResult, torch.Tensor | None]:
+    """Verify `proposal` by `scores` `[B, n, V]`: a chain greedily, by rejection sampling, or by the target's own
+    tokens; a tree by these.
+
+    Returns:
+        the result, tokens `[B, K + 1]`; and of a tree the path `[B, K + 1]`, see `ops.verify_tree`, else None.
     """
+    if proposal.tree is not None or (state.is_sampling and state.verification == MATCH):
+        parents, depths, depth = None, None, proposal.tokens.shape[1]
+        if proposal.tree is not None:
+            parents, depths, depth = *proposal.tree[:2], state.num_draft_tokens
+        scores, seeds = (scores.float(), state.seeds) if state.is_sampling else (scores, None)
+        *result, path = verify_tree(scores, proposal.tokens, parents, depths, seeds, state.lengths, depth)
+        return VerificationResult(*result), None if proposal.tree is None else path
     if not state.is_sampling:
-        return verify_greedy(scores, proposal.tokens)
-    if state.verification == MATCH:
-        return _walk(scores, state, proposal)[0]
+        return verify_greedy(scores, proposal.tokens), None
     scores, drafts = scores.float(), proposal[:3]
     if state.verification == "block" and proposal.probs is not None:
-        return verify_block(scores, *drafts, state.seeds, state.lengths, state.limits - state.lengths)
-    return verify_sampling(scores, *drafts, state.seeds, state.lengths)
-
-
-def _walk(scores: torch.Tensor, state: DecodeState, proposal: Proposal) -> tuple[VerificationResult, torch.Tensor]:
-    """`ops.verify_tree`: the result, tokens `[B, D + 1]`, and the path `[B, D + 1]`."""
-    parents, depths, depth = None, None, proposal.tokens.shape[1]
-    if proposal.tree is not None:
-        parents, depths, depth = *proposal.tree[:2], state.num_draft_tokens
-    scores, seeds = (scores.float(), state.seeds) if state.is_sampling else (scores, None)
-    *result, path = verify_tree(scores, proposal.tokens, parents, depths, seeds, state.lengths, depth)
-    return VerificationResult(*result), path
+        return verify_block(scores, *drafts, state.seeds, state.lengths, state.limits - state.lengths), None
+    return verify_sampling(scores, *drafts, state.seeds, state.lengths), None
 
 
 def catch_up(state: DecodeState, drafter: Drafter, width: int) -> None:

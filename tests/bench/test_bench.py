@@ -194,6 +194,58 @@ def test_synthetic_acceptance(folders, tmp_path):
             assert case["acceptance_per_position"] == pytest.approx(rates, abs=0.1)
 
 
+@pytest.mark.parametrize("way", [None, "--continuous", "--serve"])
+def test_trees(folders, tmp_path, capsys, way):
+    """Crossed with K; as many drafts are accepted as of chains."""
+    for name in ("target", "eagle3", "p-eagle", "pard"):
+        (tmp_path / name).mkdir()
+        shutil.copy(folders / name / "config.json", tmp_path / name)
+    for layout, spec in (("z-lab", blocks.DFLASH), ("specforge", blocks.DSPARK)):
+        blocks.write(layout, tmp_path / layout, spec, blocks.make_weights(spec))
+        (tmp_path / layout / "model.safetensors").unlink()
+    drafters = ["p-eagle"] if way else ["eagle3", "p-eagle", "pard", "z-lab", "specforge"]
+    options = ["--random-weights", "--prompt-length", 5, "--batch-size", 16, "--max-new-tokens", 30, "--runs", 1]
+    options += ["--baselines", "engine", "--drafter", *(tmp_path / name for name in drafters)]
+    options += ["-k", 4, 5, "--tree", 0, 3, 20] if way else ["-k", 4, "--tree", 3, 20]
+    options += ["--synthetic-acceptance", asked := 2.3, "--output", tmp_path / "out.json", *([way] if way else [])]
+    assert bench(tmp_path, *options) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:5] == ["batch", "case", "K", "tree", "accepted"]
+    shapes = (
+        [["4", "-"], ["5", "-"], ["4", "3"], ["5", "3"], ["4", "20"], ["5", "20"]] if way else [["4", "3"], ["4", "20"]]
+    )
+    assert [line.split()[2:4] for line in lines[1:-1]] == [["0", "-"], *(len(drafters) * shapes)]
+    for case in json.loads((tmp_path / "out.json").read_text())["cases"]:
+        assert case["error"] is None and case["tokens"] == 16 * 30, case
+        assert case["rounds_by_tree"] == (
+            {str(case["tree"]): sum(case["rounds_by_k"].values())} if case["tree"] else {}
+        )
+        if case["k"]:
+            assert case["acceptance_length"] == pytest.approx(asked, abs=0.3)
+            rates = acceptance_rates([asked], min(case["k"], case["tree"] or case["k"]))
+            assert case["acceptance_per_position"][: len(rates)] == pytest.approx(rates, abs=0.12)
+
+
+def test_trees_of_real_drafts(folders, capsys):
+    """Texts are those of plain `generate()`; why there can be none is named."""
+    options = ["--prompts", folders / "prompts.jsonl", "--max-new-tokens", 12, "--runs", 1, "--baselines", "dynamic"]
+    options += ["--drafter", folders / "eagle3", "-k", 3, "auto", "--tree", 6, "auto", "--temperature", 0, 1, "--json"]
+    assert bench(folders, *options, "--draft-probs", "on", "off") == 0
+    cases = json.loads(capsys.readouterr().out)["cases"]
+    found = [(case["temperature"], case["tree"], case["k"], case["draft_probs"]) for case in cases if case["k"]]
+    assert found == [
+        *((0.0, tree, k, None) for tree in (6, "auto") for k in (3, "auto")),
+        *((1.0, 6, k, None) for k in (3, "auto")),
+        *((1.0, "auto", k, probs) for probs in ("on", "off") for k in (3, "auto")),
+    ]
+    for case in cases:
+        assert case["error"] is None and case["same_texts"] in (None, 1.0)
+        if (case["k"], case["tree"]) == (3, 6):
+            assert {*case["rounds_by_tree"]} == {"6"}
+    assert bench(folders, *options, "--batch-invariant") == 1
+    assert "batch_invariant is True, and keys of a tree" in json.loads(capsys.readouterr().out)["cases"][1]["error"]
+
+
 @pytest.mark.parametrize(
     ("further", "asked"),
     [(["--plots"], [1.9]), (["--continuous"], [0.9, 0.5, 0.3, 0.2, 0.1, 0.1, 0.0])],
@@ -629,6 +681,7 @@ def test_errors_are_one_line(folders, capsys, monkeypatch, tmp_path):
         (["--prompts", "hub:org/chats"], "needs the library `datasets`"),
         (["--plots", tmp_path], "pip install 'hf-specdec[bench]'"),
         (["-k", 0], "num_assistant_tokens is 0"),
+        (["--tree", 0, 128], "tree is 128; expected an int of 0"),
         (["--runs", 0], "--runs is 0; expected at least 1"),
         (["--max-new-tokens", 1], "expected at least 2"),
         (["--batch-size", 2, 0], "--batch-size is [2, 0]"),

@@ -1166,12 +1166,14 @@ def test_acceptance_by_the_length_of_the_prompt(tmp_path):
         evaluate_drafter.Text(length, is_degenerate, row)
         for length, is_degenerate, row in zip((256, 1001, 1999), (False, True, False), stats, strict=True)
     ]
-    results = evaluate_drafter.summarize_lengths({2: texts, 3: texts})
+    shapes = [evaluate_drafter.Shape(*one) for one in ((2,), (3,), (3, 8))]
+    results = evaluate_drafter.summarize_lengths(dict.fromkeys(shapes, texts))
     assert list(results) == ["up to 256", "1001 to 2000"] and results["1001 to 2000"]["degenerate"] == 1
     assert results["1001 to 2000"]["by_k"]["3"]["all"]["acceptance_length"] == 1.5
     assert results["1001 to 2000"]["by_k"]["3"]["without_repetition"]["acceptance_length"] == 1.6
     table = card.lengths_table(results)
-    assert "| prompt | prompts | K = 2 | K = 3 |\n|---|---|---|---|\n| up to 256 | 1 | 1.20 | 1.20 |" in table
+    header = "| prompt | prompts | K = 2 | K = 3 | K = 3, tree of 8 |\n|---|---|---|---|---|\n"
+    assert f"{header}| up to 256 | 1 | 1.20 | 1.20 | 1.20 |" in table
     report = {"max_new_tokens": 8, "dtype": "float32", "degenerate_rule": "loop", "prompts": {}}
     (tmp_path / "acceptance.json").write_text(json.dumps({**report, "prompt_lengths": results}))
     assert table in card.acceptance_section(tmp_path / "acceptance.json")

@@ -16,13 +16,13 @@ class Script:
         self.vocab_size = vocab_size
         self.generator = torch.Generator().manual_seed(3)
 
-    def __call__(self, scores, state, proposal) -> VerificationResult:
+    def __call__(self, scores, state, proposal) -> tuple[VerificationResult, None]:
         drafts = proposal.tokens
         wanted = next(self.patterns) if drafts.shape[1] else [0] * len(drafts)
         accepted = torch.tensor(wanted).clamp(max=drafts.shape[1])  # fewer are drafted than asked for
         own = torch.randint(2, self.vocab_size, (len(drafts), 1), generator=self.generator)
         tokens = torch.cat([drafts, own], dim=1).scatter(1, accepted[:, None], own)
-        return VerificationResult(tokens, accepted, accepted + 1)
+        return VerificationResult(tokens, accepted, accepted + 1), None
 
 
 def random_patterns(num_draft_tokens, num_rounds, rows=3):
