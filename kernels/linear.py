@@ -18,18 +18,17 @@ import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .gated_activation import activate
-from .jit import Unspecialised, kernel
 from .stored_weight import FORMATS, SPLITS, stored_sums
 from .types import LinearTiles, StoredWeight
 
 # Blocks of rows that programs which start together share with as few blocks of features, for the L2 cache.
-GROUP = tl.constexpr(8)
+_GROUP = 8
 # 128-byte lines of each row of the weight that a program requests before the kernel ahead of it has ended.
-LINES = tl.constexpr(4)
+LINES = 4
 
 
 @triton.jit
-def request_lines(first_row_ptr, stride_bytes, rows, ROWS: tl.constexpr):
+def request_lines(first_row_ptr, stride_bytes, rows, ROWS: tl.constexpr, LINES: tl.constexpr):
     """Fetch the first LINES lines of up to ROWS rows of the weight into the L2 cache."""
     index = tl.arange(0, ROWS * LINES)
     row = tl.minimum(index // LINES, rows - 1)
@@ -39,7 +38,8 @@ def request_lines(first_row_ptr, stride_bytes, rows, ROWS: tl.constexpr):
     )
 
 
-@kernel
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     inputs_ptr,
     weight_ptr,
@@ -47,7 +47,7 @@ def _linear_kernel(
     zeros_ptr,
     bias_ptr,
     out_ptr,
-    num_rows: Unspecialised,
+    num_rows,
     size_out,
     size_in,
     inputs_stride,
@@ -58,10 +58,13 @@ def _linear_kernel(
     GROUP_SIZE: tl.constexpr,
     ROUNDS_INPUTS: tl.constexpr,
     ASM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     DEPTH: tl.constexpr,
+    LINES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LIBDEVICE: tl.constexpr,
     PDL: tl.constexpr,
@@ -89,10 +92,10 @@ def _linear_kernel(
     weight_ptr += first.to(tl.int64) * weight_stride
     if PDL:
         stride_bytes = weight_stride * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        request_lines(weight_ptr, stride_bytes, size_out - first, OWN)
+        request_lines(weight_ptr, stride_bytes, size_out - first, OWN, LINES)
         if IS_GATED:
             other_half = weight_ptr + size_out.to(tl.int64) * weight_stride
-            request_lines(other_half, stride_bytes, size_out - first, OWN)
+            request_lines(other_half, stride_bytes, size_out - first, OWN, LINES)
     # Features beyond the last one are computed as that one, and not written.
     own_feature = (tl.minimum(feature, size_out - 1) - first + index % PARTS * size_out).to(tl.int64)
     if FORMAT is None:
@@ -111,19 +114,32 @@ def _linear_kernel(
             total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
     else:
         total = stored_sums(
-            (weight_ptr, scales_ptr, zeros_ptr, inputs_ptr + first_row * inputs_stride),
-            (weight_stride, scales_stride, inputs_stride),
+            weight_ptr,
+            scales_ptr,
+            zeros_ptr,
+            inputs_ptr + first_row * inputs_stride,
             own_feature,
             size_out,
             first,
             size_out - 1,
             num_rows - row_block * ROWS,
             size_in,
-            (FORMAT, SCALE_ROWS, GROUP_SIZE, ROUNDS_INPUTS, ASM),
-            (ROWS, FEATURES, DEPTH, PARTS, IS_EVEN),
+            inputs_stride,
+            weight_stride,
+            scales_stride,
+            FORMAT,
+            SCALE_ROWS,
+            GROUP_SIZE,
+            ROUNDS_INPUTS,
+            ASM,
+            IS_EVEN,
+            PARTS,
+            ROWS,
+            FEATURES,
+            DEPTH,
             PDL,
         )
-    if bias_ptr is not None:
+    if HAS_BIAS:
         total += tl.load(bias_ptr + first + own_feature).to(tl.float32)[:, None]
     result = total.to(out_ptr.dtype.element_ty)
     if IS_GATED:
@@ -179,10 +195,13 @@ def linear(
         GROUP_SIZE=stored.group if is_grouped else None,
         ROUNDS_INPUTS=stored is not None and stored.rounds_inputs,
         ASM=inputs.is_cuda and torch.version.hip is None and inputs.dtype == torch.bfloat16,
+        HAS_BIAS=bias is not None,
         IS_EVEN=size_in % (tiles.depth if stored is None else SPLITS.value * tiles.depth) == 0,
+        GROUP=_GROUP,
         ROWS=tiles.rows,
         FEATURES=tiles.features,
         DEPTH=tiles.depth,
+        LINES=LINES,
         ACTIVATION=activation,
         LIBDEVICE=inputs.is_cuda,
         num_warps=tiles.num_warps,

@@ -19,29 +19,34 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_splits import num_multiprocessors
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
-from .linear import GROUP, request_lines
+from .linear import LINES, request_lines
 from .types import LinearTiles
 
+# Blocks of rows that programs which start together share with as few blocks of features, for the L2 cache.
+_GROUP = 8
 # Descriptors take rows of so many bytes, or of a multiple.
 _ALIGNMENT = 16
 _HOPPER = (9, 0)
 
 
-@kernel
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     inputs_desc,
     weight_desc,
     weight_ptr,
     bias_ptr,
     out_desc,
-    num_rows: Unspecialised,
+    num_rows,
     size_out,
     size_in,
     weight_stride,
+    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Tiles of FEATURES output features of ROWS rows.
@@ -55,7 +60,7 @@ def _linear_kernel(
             tl.program_id(0) // feature_blocks, tl.program_id(0) % feature_blocks, row_blocks, feature_blocks, GROUP
         )
         first = (feature_block * FEATURES).to(tl.int64)
-        request_lines(weight_ptr + first * weight_stride, weight_stride * 2, size_out - first, FEATURES)
+        request_lines(weight_ptr + first * weight_stride, weight_stride * 2, size_out - first, FEATURES, LINES)
     wait_for_inputs(PDL)
     for tile in tl.range(tl.program_id(0), row_blocks * feature_blocks, tl.num_programs(0)):
         row_block, feature_block = tl.swizzle2d(
@@ -67,7 +72,7 @@ def _linear_kernel(
             w = weight_desc.load([feature, start])
             x = inputs_desc.load([row, start])
             total = tl.dot(x, w.T, total)
-        if bias_ptr is not None:
+        if HAS_BIAS:
             own = feature + tl.arange(0, FEATURES)
             total += tl.load(bias_ptr + own, mask=own < size_out, other=0.0).to(tl.float32)[None, :]
         out_desc.store([row, feature], total.to(out_desc.dtype))
@@ -104,9 +109,12 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         size_out,
         size_in,
         weight.stride(0),
+        HAS_BIAS=bias is not None,
         ROWS=tiles.rows,
         FEATURES=tiles.features,
         DEPTH=tiles.depth,
+        GROUP=_GROUP,
+        LINES=LINES,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **dependent_launch(inputs.device),

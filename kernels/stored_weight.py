@@ -151,31 +151,40 @@ def round_inputs(inputs, ASM: tl.constexpr):
 
 @triton.jit
 def stored_sums(
-    pointers,
-    strides,
+    weight_ptr,
+    scales_ptr,
+    zeros_ptr,
+    inputs_ptr,
     own_feature,
     other_half,
     first,
     last,
     num_rows,
     size_in,
-    WEIGHT,
-    TILE,
+    inputs_stride,
+    weight_stride,
+    scales_stride,
+    FORMAT: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ROUNDS_INPUTS: tl.constexpr,
+    ASM: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    HALVES: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    DEPTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Sums `[FEATURES, ROWS]` of the products of a layer whose weight is stored.
 
     Args:
-        pointers, strides: of the weight's first feature, all scales and zero points, and the first row of inputs.
+        weight_ptr, inputs_ptr: of the first feature and row.
         own_feature: `[FEATURES]`, each one less `first`.
         other_half, first, last: features of each of the HALVES, the first of the program, and the last of a half.
-        WEIGHT: how it is stored; GROUP_SIZE is None where a scale is for all inputs.
-        TILE: sizes, the last one of which says whether `SPLITS * DEPTH` divides the input features.
+        GROUP_SIZE: None where a scale is for all inputs.
+        IS_EVEN: whether `SPLITS * DEPTH` divides the input features.
     """
-    weight_ptr, scales_ptr, zeros_ptr, inputs_ptr = pointers
-    weight_stride, scales_stride, inputs_stride = strides
-    FORMAT, SCALE_ROWS, GROUP_SIZE, ROUNDS_INPUTS, ASM = WEIGHT
-    ROWS, FEATURES, DEPTH, HALVES, IS_EVEN = TILE
     PER_BYTE: tl.constexpr = 2 if FORMAT == "int4" else 1
     split_size = tl.cdiv(size_in, SPLITS * DEPTH) * DEPTH
     split, index = rows_of_fragments(FEATURES)
