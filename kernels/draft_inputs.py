@@ -13,33 +13,15 @@ and is padding (token 0, position 0, the dummy slot, source -1) where `source < 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
+from . import draft_inputs_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .types import DraftInputs
+from .jit import Unspecialised, implements, kernel
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(
-    do_not_specialize=[
-        "tokens_stride",
-        "lengths_stride",
-        "committed_stride",
-        "limits_stride",
-        "finished_stride",
-        "out_tokens_stride",
-        "out_slots_stride",
-        "out_positions_stride",
-        "out_sources_stride",
-        "num_slots",
-        "num_kept",
-        "width",
-        "mask_token",
-        "shift",
-    ]
-)
+@kernel
 def _prepare_inputs_kernel(
     tokens_ptr,
     lengths_ptr,
@@ -50,20 +32,20 @@ def _prepare_inputs_kernel(
     out_slots_ptr,
     out_positions_ptr,
     out_sources_ptr,
-    tokens_stride,
-    lengths_stride,
-    committed_stride,
-    limits_stride,
-    finished_stride,
-    out_tokens_stride,
-    out_slots_stride,
-    out_positions_stride,
-    out_sources_stride,
-    num_slots,
-    num_kept,
-    width,
-    mask_token,
-    shift,
+    tokens_stride: Unspecialised,
+    lengths_stride: Unspecialised,
+    committed_stride: Unspecialised,
+    limits_stride: Unspecialised,
+    finished_stride: Unspecialised,
+    out_tokens_stride: Unspecialised,
+    out_slots_stride: Unspecialised,
+    out_positions_stride: Unspecialised,
+    out_sources_stride: Unspecialised,
+    num_slots: Unspecialised,
+    num_kept: Unspecialised,
+    width: Unspecialised,
+    mask_token: Unspecialised,
+    shift: Unspecialised,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -95,17 +77,8 @@ def _prepare_inputs_kernel(
     tl.store(out_sources_ptr + row * out_sources_stride + column, tl.where(is_kept, source, -1), mask=is_column)
 
 
-def prepare_inputs(
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    committed: torch.Tensor,
-    limits: torch.Tensor,
-    finished: torch.Tensor,
-    out: DraftInputs,
-    num_masks: int,
-    mask_token: int,
-    shift: int,
-) -> None:
+@implements(draft_inputs_reference.prepare_inputs)
+def prepare_inputs(tokens, lengths, committed, limits, finished, out, num_masks, mask_token, shift):
     """See `draft_inputs_reference.prepare_inputs`; equal bit for bit. One launch; safe in a CUDA graph.
 
     Reads one element per row of `lengths`, `committed`, `limits` and `finished`, and of `tokens` the kept ones, all

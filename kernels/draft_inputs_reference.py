@@ -1,8 +1,4 @@
-"""PyTorch reference of preparing the inputs of a drafter's first forward pass in a round.
-
-Each row of the `[B, W]` result is `[padding | kept tokens | masks]`, right-aligned: the last `num_masks` columns are
-masks, and the newest kept token is in the same column in every row.
-"""
+"""PyTorch reference of preparing the inputs of a drafter's first forward pass in a round; see also `draft_inputs`."""
 
 from __future__ import annotations
 

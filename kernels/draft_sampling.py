@@ -17,158 +17,132 @@ import torch
 import triton
 import triton.language as tl
 
-from . import reduction
-from .dependent_launch import dependent_launch, wait_for_inputs
+from . import draft_sampling_reference, reduction
+from .jit import Unspecialised, implements, kernel
 from .random import race_times, race_times_of
-from .reduction import LEAST_KEY, argmax_keys, index_of_key, largest_key, merge_softmax_stats, softmax_stats
+from .reduction import argmax_keys, largest_key, load_softmax, merge_keys, softmax_stats
 from .types import RandomStream
 
 _DRAFT, _TARGET = tl.constexpr(int(RandomStream.DRAFT)), tl.constexpr(int(RandomStream.TARGET))
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(
-    do_not_specialize=[
-        "temperatures_stride",
-        "seeds_stride",
-        "lengths_stride",
-        "first",
-        "width",
-        "num_stats",
-    ]
-)
+@kernel
 def _draw_kernel(
-    logits_ptr,
+    scores_ptr,
     temperatures_ptr,
+    depths_ptr,
     seeds_ptr,
     lengths_ptr,
-    maxima_ptr,
-    totals_ptr,
+    stats,
     probs_ptr,
     keys_ptr,
-    logits_stride_b,
-    logits_stride_n,
-    temperatures_stride,
-    seeds_stride,
-    lengths_stride,
-    first,
-    width,
-    num_stats,
+    scores_strides,
+    temperatures_stride: Unspecialised,
+    seeds_stride: Unspecialised,
+    lengths_stride: Unspecialised,
+    depths_stride: Unspecialised,
+    first: Unspecialised,
+    width: Unspecialised,
+    num_stats: Unspecialised,
     vocabulary,
+    STREAM: tl.constexpr,
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Probabilities of one block of a row, and the key of the maximum of q / e.
+    """The key of the maximum of p / e of one block of a row, and probabilities p, if these are stored.
 
-    Grid: (B * n, blocks). Reads `maxima` and `totals` `[B * n, stat blocks]`, the row's temperature, seed and length,
-    and BLOCK elements of `logits`; writes these elements of `probs` and one element of `keys` `[B * n, blocks]`.
+    Grid: (B * n, blocks). Reads the `stats` `[B * n, stat blocks]`, the row's temperature, seed, length and depth, and
+    BLOCK elements of `scores`; writes these elements of `probs` and one element of `keys` `[B * n, blocks]`.
     """
     row = tl.program_id(0).to(tl.int64)
-    batch, step = row // width, row % width
-    temperature = tl.load(temperatures_ptr + batch * temperatures_stride)
+    batch, index = row // width, row % width
+    if temperatures_ptr is not None:
+        temperature = tl.load(temperatures_ptr + batch * temperatures_stride)
     seed = tl.load(seeds_ptr + batch * seeds_stride)
-    length = tl.load(lengths_ptr + batch * lengths_stride)
-    stat = tl.arange(0, STATS)[None, :]
-    maxima = tl.load(maxima_ptr + row * num_stats + stat, mask=stat < num_stats, other=float("-inf"))
-    base, total = merge_softmax_stats(
-        maxima, tl.load(totals_ptr + row * num_stats + stat, mask=stat < num_stats, other=0.0)
-    )
-
+    position = tl.load(lengths_ptr + batch * lengths_stride)
+    if STREAM == _DRAFT:
+        step = first + index
+    else:
+        position += tl.load(depths_ptr + batch * depths_stride + index) if depths_ptr is not None else index
+        step = position * 0
+    base, total = load_softmax(stats, row, num_stats, STATS)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = token < vocabulary
-    logits_ptr += batch * logits_stride_b + step * logits_stride_n
-    logit = tl.load(logits_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
-    prob = tl.exp(logit / temperature - base) / total
-    tl.store(probs_ptr + row * vocabulary + token, prob, mask=is_token)
-    noise = race_times(seed, length, tl.program_id(1) * BLOCK, first + step, _DRAFT, BLOCK)
-    key = largest_key(prob / noise, token, is_token)
-    tl.store(keys_ptr + row * tl.num_programs(1) + tl.program_id(1), key)
+    scores_ptr += batch * scores_strides[0] + index * scores_strides[1]
+    score = tl.load(scores_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
+    if temperatures_ptr is not None:
+        score = score / temperature
+    prob = tl.exp(score - base) / total
+    if probs_ptr is not None:
+        tl.store(probs_ptr + row * vocabulary + token, prob, mask=is_token)
+    noise = race_times(seed, position, tl.program_id(1) * BLOCK, step, STREAM, BLOCK)
+    tl.store(keys_ptr + row * tl.num_programs(1) + tl.program_id(1), largest_key(prob / noise, token, is_token))
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
-def _merge_draft_kernel(
-    keys_ptr,
-    target_ids_ptr,
-    out_ptr,
-    num_blocks,
-    BLOCKS: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Merge the keys of a row, and map the index to the target's vocabulary if HAS_IDS.
+def draw_keys(
+    scores: torch.Tensor,
+    temperatures: torch.Tensor | None,
+    depths: torch.Tensor | None,
+    seeds: torch.Tensor,
+    lengths: torch.Tensor,
+    first: int | None,
+    probs: torch.Tensor | None,
+    stream: RandomStream,
+) -> torch.Tensor:
+    """Keys `[B * n, blocks]` of drawn tokens, of `scores` `[B, n, V]`; two launches.
 
-    Grid: (B * n,). Reads `keys` `[B * n, blocks]` and one element of `target_ids` `[V_d]`; writes one of `out`
-    `[B * n]`.
+    Args:
+        temperatures: `[B]`, by which scores are divided.
+        depths: `[B, n]` of the stream `TARGET`, on `lengths`; None for 0 to n - 1.
+        first: of the stream `DRAFT`, index within the round of the first draft.
+        probs: `[B, n, V]`, contiguous, where the distributions are stored.
     """
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCKS)
-    wait_for_inputs(PDL)
-    keys = tl.load(keys_ptr + row * num_blocks + block, mask=block < num_blocks, other=LEAST_KEY)
-    index = index_of_key(tl.max(keys, axis=0))
-    if HAS_IDS:
-        index = tl.load(target_ids_ptr + index)
-    tl.store(out_ptr + row, index)
-
-
-def _merge_draft(keys: torch.Tensor, target_ids: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
-    """Tokens in the given shape from `keys` `[B * n, blocks]`."""
-    out = torch.empty(shape, dtype=torch.int64, device=keys.device)
-    _merge_draft_kernel[(keys.shape[0],)](
+    batch, width, vocabulary = scores.shape
+    stats = softmax_stats(scores, temperatures)
+    shape = batch * width, triton.cdiv(vocabulary, reduction.SAMPLE_BLOCK)
+    keys = torch.empty(shape, dtype=torch.int64, device=scores.device)
+    _draw_kernel[shape](
+        scores,
+        temperatures,
+        depths,
+        seeds,
+        lengths,
+        stats,
+        probs,
         keys,
-        target_ids,
-        out,
-        keys.shape[1],
-        BLOCKS=triton.next_power_of_2(keys.shape[1]),
-        HAS_IDS=target_ids is not None,
-        **dependent_launch(keys.device),
+        scores.stride()[:2],
+        None if temperatures is None else temperatures.stride(0),
+        seeds.stride(0),
+        lengths.stride(0),
+        None if depths is None else depths.stride(0),
+        first,
+        width,
+        stats[0].shape[1],
+        vocabulary,
+        STREAM=int(stream),
+        STATS=triton.next_power_of_2(stats[0].shape[1]),
+        BLOCK=reduction.SAMPLE_BLOCK,
+        num_warps=reduction.SAMPLE_WARPS,
     )
-    return out
-
-
-def _with_batch(values: torch.Tensor, dims: int) -> torch.Tensor:
-    return values if values.dim() == dims else values[None]
+    return keys
 
 
 def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
     """See `draft_sampling_reference.best_draft`; equal in every element. Two launches."""
     assert target_ids is None or target_ids.is_contiguous(), "target_ids must be contiguous"
-    return _merge_draft(argmax_keys(_with_batch(logits, 3)), target_ids, logits.shape[:-1])
+    return merge_keys(argmax_keys(logits if logits.dim() == 3 else logits[None]), logits.shape[:-1], target_ids)
 
 
 def draw_draft(
     logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, lengths: torch.Tensor, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `draft_sampling_reference.draw_draft`; equal up to rounding. Three launches, which read the logits twice."""
-    batch, width, vocabulary = logits.shape
-    stats = softmax_stats(logits, temperatures)
-    probs = torch.empty(batch, width, vocabulary, dtype=torch.float32, device=logits.device)
-    keys = torch.empty(
-        batch * width, triton.cdiv(vocabulary, reduction.SAMPLE_BLOCK), dtype=torch.int64, device=logits.device
-    )
-    _draw_kernel[keys.shape](
-        logits,
-        temperatures,
-        seeds,
-        lengths,
-        *stats,
-        probs,
-        keys,
-        *logits.stride()[:2],
-        temperatures.stride(0),
-        seeds.stride(0),
-        lengths.stride(0),
-        first,
-        width,
-        stats.shape[2],
-        vocabulary,
-        STATS=triton.next_power_of_2(stats.shape[2]),
-        BLOCK=reduction.SAMPLE_BLOCK,
-        num_warps=reduction.SAMPLE_WARPS,
-    )
-    return _merge_draft(keys, None, logits.shape[:2]), probs
+    probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    keys = draw_keys(logits, temperatures, None, seeds, lengths, first, probs, RandomStream.DRAFT)
+    return merge_keys(keys, logits.shape[:2]), probs
 
 
-@triton.jit(do_not_specialize=["temperatures_stride", "seeds_stride", "lengths_stride", "first", "width"])
+@kernel
 def _target_noise_kernel(
     logits_ptr,
     target_ids_ptr,
@@ -176,13 +150,12 @@ def _target_noise_kernel(
     seeds_ptr,
     lengths_ptr,
     out_ptr,
-    logits_stride_b,
-    logits_stride_n,
-    temperatures_stride,
-    seeds_stride,
-    lengths_stride,
-    first,
-    width,
+    logits_strides,
+    temperatures_stride: Unspecialised,
+    seeds_stride: Unspecialised,
+    lengths_stride: Unspecialised,
+    first: Unspecialised,
+    width: Unspecialised,
     vocabulary,
     BLOCK: tl.constexpr,
 ):
@@ -198,21 +171,15 @@ def _target_noise_kernel(
     token = index
     if target_ids_ptr is not None:
         token = tl.load(target_ids_ptr + index, mask=is_token, other=0).to(tl.int32)
-    logits_ptr += batch * logits_stride_b + step * logits_stride_n
+    logits_ptr += batch * logits_strides[0] + step * logits_strides[1]
     logit = tl.load(logits_ptr + index, mask=is_token, other=0.0).to(tl.float32)
     logit = logit / tl.load(temperatures_ptr + batch * temperatures_stride)
     noise = race_times_of(seed, position, token, _TARGET)
     tl.store(out_ptr + row * vocabulary + index, logit - tl.log(noise), mask=is_token)
 
 
-def add_target_noise(
-    logits: torch.Tensor,
-    target_ids: torch.Tensor | None,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    lengths: torch.Tensor,
-    first: int,
-) -> torch.Tensor:
+@implements(draft_sampling_reference.add_target_noise)
+def add_target_noise(logits, target_ids, temperatures, seeds, lengths, first):
     """See `draft_sampling_reference.add_target_noise`; equal up to rounding. One launch."""
     batch, width, vocabulary = logits.shape
     assert logits.stride(2) == 1 and (target_ids is None or target_ids.is_contiguous()), "rows must have unit stride"
@@ -224,7 +191,7 @@ def add_target_noise(
         seeds,
         lengths,
         out,
-        *logits.stride()[:2],
+        logits.stride()[:2],
         temperatures.stride(0),
         seeds.stride(0),
         lengths.stride(0),

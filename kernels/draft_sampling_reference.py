@@ -1,17 +1,4 @@
-"""PyTorch reference of the choice of draft tokens from the logits of a drafter.
-
-Shapes: logits `[B, n, V_d]`, temperatures, seeds and lengths `[B]`, tokens or indices `[B, n]`, probs `[B, n, V_d]`.
-
-    best_draft = target_ids[argmax over v of logits[b, i, v]]
-    draw_draft: q_i = softmax(logits[b, i] / temperatures[b]), index = argmax over v of q_i(v) / e_i(v)
-
-with e_i(v) = race_times(seeds[b], lengths[b], v, DRAFT, first + i).
-
-    add_target_noise = logits[b, i, v] / temperatures[b] - log(g_i(v))
-
-with g_i(v) = race_times(seeds[b], lengths[b] + first + i, target_ids[v], TARGET): what the target's token at that
-position is drawn with, see `verify_tree`, of which the logarithms are Gumbel noise.
-"""
+"""PyTorch reference of the choice of draft tokens; shapes and formulas are in `draft_sampling`."""
 
 from __future__ import annotations
 
@@ -66,6 +53,8 @@ def add_target_noise(
     first: int,
 ) -> torch.Tensor:
     """Logits whose largest is of the token that the target will draw, if its distribution is the drafter's.
+
+    The logarithms of what the target's token is drawn with, see `verify_tree`, are Gumbel noise.
 
     Args:
         target_ids: `[V_d]` int64, the target's token of each token of the draft vocabulary; None if they are the same.

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, kernel
 from .types import Tree
 
 
@@ -32,8 +33,7 @@ def _load(logprobs_ptr, at, exists):
     return tl.where(value > float("-inf"), value, float("-inf"))
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["num_nodes", "depth", "num_rows"])
+@kernel
 def _best_paths_kernel(
     logprobs_ptr,
     tokens_ptr,
@@ -42,9 +42,9 @@ def _best_paths_kernel(
     parents_ptr,
     depths_ptr,
     ancestors_ptr,
-    num_nodes,
-    depth,
-    num_rows,
+    num_nodes: Unspecialised,
+    depth: Unspecialised,
+    num_rows: Unspecialised,
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
     NUM_WORDS: tl.constexpr,

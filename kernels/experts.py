@@ -14,23 +14,21 @@ import torch
 import triton
 import triton.language as tl
 
+from . import experts_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, implements, kernel
 
 # Pairs, and blocks, that a program of the plan computes, and pairs that it compares them with at a time.
-_PAIR_BLOCK = 16
-_CHUNK = 128
+PAIR_BLOCK, CHUNK = tl.constexpr(16), tl.constexpr(128)
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["num_pairs", "num_experts", "rows"])
+@kernel
 def _plan_kernel(
     ids_ptr,
     plan_ptr,
-    num_pairs,
-    num_experts,
-    rows,
-    PAIR_BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    num_pairs: Unspecialised,
+    num_experts: Unspecialised,
+    rows: Unspecialised,
     EXPERTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -91,23 +89,20 @@ def _choose_tiles(rows: int, itemsize: int) -> tuple[int, int, int, int]:
     return columns, features * 2 // itemsize, 4, 3
 
 
-@triton.jit(do_not_specialize=["num_pairs", "pairs_per_input"])
+@kernel
 def _expert_linear_kernel(
     inputs_ptr,
     weight_ptr,
     bias_ptr,
     plan_ptr,
     out_ptr,
-    num_pairs,
-    pairs_per_input,
-    weight_stride_e,
-    weight_stride_o,
-    weight_stride_i,
+    num_pairs: Unspecialised,
+    pairs_per_input: Unspecialised,
+    weight_strides,
     bias_stride,
     NUM_EXPERTS: tl.constexpr,
     IN: tl.constexpr,
     OUT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     OUT_BLOCK: tl.constexpr,
     IN_BLOCK: tl.constexpr,
@@ -135,16 +130,16 @@ def _expert_linear_kernel(
     if expert < NUM_EXPERTS:
         feature = tl.arange(0, IN_BLOCK)
         inputs = inputs_ptr + (pair // pairs_per_input)[:, None].to(tl.int64) * IN + feature[None, :]
-        weight = weight_ptr + expert.to(tl.int64) * weight_stride_e
-        weight += column[None, :].to(tl.int64) * weight_stride_o + feature[:, None].to(tl.int64) * weight_stride_i
+        weight = weight_ptr + expert.to(tl.int64) * weight_strides[0]
+        weight += column[None, :].to(tl.int64) * weight_strides[1] + feature[:, None].to(tl.int64) * weight_strides[2]
         for start in range(0, IN, IN_BLOCK):
             is_feature = feature < IN - start
             x = tl.load(inputs, mask=is_row[:, None] & is_feature[None, :], other=0.0)
             w = tl.load(weight, mask=is_feature[:, None] & is_column[None, :], other=0.0)
             total = tl.dot(x, w, total, input_precision="ieee")
             inputs += IN_BLOCK
-            weight += IN_BLOCK * weight_stride_i
-        if HAS_BIAS:
+            weight += IN_BLOCK * weight_strides[2]
+        if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert * bias_stride + column, mask=is_column, other=0.0)
             total += bias.to(tl.float32)[None, :]
     out = out_ptr + pair[:, None].to(tl.int64) * OUT + column[None, :]
@@ -156,28 +151,20 @@ def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch
     ids = expert_ids.reshape(-1)
     num_pairs = len(ids)
     plan = torch.empty(4, num_pairs, dtype=torch.int32, device=ids.device)
-    _plan_kernel[(triton.cdiv(num_pairs, _PAIR_BLOCK),)](
+    _plan_kernel[(triton.cdiv(num_pairs, PAIR_BLOCK.value),)](
         ids,
         plan,
         num_pairs,
         num_experts,
         rows,
-        PAIR_BLOCK=_PAIR_BLOCK,
-        CHUNK=_CHUNK,
         EXPERTS=triton.next_power_of_2(num_experts + 2),
         **dependent_launch(ids.device),
     )
     return plan
 
 
-def expert_linear(
-    inputs: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    plan: torch.Tensor,
-    rows: int,
-    is_transposed: bool,
-) -> torch.Tensor:
+@implements(experts_reference.expert_linear)
+def expert_linear(inputs, weight, bias, plan, rows, is_transposed):
     """See `experts_reference.expert_linear`; accumulates in float32. One launch; safe in a CUDA graph."""
     num_pairs, num_experts = plan.shape[1], len(weight)
     size_out, size_in = weight.shape[:0:-1] if is_transposed else weight.shape[1:]
@@ -186,7 +173,6 @@ def expert_linear(
     inputs = inputs.contiguous()
     out = inputs.new_empty(num_pairs, size_out)
     out_block, in_block, num_warps, num_stages = _choose_tiles(rows, inputs.itemsize)
-    stride_e, stride_o, stride_i = weight.mT.stride() if is_transposed else weight.stride()
     num_blocks = min(num_pairs, num_experts + 1 + num_pairs // rows)
     _expert_linear_kernel[(triton.cdiv(size_out, out_block), num_blocks)](
         inputs,
@@ -196,14 +182,11 @@ def expert_linear(
         out,
         num_pairs,
         num_pairs // len(inputs),
-        stride_e,
-        stride_o,
-        stride_i,
+        weight.mT.stride() if is_transposed else weight.stride(),
         0 if bias is None else bias.stride(0),
         NUM_EXPERTS=num_experts,
         IN=size_in,
         OUT=size_out,
-        HAS_BIAS=bias is not None,
         ROWS=rows,
         OUT_BLOCK=out_block,
         IN_BLOCK=in_block,

@@ -1,10 +1,6 @@
-"""PyTorch reference of the linear layers of a mixture of experts.
+"""PyTorch reference of the linear layers of a mixture of experts; shapes and formula are in `experts`.
 
 A token and one of the k experts it is routed to are a pair; n tokens have n * k pairs, pair i being of token i // k.
-`plan_experts` sorts the pairs by expert and cuts them into blocks of one expert each; `expert_linear` multiplies each
-block by the weight of its expert:
-
-    result[i] = inputs[i // k] @ weight[e].T + bias[e],    e = expert_ids[i // k, i % k]
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from triton.language.extra import libdevice
 
 from .dependent_launch import dependent_launch, wait_for_inputs
 
-_BLOCK, _WARPS = 1024, 4
+BLOCK, _WARPS = tl.constexpr(1024), 4
 
 
 @triton.jit
@@ -53,10 +53,9 @@ def _gated_activation_kernel(
     up_stride,
     ACTIVATION: tl.constexpr,
     LIBDEVICE: tl.constexpr,
-    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK elements of one row.
+    """A block of elements of one row.
 
     Grid: (rows, blocks of N). Reads the program's elements of `gate` and `up`; writes those of `out`.
     """
@@ -82,7 +81,7 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
         return out
     gate, up = (part.reshape(-1, width) for part in (gate, up))
     gate, up = (part if part.stride(1) == 1 else part.contiguous() for part in (gate, up))
-    _gated_activation_kernel[(len(gate), -(-width // _BLOCK))](
+    _gated_activation_kernel[(len(gate), triton.cdiv(width, BLOCK.value))](
         gate,
         up,
         out,
@@ -91,7 +90,6 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
         up.stride(0),
         ACTIVATION=activation,
         LIBDEVICE=gate.is_cuda,
-        BLOCK=_BLOCK,
         num_warps=_WARPS,
         # As PyTorch's kernels are compiled; Triton's default depends on its version.
         enable_fp_fusion=True,

@@ -12,31 +12,28 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, kernel
 
-_BLOCK, _WARPS = 2048, 4
+BLOCK, _WARPS = tl.constexpr(2048), 4
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["count", "index_stride_b", "index_stride_n"])
+@kernel
 def _gather_rows_kernel(
     table_ptr,
     index_ptr,
     fill_ptr,
     out_ptr,
-    count,
+    count: Unspecialised,
     width,
-    index_stride_b,
-    index_stride_n,
-    table_stride_b,
-    table_stride_n,
-    HAS_FILL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    index_stride_b: Unspecialised,
+    index_stride_n: Unspecialised,
+    table_strides,
     PDL: tl.constexpr,
 ):
-    """BLOCK elements of one row.
+    """A block of elements of one row.
 
     Grid: (B * W, blocks of H). Reads an element of `index`, and the program's elements of a row of `table`, or of
-    `fill` if HAS_FILL; writes those of `out`.
+    `fill`, if given; writes those of `out`.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -44,10 +41,10 @@ def _gather_rows_kernel(
     wait_for_inputs(PDL)
     batch = row // count
     index = tl.load(index_ptr + batch * index_stride_b + row % count * index_stride_n)
-    source = table_ptr + batch * table_stride_b + index * table_stride_n + column
+    source = table_ptr + batch * table_strides[0] + index * table_strides[1] + column
     is_row = column * 0 + index >= 0
     values = tl.load(source, mask=is_column & is_row, other=0.0)
-    if HAS_FILL:
+    if fill_ptr is not None:
         values = tl.where(is_row, values, tl.load(fill_ptr + column, mask=is_column, other=0.0))
     tl.store(out_ptr + row * width + column, values, mask=is_column)
 
@@ -61,7 +58,7 @@ def gather_rows(table: torch.Tensor, index: torch.Tensor, fill: torch.Tensor | N
     out = torch.empty(batch, count, width, dtype=table.dtype, device=table.device)
     if out.numel() == 0:
         return out
-    _gather_rows_kernel[(batch * count, triton.cdiv(width, _BLOCK))](
+    _gather_rows_kernel[(batch * count, triton.cdiv(width, BLOCK.value))](
         table,
         index,
         fill,
@@ -69,10 +66,7 @@ def gather_rows(table: torch.Tensor, index: torch.Tensor, fill: torch.Tensor | N
         count,
         width,
         *index.stride(),
-        0 if table.shape[0] == 1 else table.stride(0),
-        table.stride(1),
-        HAS_FILL=fill is not None,
-        BLOCK=_BLOCK,
+        (0 if table.shape[0] == 1 else table.stride(0), table.stride(1)),
         num_warps=_WARPS,
         **dependent_launch(table.device),
     )

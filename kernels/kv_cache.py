@@ -10,12 +10,13 @@ With scales `[B, slots, kv_heads, 2]` heads are stored as float8, see `float8_re
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
+from . import kv_cache_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .float8 import magnitudes, scales_of
+from .jit import Unspecialised, implements, kernel
 
 # Elements of the keys, and of the values, that one program copies.
 _TILE = 2048
@@ -27,17 +28,16 @@ def copy_heads(
     scale_ptr,
     source_ptr,
     head,
-    target_stride_h,
-    scale_stride_h,
-    source_stride_h,
+    strides_h,
     source_stride_d,
     is_head,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
 ):
     """Copy the heads `head` of one position, cast to the dtype of the target, whose last dimension has unit stride: to
-    float8 with their scales, if these are stored.
+    float8 with their scales, if these are stored. `strides_h` are those of heads of the target, the scales, the source.
     """
+    target_stride_h, scale_stride_h, source_stride_h = strides_h
     dim = tl.arange(0, DIM_BLOCK)
     mask = is_head[:, None] & (dim < DIM)[None, :]
     source = tl.load(
@@ -52,8 +52,7 @@ def copy_heads(
     tl.store(target, source.to(target_ptr.dtype.element_ty), mask=mask)
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["positions_stride_b", "positions_stride_n"])
+@kernel
 def _write_kv_kernel(
     keys_ptr,
     values_ptr,
@@ -61,25 +60,13 @@ def _write_kv_kernel(
     key_states_ptr,
     value_states_ptr,
     positions_ptr,
-    keys_stride_b,
-    keys_stride_s,
-    keys_stride_h,
-    values_stride_b,
-    values_stride_s,
-    values_stride_h,
-    scales_stride_b,
-    scales_stride_s,
-    scales_stride_h,
-    key_states_stride_b,
-    key_states_stride_h,
-    key_states_stride_n,
-    key_states_stride_d,
-    value_states_stride_b,
-    value_states_stride_h,
-    value_states_stride_n,
-    value_states_stride_d,
-    positions_stride_b,
-    positions_stride_n,
+    keys_strides,
+    values_strides,
+    scales_strides,
+    key_states_strides,
+    value_states_strides,
+    positions_stride_b: Unspecialised,
+    positions_stride_n: Unspecialised,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -99,45 +86,36 @@ def _write_kv_kernel(
     is_head = head < KV_HEADS
     wait_for_inputs(PDL)
     slot = tl.load(positions_ptr + batch * positions_stride_b + index * positions_stride_n)
-    key_scale_ptr = scales_ptr
+    key_scale_ptr, value_scale_ptr = scales_ptr, scales_ptr
     if scales_ptr is not None:
-        key_scale_ptr += batch * scales_stride_b + slot * scales_stride_s
+        key_scale_ptr += batch * scales_strides[0] + slot * scales_strides[1]
+        value_scale_ptr = key_scale_ptr + 1
     copy_heads(
-        keys_ptr + batch * keys_stride_b + slot * keys_stride_s,
+        keys_ptr + batch * keys_strides[0] + slot * keys_strides[1],
         key_scale_ptr,
-        key_states_ptr + batch * key_states_stride_b + index * key_states_stride_n,
+        key_states_ptr + batch * key_states_strides[0] + index * key_states_strides[2],
         head,
-        keys_stride_h,
-        scales_stride_h,
-        key_states_stride_h,
-        key_states_stride_d,
+        (keys_strides[2], scales_strides[2], key_states_strides[1]),
+        key_states_strides[3],
         is_head,
         DIM,
         DIM_BLOCK,
     )
     copy_heads(
-        values_ptr + batch * values_stride_b + slot * values_stride_s,
-        None if key_scale_ptr is None else key_scale_ptr + 1,
-        value_states_ptr + batch * value_states_stride_b + index * value_states_stride_n,
+        values_ptr + batch * values_strides[0] + slot * values_strides[1],
+        value_scale_ptr,
+        value_states_ptr + batch * value_states_strides[0] + index * value_states_strides[2],
         head,
-        values_stride_h,
-        scales_stride_h,
-        value_states_stride_h,
-        value_states_stride_d,
+        (values_strides[2], scales_strides[2], value_states_strides[1]),
+        value_states_strides[3],
         is_head,
         VALUE_DIM,
         VALUE_BLOCK,
     )
 
 
-def write_kv(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    key_states: torch.Tensor,
-    value_states: torch.Tensor,
-    positions: torch.Tensor,
-    scales: torch.Tensor | None = None,
-) -> None:
+@implements(kv_cache_reference.write_kv)
+def write_kv(keys, values, key_states, value_states, positions, scales=None):
     """See `kv_cache_reference.write_kv`; equal bit for bit. One launch for keys and values; safe in a CUDA graph."""
     batch, kv_heads, num_states, dim = key_states.shape
     value_dim = value_states.shape[3]
@@ -153,11 +131,11 @@ def write_kv(
         key_states,
         value_states,
         positions,
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        *((0, 0, 0) if scales is None else scales.stride()[:3]),
-        *key_states.stride(),
-        *value_states.stride(),
+        keys.stride()[:3],
+        values.stride()[:3],
+        (0, 0, 0) if scales is None else scales.stride()[:3],
+        key_states.stride(),
+        value_states.stride(),
         *positions.stride(),
         KV_HEADS=kv_heads,
         DIM=dim,

@@ -1,7 +1,4 @@
-"""PyTorch reference of writing new keys and values to the static KV cache.
-
-keys[b, positions[b, i], h] = key_states[b, h, i],    values[b, positions[b, i], h] = value_states[b, h, i]
-"""
+"""PyTorch reference of writing new keys and values to the static KV cache; the formula is in `kv_cache`."""
 
 from __future__ import annotations
 

@@ -17,10 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
+from . import low_rank_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, implements, kernel
 
 # Rows of a program, and input features that it multiplies at a time.
-_ROWS, _DEPTH = 16, 128
+ROWS, DEPTH = tl.constexpr(16), tl.constexpr(128)
 # Output features of a program, by how many a layer has at least: few programs, as each adapter has its own.
 _FEATURES = ((8192, 256), (2048, 128), (0, 64))
 # Input features of a part of the narrow sum, and most parts.
@@ -36,14 +38,13 @@ def _of_rows(adapters_ptr, row, is_row, adapter):
     return (adapters >> adapter) & 1, adapters
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel
 def _down_kernel(
     inputs_ptr,
     adapters_ptr,
     places_ptr,
     narrow_ptr,
-    num_rows,
+    num_rows: Unspecialised,
     size_in,
     inputs_stride,
     part_size,
@@ -51,8 +52,6 @@ def _down_kernel(
     DTYPE: tl.constexpr,
     PARTS: tl.constexpr,
     RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`down` times ROWS rows, or 1 / num_programs(2) of the sum, which is PARTS parts.
@@ -98,8 +97,9 @@ def _down_kernel(
 
 
 @triton.jit
-def _update(narrow_ptr, places_ptr, scales_ptr, row, is_row, feature, index, count, num_rows, DTYPE, PARTS, RANK):
+def _update(pointers, row, is_row, feature, index, count, num_rows, DTYPE, PARTS, RANK):
     """The update `[features, rows]` of layer and adapter number `index`."""
+    narrow_ptr, places_ptr, scales_ptr = pointers
     rank = tl.load(places_ptr + index * 5 + 2)
     up_ptr = tl.load(places_ptr + index * 5 + 1).to(tl.pointer_type(DTYPE))
     size = tl.load(places_ptr + index * 5 + 3)
@@ -116,20 +116,19 @@ def _update(narrow_ptr, places_ptr, scales_ptr, row, is_row, feature, index, cou
     return tl.dot(up.to(tl.float32), narrow, input_precision="ieee") * tl.load(scales_ptr + index)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel
 def _up_kernel(
     out_ptr,
     adapters_ptr,
     places_ptr,
     scales_ptr,
     narrow_ptr,
-    num_rows,
+    num_rows: Unspecialised,
     out_stride,
     ADAPTERS: tl.constexpr,
     DTYPE: tl.constexpr,
     PARTS: tl.constexpr,
     RANK: tl.constexpr,
-    ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -150,28 +149,15 @@ def _up_kernel(
     is_own = (has_it != 0) & ((adapters & ((adapters * 0 + 1 << adapter) - 1)) == 0)
     size = tl.load(places_ptr + index * 5 + 3)
     if (tl.max(is_own.to(tl.int32), 0) > 0) & (tl.program_id(2) * FEATURES < size):
-        total = _update(
-            narrow_ptr, places_ptr, scales_ptr, row, is_row, feature, index, count, num_rows, DTYPE, PARTS, RANK
-        )
+        pointers = narrow_ptr, places_ptr, scales_ptr
+        total = _update(pointers, row, is_row, feature, index, count, num_rows, DTYPE, PARTS, RANK)
         later = tl.where(is_own, adapters >> adapter >> 1, 0)
         if tl.max(later, 0) > 0:
             for other in range(adapter + 1, ADAPTERS):
                 has_other = is_own & (((adapters >> other) & 1) != 0)
                 if tl.max(has_other.to(tl.int32), 0) > 0:
-                    more = _update(
-                        narrow_ptr,
-                        places_ptr,
-                        scales_ptr,
-                        row,
-                        is_row,
-                        feature,
-                        index + other - adapter,
-                        count,
-                        num_rows,
-                        DTYPE,
-                        PARTS,
-                        RANK,
-                    )
+                    at = index + other - adapter
+                    more = _update(pointers, row, is_row, feature, at, count, num_rows, DTYPE, PARTS, RANK)
                     total = tl.where(has_other[None, :], total + more, total)
         out = out_ptr + row[None, :] * out_stride + (tl.load(places_ptr + index * 5 + 4) + feature)[:, None]
         is_written = is_own[None, :] & (feature < size)[:, None]
@@ -182,16 +168,8 @@ def _up_kernel(
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def add_low_rank(
-    out: torch.Tensor,
-    inputs: torch.Tensor,
-    adapters: torch.Tensor,
-    down: list[torch.Tensor],
-    up: list[torch.Tensor],
-    places: torch.Tensor,
-    scales: torch.Tensor,
-    sizes: list[int],
-) -> None:
+@implements(low_rank_reference.add_low_rank)
+def add_low_rank(out, inputs, adapters, down, up, places, scales, sizes):
     """See `low_rank_reference.add_low_rank`. Launches depend on shapes and strides only."""
     num_rows, size_in = inputs.shape
     assert inputs.stride(1) == out.stride(1) == 1, "rows must have unit stride"
@@ -200,15 +178,14 @@ def add_low_rank(
         return
     count, rank = len(down), max(16, triton.next_power_of_2(max(map(len, down))))
     num_parts = min(max(triton.cdiv(size_in, _PART), 1), _MOST_PARTS)
-    part_size = triton.cdiv(triton.cdiv(size_in, num_parts), _DEPTH) * _DEPTH
+    part_size = triton.cdiv(triton.cdiv(size_in, num_parts), DEPTH.value) * DEPTH.value
     own_parts = num_parts if num_rows > _MOST_ROWS_OF_PARTS else 1
-    parts, blocks = num_parts // own_parts, triton.cdiv(num_rows, _ROWS)
+    parts, blocks = num_parts // own_parts, triton.cdiv(num_rows, ROWS.value)
     narrow = torch.empty(parts, count, num_rows, rank, dtype=torch.float32, device=out.device)
     common = {
         "ADAPTERS": count // len(sizes),
         "DTYPE": _DTYPES[down[0].dtype],
         "RANK": rank,
-        "ROWS": _ROWS,
         **dependent_launch(out.device),
     }
     _down_kernel[(blocks, count, parts)](
@@ -221,7 +198,6 @@ def add_low_rank(
         inputs.stride(0),
         part_size,
         PARTS=own_parts,
-        DEPTH=_DEPTH,
         num_warps=4,
         **common,
     )

@@ -18,23 +18,22 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, kernel
 
 # Words of a slot that a program moves.
-_TILE = 512
+TILE = tl.constexpr(512)
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["path_stride", "num_steps"])
+@kernel
 def _move_slots_kernel(
     table_ptr,
     path_ptr,
     lengths_ptr,
     committed_ptr,
-    path_stride,
-    num_steps,
+    path_stride: Unspecialised,
+    num_steps: Unspecialised,
     WORD: tl.constexpr,
     STEPS: tl.constexpr,
-    TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Move TILE words, of WORD bytes, of all slots of a path in one row of one buffer.
@@ -94,7 +93,7 @@ class SlotTable(NamedTuple):
         word = 1 if any(number % 4 for entry in entries for number in entry) else 4
         largest = max(size for *_, size in entries)
         on_device = torch.tensor(entries, dtype=torch.int64, device=buffers[0].device)
-        return cls(on_device, word, triton.cdiv(largest // word, _TILE))
+        return cls(on_device, word, triton.cdiv(largest // word, TILE.value))
 
 
 def move_slots(table: SlotTable, path: torch.Tensor, lengths: torch.Tensor, committed: torch.Tensor) -> None:
@@ -113,7 +112,6 @@ def move_slots(table: SlotTable, path: torch.Tensor, lengths: torch.Tensor, comm
         path.shape[1],
         WORD=table.word,
         STEPS=triton.next_power_of_2(path.shape[1]),
-        TILE=_TILE,
         num_warps=8,
         **dependent_launch(path.device),
     )

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, kernel
 from .types import RACE_GROUP
 
 _MULTIPLIER_0 = tl.constexpr(0xD2511F53)
@@ -24,6 +25,8 @@ _KEY_STEP_0 = tl.constexpr(0x9E3779B9)
 _KEY_STEP_1 = tl.constexpr(0xBB67AE85)
 _LARGEST = tl.constexpr(1.0 - 2.0**-24)
 _GROUP = tl.constexpr(RACE_GROUP)
+# Numbers of a program of `row_uniform`.
+_BLOCK = tl.constexpr(128)
 
 
 @triton.jit
@@ -103,20 +106,19 @@ def race_times_of(seed, position, token, stream: tl.constexpr):
     return _exponential(least_word) / _GROUP + tl.where(is_least, 0.0, _exponential(word))
 
 
-@triton.jit(do_not_specialize=["num_rows", "tokens_stride"])
+@kernel
 def _row_uniform_kernel(
     seeds_ptr,
     positions_ptr,
     tokens_ptr,
     out_ptr,
-    num_rows,
-    tokens_stride,
+    num_rows: Unspecialised,
+    tokens_stride: Unspecialised,
     STREAM: tl.constexpr,
-    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK numbers. Grid: (blocks,). Reads the program's elements of `[B]` tensors; writes those of `out`."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """A block of numbers. Grid: (blocks,). Reads the program's elements of `[B]` tensors; writes those of `out`."""
+    row = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     is_row = row < num_rows
     wait_for_inputs(PDL)
     seed = tl.load(seeds_ptr + row, mask=is_row, other=0)
@@ -129,7 +131,7 @@ def row_uniform(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tens
     """See `random_reference.uniform`, of `[B]` tensors; equal. One launch."""
     assert seeds.shape == positions.shape == tokens.shape and seeds.is_contiguous() and positions.is_contiguous()
     out = torch.empty(len(seeds), dtype=torch.float32, device=seeds.device)
-    _row_uniform_kernel[(triton.cdiv(len(seeds), 128),)](
+    _row_uniform_kernel[(triton.cdiv(len(seeds), _BLOCK.value),)](
         seeds,
         positions,
         tokens,
@@ -137,7 +139,6 @@ def row_uniform(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tens
         len(seeds),
         tokens.stride(0),
         STREAM=stream,
-        BLOCK=128,
         num_warps=1,
         **dependent_launch(seeds.device),
     )

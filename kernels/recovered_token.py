@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from . import reduction
+from .jit import Unspecialised, kernel
 from .random import race_times
 from .reduction import LEAST_KEY, index_of_key, is_key_of_nan, largest_key
 from .types import NO_TOKEN, RandomStream, VerificationResult
@@ -25,10 +27,10 @@ _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit
-def draft_prob(draft_probs_ptr, draft_ids_ptr, token, mask, draft_vocabulary, HAS_IDS: tl.constexpr):
+def draft_prob(draft_probs_ptr, draft_ids_ptr, token, mask, draft_vocabulary):
     """Draft probability q of `token`, int64 in the target's vocabulary, from a row `[V_d]`; 0 where `mask` is false."""
     index = token
-    if HAS_IDS:
+    if draft_ids_ptr is not None:
         index = tl.load(draft_ids_ptr + token, mask=mask, other=-1)
     return tl.load(draft_probs_ptr + index, mask=mask & (index >= 0) & (index < draft_vocabulary), other=0.0)
 
@@ -40,30 +42,46 @@ def has_probs(draft_prob):
 
 
 @triton.jit
-def store_sample_keys(keys_ptr, residual, p_next, seed, position, token, is_token, BLOCK: tl.constexpr):
-    """Write the keys of one block: of the maximum of residual / e, and of the maximum of p_next / e.
+def store_next(
+    keys_ptr,
+    accepted_ptr,
+    committed_ptr,
+    residual,
+    p_next,
+    seed,
+    length,
+    accepted,
+    token,
+    is_token,
+    BLOCK: tl.constexpr,
+):
+    """Write the keys of one block, of the maximum of residual / e and of the maximum of p_next / e, and the counts.
 
-    For grids (B, blocks). Writes one element each of `keys[0]` and `keys[1]`, `[B, blocks]`.
+    For grids (B, blocks). Writes one element each of `keys[0]` and `keys[1]`, `[B, blocks]`, and in the first block of
+    a row one of `accepted` and `committed` `[B]`.
     """
+    position = length + accepted
     row = tl.program_id(0).to(tl.int64)
     cell = row * tl.num_programs(1) + tl.program_id(1)
     num_cells = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     noise = race_times(seed, position, tl.program_id(1) * BLOCK, position * 0, _TARGET, BLOCK)
     tl.store(keys_ptr + cell, largest_key(residual / noise, token, is_token))
     tl.store(keys_ptr + num_cells + cell, largest_key(p_next / noise, token, is_token))
+    if tl.program_id(1) == 0:
+        tl.store(accepted_ptr + row, accepted.to(tl.int64))
+        tl.store(committed_ptr + row, accepted.to(tl.int64) + 1)
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["drafts_stride_b", "drafts_stride_n", "num_drafts", "num_blocks"])
+@kernel
 def _merge_recovered_kernel(
     keys_ptr,
     drafts_ptr,
     accepted_ptr,
     tokens_ptr,
-    drafts_stride_b,
-    drafts_stride_n,
-    num_drafts,
-    num_blocks,
+    drafts_stride_b: Unspecialised,
+    drafts_stride_n: Unspecialised,
+    num_drafts: Unspecialised,
+    num_blocks: Unspecialised,
     STEPS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -88,8 +106,12 @@ def _merge_recovered_kernel(
 
 def check_sampling(
     scores: torch.Tensor, drafts: torch.Tensor, draft_probs: torch.Tensor | None, draft_ids: torch.Tensor | None
-) -> None:
-    """Check the shapes, dtypes and strides of the arguments of `verify_sampling` and `verify_block`."""
+) -> torch.Tensor:
+    """Check the shapes, dtypes and strides of the arguments of `verify_sampling` and `verify_block`.
+
+    Returns:
+        uninitialised keys `[2, B, blocks]`.
+    """
     batch, num_drafts = drafts.shape
     assert scores.shape[:2] == (batch, num_drafts + 1), "shapes must agree"
     assert scores.dtype == torch.float32, "scores must be float32"
@@ -100,6 +122,8 @@ def check_sampling(
         assert draft_probs.stride(2) == 1 or draft_probs.shape[2] == 1, "rows must have unit stride"
     if draft_ids is not None:
         assert draft_ids.shape == scores.shape[2:] and draft_ids.is_contiguous(), "draft_ids must be contiguous"
+    blocks = triton.cdiv(scores.shape[2], reduction.SAMPLE_BLOCK)
+    return torch.empty(2, batch, blocks, dtype=torch.int64, device=scores.device)
 
 
 def merge_recovered(keys: torch.Tensor, drafts: torch.Tensor, out: VerificationResult) -> None:

@@ -1,11 +1,4 @@
-"""PyTorch reference of the token after the accepted drafts: the recovered token or the bonus token.
-
-Shapes: probs and residual `[B, V]`, drafts `[B, K]`, accepted `[B]`, tokens `[B, K + 1]`.
-
-    tokens[b] = (drafts[b, 0], ..., drafts[b, accepted[b] - 1], next token, undefined ...)
-    next token ~ residual[b] / sum residual[b], or probs[b] after the last draft and where the residual is 0;
-    NO_TOKEN where probs[b] are NaN
-"""
+"""PyTorch reference of the token after the accepted drafts, the recovered or bonus token; see `recovered_token`."""
 
 from __future__ import annotations
 
@@ -24,7 +17,7 @@ def append_recovered_or_bonus(
     seeds: torch.Tensor,
     lengths: torch.Tensor,
 ) -> VerificationResult:
-    """Sample the token after the accepted drafts, and return the result of the round.
+    """Sample the token after the accepted drafts, `NO_TOKEN` where `probs` are NaN, and return the result of the round.
 
     Args:
         probs: `[B, V]` float32, the target's distribution of that token; NaN if there is none.

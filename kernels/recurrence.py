@@ -20,34 +20,23 @@ import torch
 import triton
 import triton.language as tl
 
+from . import recurrence_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, implements, kernel
 from .ring import find_block
-from .types import RecurrenceRing
 
 # Elements of the state that a program, which is one warp, keeps in registers.
 _TILE = 2048
-_COLUMN_BLOCK = 64
+COLUMN_BLOCK = tl.constexpr(64)
 
 
 @triton.jit
 def _load_token(
     position,
-    begin,
-    first,
-    end,
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    decay_ptr,
-    beta_ptr,
-    ring_keys_ptr,
-    ring_updates_ptr,
-    ring_decays_ptr,
-    query_stride_n,
-    key_stride_n,
-    value_stride_n,
-    decay_stride_n,
-    beta_stride_n,
+    block,
+    inputs,
+    strides,
+    ring,
     dim,
     value_dim,
     HEADS: tl.constexpr,
@@ -56,13 +45,24 @@ def _load_token(
     VALUE_DIM: tl.constexpr,
     RING: tl.constexpr,
     DECAY: tl.constexpr,
-    HAS_BETA: tl.constexpr,
+    DECAYS: tl.constexpr,
 ):
     """What the recurrence takes at `position`, from the block or from the ring: the same loads for both.
 
-    The pointers are those of the row and of the head. Returns query, key, value (the update u of a replayed position)
-    and decay, in the form that DECAY names, and beta; nothing is read from `end` on.
+    Args:
+        block: its first column, the position of that, and the end of its positions.
+        inputs, strides: pointers to query, key, value, decay and beta, or None, of the row and of the head, and
+            strides of columns.
+        ring: pointers to keys, updates and decays of the row and of the head.
+
+    Returns:
+        query, key, value (the update u of a replayed position) and decay, in the form that DECAY names, and beta;
+        nothing is read from the end of the block on.
     """
+    begin, first, end = block
+    query_ptr, key_ptr, value_ptr, decay_ptr, beta_ptr = inputs
+    query_stride_n, key_stride_n, value_stride_n, decay_stride_n, beta_stride_n = strides
+    ring_keys_ptr, ring_updates_ptr, ring_decays_ptr = ring
     is_new = (position >= first) & (position < end)
     column = (begin + position - first).to(tl.int64)
     slot = position % RING
@@ -78,16 +78,15 @@ def _load_token(
     update = tl.load(ring_updates_ptr + slot * (HEADS * VALUE_DIM) + value_dim, mask=is_update, other=0.0)
     value = tl.where(is_new, value.to(tl.float32), update)
     decay_row = decay_ptr + column * decay_stride_n
+    decay_row = tl.where(is_new, decay_row, ring_decays_ptr + slot * (HEADS * DECAYS))
     if DECAY == "head":
-        decay = tl.load(tl.where(is_new, decay_row, ring_decays_ptr + slot * HEADS), mask=position < end, other=0.0)
+        decay = tl.load(decay_row, mask=position < end, other=0.0)
     elif DECAY == "key":
-        decay_row = tl.where(is_new, decay_row, ring_decays_ptr + slot * (HEADS * DIM))
         decay = tl.load(decay_row + dim, mask=is_key, other=0.0)
     else:
-        decay_row = tl.where(is_new, decay_row, ring_decays_ptr + slot * (HEADS * VALUE_DIM))
         decay = tl.load(decay_row + value_dim, mask=is_new_value | is_update, other=0.0)
     beta = 1.0
-    if HAS_BETA:
+    if beta_ptr is not None:
         beta = tl.load(beta_ptr + column * beta_stride_n, mask=is_new, other=0.0).to(tl.float32)
     return query, key, value, decay, beta
 
@@ -97,23 +96,7 @@ def _normalize(vector):
     return vector * tl.rsqrt(tl.sum(vector * vector, axis=0) + 1e-6)
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(
-    do_not_specialize=[
-        "decay_stride_b",
-        "decay_stride_n",
-        "decay_stride_h",
-        "beta_stride_b",
-        "beta_stride_n",
-        "beta_stride_h",
-        "base_stride",
-        "certain_stride",
-        "positions_stride_b",
-        "positions_stride_n",
-        "num_columns",
-        "dummy",
-    ]
-)
+@kernel
 def _recurrence_kernel(
     query_ptr,
     key_ptr,
@@ -129,27 +112,21 @@ def _recurrence_kernel(
     certain_ptr,
     positions_ptr,
     out_ptr,
-    query_stride_b,
-    query_stride_n,
-    query_stride_h,
-    key_stride_b,
-    key_stride_n,
-    key_stride_h,
-    value_stride_b,
-    value_stride_n,
-    value_stride_h,
-    decay_stride_b,
-    decay_stride_n,
-    decay_stride_h,
-    beta_stride_b,
-    beta_stride_n,
-    beta_stride_h,
-    base_stride,
-    certain_stride,
-    positions_stride_b,
-    positions_stride_n,
-    num_columns,
-    dummy,
+    query_strides,
+    key_strides,
+    value_strides,
+    decay_stride_b: Unspecialised,
+    decay_stride_n: Unspecialised,
+    decay_stride_h: Unspecialised,
+    beta_stride_b: Unspecialised,
+    beta_stride_n: Unspecialised,
+    beta_stride_h: Unspecialised,
+    base_stride: Unspecialised,
+    certain_stride: Unspecialised,
+    positions_stride_b: Unspecialised,
+    positions_stride_n: Unspecialised,
+    num_columns: Unspecialised,
+    dummy: Unspecialised,
     scale,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -158,11 +135,9 @@ def _recurrence_kernel(
     RING: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    COLUMN_BLOCK: tl.constexpr,
     DELTA: tl.constexpr,
     NORMALIZE: tl.constexpr,
     DECAY: tl.constexpr,
-    HAS_BETA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """VALUE_BLOCK columns of the state of one head of one row.
@@ -193,19 +168,16 @@ def _recurrence_kernel(
     first_kept = tl.maximum(certain, end - RING)
 
     # Pointers of the row and of the head.
-    query_ptr += batch * query_stride_b + key_head * query_stride_h
-    key_ptr += batch * key_stride_b + key_head * key_stride_h
-    value_ptr += batch * value_stride_b + head * value_stride_h
+    query_ptr += batch * query_strides[0] + key_head * query_strides[2]
+    key_ptr += batch * key_strides[0] + key_head * key_strides[2]
+    value_ptr += batch * value_strides[0] + head * value_strides[2]
     decay_ptr += batch * decay_stride_b + head * decay_stride_h
-    beta_ptr += batch * beta_stride_b + head * beta_stride_h
+    if beta_ptr is not None:
+        beta_ptr += batch * beta_stride_b + head * beta_stride_h
     ring_keys_ptr += batch * (RING * KEY_HEADS * DIM) + key_head * DIM
     ring_updates_ptr += batch * (RING * HEADS * VALUE_DIM) + head * VALUE_DIM
-    if DECAY == "head":
-        ring_decays_ptr += batch * (RING * HEADS) + head
-    elif DECAY == "key":
-        ring_decays_ptr += batch * (RING * HEADS * DIM) + head * DIM
-    else:
-        ring_decays_ptr += batch * (RING * HEADS * VALUE_DIM) + head * VALUE_DIM
+    DECAYS: tl.constexpr = 1 if DECAY == "head" else DIM if DECAY == "key" else VALUE_DIM  # of a head
+    ring_decays_ptr += batch * (RING * HEADS * DECAYS) + head * DECAYS
     out_ptr += (batch * num_columns * HEADS + head) * VALUE_DIM
 
     tile = dim[:, None] * VALUE_DIM + value_dim[None, :]
@@ -224,54 +196,20 @@ def _recurrence_kernel(
             mask=is_padding[:, None] & is_value[None, :],
         )
 
+    block, inputs = (begin, first, end), (query_ptr, key_ptr, value_ptr, decay_ptr, beta_ptr)
+    strides = query_strides[1], key_strides[1], value_strides[1], decay_stride_n, beta_stride_n
+    ring = ring_keys_ptr, ring_updates_ptr, ring_decays_ptr
     query, key, value, decay, beta = _load_token(
-        base,
-        begin,
-        first,
-        end,
-        query_ptr,
-        key_ptr,
-        value_ptr,
-        decay_ptr,
-        beta_ptr,
-        ring_keys_ptr,
-        ring_updates_ptr,
-        ring_decays_ptr,
-        query_stride_n,
-        key_stride_n,
-        value_stride_n,
-        decay_stride_n,
-        beta_stride_n,
-        dim,
-        value_dim,
-        HEADS,
-        KEY_HEADS,
-        DIM,
-        VALUE_DIM,
-        RING,
-        DECAY,
-        HAS_BETA,
+        base, block, inputs, strides, ring, dim, value_dim, HEADS, KEY_HEADS, DIM, VALUE_DIM, RING, DECAY, DECAYS
     )
     for position in range(base, end):
         # The next token is loaded while this one is computed.
         next_query, next_key, next_value, next_decay, next_beta = _load_token(
             position + 1,
-            begin,
-            first,
-            end,
-            query_ptr,
-            key_ptr,
-            value_ptr,
-            decay_ptr,
-            beta_ptr,
-            ring_keys_ptr,
-            ring_updates_ptr,
-            ring_decays_ptr,
-            query_stride_n,
-            key_stride_n,
-            value_stride_n,
-            decay_stride_n,
-            beta_stride_n,
+            block,
+            inputs,
+            strides,
+            ring,
             dim,
             value_dim,
             HEADS,
@@ -280,7 +218,7 @@ def _recurrence_kernel(
             VALUE_DIM,
             RING,
             DECAY,
-            HAS_BETA,
+            DECAYS,
         )
         unit_key = key.to(tl.float32)
         if NORMALIZE:
@@ -295,7 +233,7 @@ def _recurrence_kernel(
         if position >= first:
             if DELTA:
                 update = update - tl.sum(state * unit_key[:, None], axis=0)
-            if HAS_BETA:
+            if beta_ptr is not None:
                 update = update * beta
         # With `fma` a replayed token changes the state by the very same rounding as in its block.
         state = tl.fma(unit_key[:, None], update[None, :], state)
@@ -311,13 +249,14 @@ def _recurrence_kernel(
             if position >= first_kept:
                 slot = position % RING
                 tl.store(ring_updates_ptr + slot * (HEADS * VALUE_DIM) + value_dim, update, mask=is_value)
+                decays = ring_decays_ptr + slot * (HEADS * DECAYS)
                 if DECAY == "rates":
-                    tl.store(ring_decays_ptr + slot * (HEADS * VALUE_DIM) + value_dim, decay, mask=is_value)
+                    tl.store(decays + value_dim, decay, mask=is_value)
                 if tl.program_id(0) == 0:
                     if DECAY == "head":
-                        tl.store(ring_decays_ptr + slot * HEADS, decay)
+                        tl.store(decays, decay)
                     elif DECAY == "key":
-                        tl.store(ring_decays_ptr + slot * (HEADS * DIM) + dim, decay, mask=is_key)
+                        tl.store(decays + dim, decay, mask=is_key)
                     if head % (HEADS // KEY_HEADS) == 0:
                         tl.store(ring_keys_ptr + slot * (KEY_HEADS * DIM) + dim, key, mask=is_key)
         query, key, value, decay, beta = next_query, next_key, next_value, next_decay, next_beta
@@ -328,24 +267,10 @@ def choose_value_block(dim: int, value_dim: int) -> int:
     return min(triton.next_power_of_2(value_dim), max(8, min(64, _TILE // triton.next_power_of_2(dim))))
 
 
+@implements(recurrence_reference.recurrence)
 def recurrence(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor | None,
-    state: torch.Tensor,
-    ring: RecurrenceRing,
-    base: torch.Tensor,
-    certain: torch.Tensor,
-    positions: torch.Tensor,
-    dummy: int,
-    *,
-    delta: bool,
-    normalize: bool,
-    scale: float,
-    rates: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query, key, value, decay, beta, state, ring, base, certain, positions, dummy, *, delta, normalize, scale, rates=None
+):
     """See `recurrence_reference.recurrence`; computes in float32. One launch that depends on shapes and strides only.
 
     A state that is read later, after a replay, is bit for bit that of the block in which its tokens were new.
@@ -374,7 +299,7 @@ def recurrence(
         key,
         value,
         decay,
-        value if beta is None else beta,
+        beta,
         rates,
         state,
         *ring,
@@ -382,9 +307,9 @@ def recurrence(
         certain,
         positions,
         out,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
+        query.stride()[:3],
+        key.stride()[:3],
+        value.stride()[:3],
         *decay.stride()[:3],
         *((0, 0, 0) if beta is None else beta.stride()),
         *base.stride(),
@@ -400,11 +325,9 @@ def recurrence(
         RING=ring_size,
         DIM_BLOCK=triton.next_power_of_2(dim),
         VALUE_BLOCK=value_block,
-        COLUMN_BLOCK=_COLUMN_BLOCK,
         DELTA=delta,
         NORMALIZE=normalize,
         DECAY=form,
-        HAS_BETA=beta is not None,
         num_warps=1,
         **dependent_launch(query.device),
     )

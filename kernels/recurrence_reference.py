@@ -1,14 +1,7 @@
 """PyTorch reference of the recurrence of linear attention and state-space layers, for blocks of drafts.
 
-Token by token, with the key head h // (H / Hk) of head h:
-
-    S = S * exp(decay)
-    u = beta * (value - S^T key) with the delta rule, else beta * value
-    S = S + key u^T
-    out = S^T query
-
-It covers Gated DeltaNet and Kimi Delta Attention (`delta`, `normalize`), Mamba2 (query C, key B, value x, decay dt * A,
-beta dt) and Mamba1 (one head, `rates` A).
+The formula is in `recurrence`; head h has the key head h // (H / Hk). It covers Gated DeltaNet and Kimi Delta Attention
+(`delta`, `normalize`), Mamba2 (query C, key B, value x, decay dt * A, beta dt) and Mamba1 (one head, `rates` A).
 
 Nothing is rolled back. The stored state is that of position `base`: all tokens before it are in it. For later tokens a
 ring holds what the recurrence needs to pass them again, slot = position mod R: key, u and decay, so that this takes no

@@ -19,10 +19,12 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .types import VerificationResult
+from .jit import Unspecialised, kernel
+from .types import NO_TOKEN, VerificationResult
 
 LEAST_KEY = tl.constexpr(-(2**63))
 _WORD = tl.constexpr(0xFFFFFFFF)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 # Tokens per program: in kernels that only reduce, and in kernels that also compute a random number per token.
 REDUCE_BLOCK = 4096
@@ -68,14 +70,21 @@ def merge_softmax_stats(maxima, totals):
     return base, tl.sum(totals * tl.exp(maxima - base[:, None]), axis=1)
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["width"])
+@triton.jit
+def load_softmax(stats, row, num_stats, STATS: tl.constexpr):
+    """`merge_softmax_stats` of one row of `softmax_stats`, `[1]` each."""
+    stat = tl.arange(0, STATS)[None, :]
+    is_stat = stat < num_stats
+    maxima = tl.load(stats[0] + row * num_stats + stat, mask=is_stat, other=float("-inf"))
+    return merge_softmax_stats(maxima, tl.load(stats[1] + row * num_stats + stat, mask=is_stat, other=0.0))
+
+
+@kernel
 def _argmax_kernel(
     scores_ptr,
     keys_ptr,
-    scores_stride_b,
-    scores_stride_n,
-    width,
+    scores_strides,
+    width: Unspecialised,
     vocabulary,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -87,45 +96,40 @@ def _argmax_kernel(
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = token < vocabulary
-    scores_ptr += row // width * scores_stride_b + row % width * scores_stride_n
+    scores_ptr += row // width * scores_strides[0] + row % width * scores_strides[1]
     wait_for_inputs(PDL)
     score = tl.load(scores_ptr + token, mask=is_token, other=0.0).to(tl.float32)
     key = largest_key(score, token, is_token)
     tl.store(keys_ptr + row * tl.num_programs(1) + tl.program_id(1), key)
 
 
-@triton.jit(do_not_specialize=["width", "temperatures_stride"])
+@kernel
 def _softmax_stats_kernel(
     scores_ptr,
-    maxima_ptr,
-    totals_ptr,
-    scores_stride_b,
-    scores_stride_n,
-    width,
+    stats,
+    scores_strides,
+    width: Unspecialised,
     vocabulary,
     temperatures_ptr,
-    temperatures_stride,
+    temperatures_stride: Unspecialised,
     BLOCK: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr,
 ):
     """Maximum m and sum of exp(score - m) of one block of a row.
 
-    With HAS_TEMPERATURE scores are divided by the temperature of their batch row first.
-
-    Grid: (B * n, blocks). Reads BLOCK scores of `scores` `[B, n, V]` and, if HAS_TEMPERATURE, one of `temperatures`
-    `[B]`; writes one element of `maxima` and of `totals`, `[B * n, blocks]` float32.
+    Grid: (B * n, blocks). Reads BLOCK scores of `scores` `[B, n, V]` and, to divide them by it, one of `temperatures`
+    `[B]`, if given; writes one element of both `stats`, `[B * n, blocks]` float32.
     """
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    scores_ptr += row // width * scores_stride_b + row % width * scores_stride_n
+    scores_ptr += row // width * scores_strides[0] + row % width * scores_strides[1]
     score = tl.load(scores_ptr + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
-    if HAS_TEMPERATURE:
+    if temperatures_ptr is not None:
         score = score / tl.load(temperatures_ptr + row // width * temperatures_stride)
     maximum = tl.max(score, axis=0)
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
     at = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(maxima_ptr + at, maximum)
-    tl.store(totals_ptr + at, tl.sum(tl.exp(score - base), axis=0))
+    tl.store(stats[0] + at, maximum)
+    tl.store(stats[1] + at, tl.sum(tl.exp(score - base), axis=0))
 
 
 def argmax_keys(scores: torch.Tensor) -> torch.Tensor:
@@ -137,7 +141,7 @@ def argmax_keys(scores: torch.Tensor) -> torch.Tensor:
     _argmax_kernel[keys.shape](
         scores,
         keys,
-        *scores.stride()[:2],
+        scores.stride()[:2],
         width,
         vocabulary,
         BLOCK=REDUCE_BLOCK,
@@ -147,29 +151,78 @@ def argmax_keys(scores: torch.Tensor) -> torch.Tensor:
     return keys
 
 
-def softmax_stats(scores: torch.Tensor, temperatures: torch.Tensor | None = None) -> torch.Tensor:
-    """Maximum and sum of exponentials of each block of `scores` `[B, n, V]`: `[2, B * n, blocks]` float32.
+def softmax_stats(scores: torch.Tensor, temperatures: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maximum and sum of exponentials of each block of `scores` `[B, n, V]`, `[B * n, blocks]` float32 each.
 
     With `temperatures` `[B]` scores are divided by them first.
     """
     batch, width, vocabulary = scores.shape
     assert scores.stride(2) == 1 or vocabulary == 1, "rows must have unit stride"
-    stats = torch.empty(
-        2, batch * width, triton.cdiv(vocabulary, REDUCE_BLOCK), dtype=torch.float32, device=scores.device
-    )
-    _softmax_stats_kernel[stats.shape[1:]](
+    shape = 2, batch * width, triton.cdiv(vocabulary, REDUCE_BLOCK)
+    maxima, totals = torch.empty(shape, dtype=torch.float32, device=scores.device)
+    _softmax_stats_kernel[shape[1:]](
         scores,
-        *stats,
-        *scores.stride()[:2],
+        (maxima, totals),
+        scores.stride()[:2],
         width,
         vocabulary,
-        scores if temperatures is None else temperatures,
-        0 if temperatures is None else temperatures.stride(0),
+        temperatures,
+        None if temperatures is None else temperatures.stride(0),
         BLOCK=REDUCE_BLOCK,
-        HAS_TEMPERATURE=temperatures is not None,
         num_warps=REDUCE_WARPS,
     )
-    return stats
+    return maxima, totals
+
+
+@kernel
+def _merge_keys_kernel(
+    keys_ptr,
+    target_ids_ptr,
+    out_ptr,
+    num_blocks: Unspecialised,
+    IS_DRAWN: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Merge the keys of a row.
+
+    Grid: (rows,). Reads a row of `keys` `[rows, blocks]`, and one element of `target_ids`, if given; writes one element
+    of `out` `[rows]`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    wait_for_inputs(PDL)
+    key = tl.max(tl.load(keys_ptr + row * num_blocks + block, mask=block < num_blocks, other=LEAST_KEY), axis=0)
+    token = index_of_key(key)
+    if IS_DRAWN:
+        token = tl.where(is_key_of_nan(key), _NO_TOKEN, token)
+    if target_ids_ptr is not None:
+        token = tl.load(target_ids_ptr + token)
+    tl.store(out_ptr + row, token)
+
+
+def merge_keys(
+    keys: torch.Tensor,
+    shape: torch.Size,
+    target_ids: torch.Tensor | None = None,
+    is_drawn: bool = False,
+    num_warps: int = 4,
+) -> torch.Tensor:
+    """Tokens in the given shape from `keys` `[rows, blocks]`, mapped by `target_ids`; with `is_drawn` `NO_TOKEN` where
+    the largest value is NaN.
+    """
+    out = torch.empty(shape, dtype=torch.int64, device=keys.device)
+    _merge_keys_kernel[(len(keys),)](
+        keys,
+        target_ids,
+        out,
+        keys.shape[1],
+        IS_DRAWN=is_drawn,
+        BLOCKS=triton.next_power_of_2(keys.shape[1]),
+        num_warps=num_warps,
+        **dependent_launch(keys.device),
+    )
+    return out
 
 
 def empty_result(drafts: torch.Tensor) -> VerificationResult:

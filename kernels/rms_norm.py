@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, kernel
 from .types import NormKind
 
 # Rows of fewer elements share a program.
@@ -28,22 +29,19 @@ _ELEMENTS_OF_WARP, _MOST_WARPS = 512, 32
 _ALIGNMENT = 16
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["num_rows", "inner"])
+@kernel
 def _rms_norm_kernel(
     inputs_ptr,
     addend_ptr,
     total_ptr,
     weight_ptr,
     out_ptr,
-    num_rows,
-    inner,
+    num_rows: Unspecialised,
+    inner: Unspecialised,
     stride_outer,
     stride_inner,
     eps,
-    IS_SUM: tl.constexpr,
     OFFSET: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
     CAST_FIRST: tl.constexpr,
     CENTERED: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -54,13 +52,13 @@ def _rms_norm_kernel(
     """ROWS rows. Row r is at `r // inner * stride_outer + r % inner * stride_inner` of the inputs.
 
     Grid: (blocks of rows). Reads the program's rows of `inputs` and all of `weight`; writes its rows of `out`. With
-    IS_SUM it also reads its rows of `addend`, and writes those of `total`.
+    `addend` it also reads its rows of `addend`, and writes those of `total`.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     is_column = column < WIDTH
     mask = (row < num_rows)[:, None] & is_column[None, :]
-    if HAS_WEIGHT:
+    if weight_ptr is not None:
         weight = tl.load(weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
         if OFFSET != 0.0:
             weight += OFFSET
@@ -69,7 +67,7 @@ def _rms_norm_kernel(
     first = (row // inner).to(tl.int64) * stride_outer + (row % inner).to(tl.int64) * stride_inner
     x = tl.load(inputs_ptr + first[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     own = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    if IS_SUM:
+    if addend_ptr is not None:
         x += tl.load(addend_ptr + own, mask=mask, other=0.0).to(tl.float32)
         total = x.to(out_ptr.dtype.element_ty)
         tl.store(total_ptr + own, total, mask=mask)
@@ -79,7 +77,7 @@ def _rms_norm_kernel(
     x *= tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)[:, None]
     if CAST_FIRST:
         x = x.to(out_ptr.dtype.element_ty).to(tl.float32)
-    if HAS_WEIGHT:
+    if weight_ptr is not None:
         x *= weight[None, :]
     tl.store(out_ptr + own, x.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -122,7 +120,7 @@ def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind
 
     Rows may be at up to two strides, as the heads of a part of a wider tensor are; others are copied first.
     """
-    return _rms_norm(inputs, None, None, weight, eps, kind)
+    return _rms_norm(inputs, None, weight, eps, kind)[1]
 
 
 def add_rms_norm(
@@ -133,24 +131,20 @@ def add_rms_norm(
     Rows of `inputs` may be at up to two strides.
     """
     assert inputs.shape == addend.shape and inputs.dtype == addend.dtype, "terms must have the same shape and dtype"
-    total = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
-    return total, _rms_norm(inputs, addend, total, weight, eps, kind)
+    return _rms_norm(inputs, addend, weight, eps, kind)
 
 
 def _rms_norm(
-    inputs: torch.Tensor,
-    addend: torch.Tensor | None,
-    total: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    eps: float,
-    kind: NormKind,
-) -> torch.Tensor:
+    inputs: torch.Tensor, addend: torch.Tensor | None, weight: torch.Tensor | None, eps: float, kind: NormKind
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The sum, None without `addend`, and its norm."""
     width = inputs.shape[-1]
     assert weight is None or (weight.shape == (width,) and weight.is_contiguous()), "the weight must be [D], contiguous"
     out = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+    total = None if addend is None else torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
     num_rows = out.numel() // width
     if num_rows == 0:
-        return out
+        return total, out
     rows = _rows_of(inputs) or _rows_of(inputs.clone(memory_format=torch.contiguous_format))
     weight, addend = (
         one.clone() if one is not None and one.data_ptr() % _ALIGNMENT else one for one in (weight, addend)
@@ -165,9 +159,7 @@ def _rms_norm(
         num_rows,
         *rows[1:],
         eps,
-        IS_SUM=addend is not None,
         OFFSET=kind.offset,
-        HAS_WEIGHT=weight is not None,
         CAST_FIRST=kind.cast_first,
         CENTERED=kind.centered,
         WIDTH=width,
@@ -176,4 +168,4 @@ def _rms_norm(
         num_warps=num_warps,
         **dependent_launch(inputs.device),
     )
-    return out
+    return total, out

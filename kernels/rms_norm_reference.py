@@ -8,10 +8,7 @@ from .types import NormKind
 
 
 def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind) -> torch.Tensor:
-    """Normalise the rows of `inputs`, in float32 at least.
-
-        x' = x - mean(x) if kind.centered, else x
-        result = x' / sqrt(mean(x'^2) + eps) * (kind.offset + weight)
+    """Normalise the rows of `inputs`, in float32 at least; the formula is in `rms_norm`.
 
     Args:
         inputs: `[..., D]`.

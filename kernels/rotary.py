@@ -21,8 +21,10 @@ import torch
 import triton
 import triton.language as tl
 
+from . import rotary_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .float8 import magnitudes, scales_of
+from .jit import Unspecialised, implements, kernel
 from .kv_cache import copy_heads
 from .types import RotaryKind
 
@@ -41,24 +43,21 @@ def _rotate_heads(
     states_ptr,
     out_ptr,
     scale_ptr,
-    cos_ptr,
-    sin_ptr,
+    angles,
     first_head,
     num_heads,
-    stride_h,
-    out_stride_h,
-    scale_stride_h,
-    PAIRS: tl.constexpr,
-    REST: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAIR_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    INPUTS_INTERLEAVED: tl.constexpr,
-    OUTPUTS_INTERLEAVED: tl.constexpr,
-    SHARED_ANGLES: tl.constexpr,
-    ROUNDED: tl.constexpr,
+    strides_h,
+    SIZES,
+    KIND,
 ):
-    """HEADS heads of one token, from `first_head` on; stored as float8 with their scales, if these are stored."""
+    """HEADS heads of one token, from `first_head` on; stored as float8 with their scales, if these are stored.
+
+    `strides_h` are those of heads of the states, the result and the scales.
+    """
+    cos_ptr, sin_ptr = angles
+    stride_h, out_stride_h, scale_stride_h = strides_h
+    PAIRS, REST, HEADS, PAIR_BLOCK, REST_BLOCK = SIZES
+    INPUTS_INTERLEAVED, OUTPUTS_INTERLEAVED, SHARED_ANGLES, ROUNDED = KIND
     dtype: tl.constexpr = states_ptr.dtype.element_ty
     out_dtype: tl.constexpr = out_ptr.dtype.element_ty
     head = first_head + tl.arange(0, HEADS)
@@ -111,21 +110,7 @@ def _rotate_heads(
         tl.store(out_ptr + (2 * PAIRS + rest)[None, :], kept.to(out_dtype), mask=is_rest)
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(
-    do_not_specialize=[
-        "num_tokens",
-        "first_heads",
-        "second_heads",
-        "second_out_stride_b",
-        "value_stride_b",
-        "value_stride_n",
-        "values_stride_b",
-        "scales_stride_b",
-        "positions_stride_b",
-        "positions_stride_n",
-    ]
-)
+@kernel
 def _rotary_kernel(
     cos_ptr,
     sin_ptr,
@@ -133,38 +118,29 @@ def _rotary_kernel(
     first_out_ptr,
     second_ptr,
     second_out_ptr,
-    num_tokens,
-    first_heads,
-    second_heads,
-    cos_stride_b,
-    cos_stride_n,
-    sin_stride_b,
-    sin_stride_n,
-    first_stride_b,
-    first_stride_h,
-    first_stride_n,
-    second_stride_b,
-    second_stride_h,
-    second_stride_n,
-    second_out_stride_b,
-    second_out_stride_s,
-    second_out_stride_h,
+    num_tokens: Unspecialised,
+    first_heads: Unspecialised,
+    second_heads: Unspecialised,
+    cos_strides,
+    sin_strides,
+    first_strides,
+    second_strides,
+    second_out_stride_b: Unspecialised,
+    second_out_strides_sh,
     value_ptr,
     values_ptr,
     positions_ptr,
     scales_ptr,
-    value_stride_b,
+    value_stride_b: Unspecialised,
     value_stride_h,
-    value_stride_n,
+    value_stride_n: Unspecialised,
     value_stride_d,
-    values_stride_b,
-    values_stride_s,
-    values_stride_h,
-    scales_stride_b,
-    scales_stride_s,
-    scales_stride_h,
-    positions_stride_b,
-    positions_stride_n,
+    values_stride_b: Unspecialised,
+    values_strides_sh,
+    scales_stride_b: Unspecialised,
+    scales_strides_sh,
+    positions_stride_b: Unspecialised,
+    positions_stride_n: Unspecialised,
     STORES: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
@@ -189,8 +165,11 @@ def _rotary_kernel(
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row, column = token // num_tokens, token % num_tokens
-    cos_ptr += row * cos_stride_b + column * cos_stride_n
-    sin_ptr += row * sin_stride_b + column * sin_stride_n
+    cos_ptr += row * cos_strides[0] + column * cos_strides[1]
+    sin_ptr += row * sin_strides[0] + column * sin_strides[1]
+    angles = cos_ptr, sin_ptr
+    SIZES: tl.constexpr = (PAIRS, REST, HEADS, PAIR_BLOCK, REST_BLOCK)
+    KIND: tl.constexpr = (INPUTS_INTERLEAVED, OUTPUTS_INTERLEAVED, SHARED_ANGLES, ROUNDED)
     size: tl.constexpr = 2 * PAIRS + REST
     first_blocks = tl.cdiv(first_heads, HEADS)
     second_blocks = tl.cdiv(second_heads, HEADS)
@@ -198,61 +177,39 @@ def _rotary_kernel(
     slot = tl.load(positions_ptr + row * positions_stride_b + column * positions_stride_n) if STORES else column
     scale_ptr = scales_ptr
     if scales_ptr is not None:
-        scale_ptr += row * scales_stride_b + slot * scales_stride_s
+        scale_ptr += row * scales_stride_b + slot * scales_strides_sh[0]
     if block < first_blocks:
         _rotate_heads(
-            first_ptr + row * first_stride_b + column * first_stride_n,
+            first_ptr + row * first_strides[0] + column * first_strides[2],
             first_out_ptr + token * first_heads * size,
             None,
-            cos_ptr,
-            sin_ptr,
+            angles,
             block * HEADS,
             first_heads,
-            first_stride_h,
-            size,
-            0,
-            PAIRS,
-            REST,
-            HEADS,
-            PAIR_BLOCK,
-            REST_BLOCK,
-            INPUTS_INTERLEAVED,
-            OUTPUTS_INTERLEAVED,
-            SHARED_ANGLES,
-            ROUNDED,
+            (first_strides[1], size, 0),
+            SIZES,
+            KIND,
         )
     elif block < first_blocks + second_blocks:
         _rotate_heads(
-            second_ptr + row * second_stride_b + column * second_stride_n,
-            second_out_ptr + row * second_out_stride_b + slot * second_out_stride_s,
+            second_ptr + row * second_strides[0] + column * second_strides[2],
+            second_out_ptr + row * second_out_stride_b + slot * second_out_strides_sh[0],
             scale_ptr,
-            cos_ptr,
-            sin_ptr,
+            angles,
             (block - first_blocks) * HEADS,
             second_heads,
-            second_stride_h,
-            second_out_stride_h,
-            scales_stride_h,
-            PAIRS,
-            REST,
-            HEADS,
-            PAIR_BLOCK,
-            REST_BLOCK,
-            INPUTS_INTERLEAVED,
-            OUTPUTS_INTERLEAVED,
-            SHARED_ANGLES,
-            ROUNDED,
+            (second_strides[1], second_out_strides_sh[1], scales_strides_sh[1]),
+            SIZES,
+            KIND,
         )
     elif STORES:
         head = ((block - first_blocks - second_blocks) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
         copy_heads(
-            values_ptr + row * values_stride_b + slot * values_stride_s,
+            values_ptr + row * values_stride_b + slot * values_strides_sh[0],
             None if scale_ptr is None else scale_ptr + 1,
             value_ptr + row * value_stride_b + column * value_stride_n,
             head,
-            values_stride_h,
-            scales_stride_h,
-            value_stride_h,
+            (values_strides_sh[1], scales_strides_sh[1], value_stride_h),
             value_stride_d,
             head < second_heads,
             VALUE_SIZE,
@@ -283,17 +240,8 @@ def rotary(
     return outputs
 
 
-def rotate_and_store(
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    kind: RotaryKind,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    value_states: torch.Tensor,
-    positions: torch.Tensor,
-    scales: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
+@implements(rotary_reference.rotate_and_store)
+def rotate_and_store(cos, sin, states, kind, keys, values, value_states, positions, scales=None):
     """See `rotary_reference.rotate_and_store`; equal bit for bit. One launch; safe in a CUDA graph."""
     *query, key = states
     assert len(query) <= 1 and value_states.shape[:3] == key.shape[:3] and positions.shape == key.shape[::2]
@@ -358,17 +306,18 @@ def _launch(
         second_out,
         num_tokens,
         *heads_of,
-        *(0 if len(one) == 1 and axis == 0 else one.stride(axis) for one in (cos, sin) for axis in (0, 1)),
-        *first.stride()[:3],
-        *second.stride()[:3],
-        *second_out.stride()[:3],
+        *((0 if len(one) == 1 else one.stride(0), one.stride(1)) for one in (cos, sin)),
+        first.stride()[:3],
+        second.stride()[:3],
+        second_out.stride(0),
+        second_out.stride()[1:3],
         value,
         values,
         positions,
         scales,
         *((0, 0, 0, 0) if value is None else value.stride()),
-        *((0, 0, 0) if values is None else values.stride()[:3]),
-        *((0, 0, 0) if scales is None else scales.stride()[:3]),
+        *((0, (0, 0)) if values is None else (values.stride(0), values.stride()[1:3])),
+        *((0, (0, 0)) if scales is None else (scales.stride(0), scales.stride()[1:3])),
         *((0, 0) if positions is None else positions.stride()),
         STORES=stored is not None,
         VALUE_SIZE=value_size,

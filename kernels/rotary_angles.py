@@ -16,18 +16,19 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, kernel
 from .types import AnglesKind
 
 
-@triton.jit(do_not_specialize=["num_tokens", "positions_stride_b", "positions_stride_n"])
+@kernel
 def _rotary_angles_kernel(
     frequencies_ptr,
     positions_ptr,
     cos_ptr,
     sin_ptr,
-    num_tokens,
-    positions_stride_b,
-    positions_stride_n,
+    num_tokens: Unspecialised,
+    positions_stride_b: Unspecialised,
+    positions_stride_n: Unspecialised,
     scaling,
     ANGLES: tl.constexpr,
     REPEATS: tl.constexpr,

@@ -13,11 +13,7 @@ from .types import RotaryKind
 def rotary(
     cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind
 ) -> list[torch.Tensor]:
-    """Rotate the first R elements of every head; the others are copied.
-
-    With a pair (x1, x2), its cosines (c1, c2) and sines (s1, s2):
-
-        result = (x1 c1 - x2 s1, x2 c2 + x1 s2)
+    """Rotate the first R elements of every head; the others are copied. The formula is in `rotary`.
 
     Args:
         cos, sin: `[B or 1, n, R]`, or `[B or 1, n, R / 2]` if `kind.half_angles`.

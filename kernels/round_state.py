@@ -21,14 +21,15 @@ import torch
 import triton
 import triton.language as tl
 
+from . import round_state_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .types import NO_TOKEN, VerificationResult
+from .jit import Unspecialised, implements, kernel
+from .types import NO_TOKEN
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["drafts_stride_b", "drafts_stride_n", "first", "count", "dummy"])
+@kernel
 def _slots_kernel(
     tokens_ptr,
     lengths_ptr,
@@ -41,19 +42,18 @@ def _slots_kernel(
     depths_ptr,
     positions_ptr,
     tokens_stride,
-    drafts_stride_b,
-    drafts_stride_n,
-    first,
-    count,
-    dummy,
-    HAS_BLOCK: tl.constexpr,
+    drafts_stride_b: Unspecialised,
+    drafts_stride_n: Unspecialised,
+    first: Unspecialised,
+    count: Unspecialised,
+    dummy: Unspecialised,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Slots of a row, and with HAS_BLOCK the tokens at its positions.
+    """Slots of a row, and with `block` the tokens at its positions.
 
     Grid: (B,). Reads an element of `lengths`, `limits` and `finished`; writes a row of `slots` `[B, count]`. With
-    HAS_BLOCK it reads the last committed token of `tokens` and a row of `drafts`, and writes one of `block`; of a tree
+    `block` it reads the last committed token of `tokens` and a row of `drafts`, and writes one of `block`; of a tree
     it reads a row of `parents` and `depths`, and writes one of `positions`.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -75,7 +75,7 @@ def _slots_kernel(
         is_dummy = is_finished | (position > last_position)
     slot = tl.where(is_dummy, dummy, position)
     tl.store(slots_ptr + row * count + column, slot, mask=is_column)
-    if HAS_BLOCK:
+    if block_ptr is not None:
         last = tl.load(tokens_ptr + row * tokens_stride + length - 1)
         draft = drafts_ptr + row * drafts_stride_b + (column - 1) * drafts_stride_n
         token = tl.load(draft, mask=is_column & (column > 0), other=0)
@@ -86,75 +86,42 @@ def next_slots(
     lengths: torch.Tensor, limits: torch.Tensor, finished: torch.Tensor, first: int, count: int, dummy: int
 ) -> torch.Tensor:
     """See `round_state_reference.next_slots`; equal. One launch."""
-    assert lengths.is_contiguous() and limits.is_contiguous() and finished.is_contiguous()
-    slots = torch.empty(len(lengths), count, dtype=torch.int64, device=lengths.device)
-    _slots_kernel[(len(lengths),)](
-        None,
-        lengths,
-        limits,
-        finished,
-        None,
-        None,
-        slots,
-        None,
-        None,
-        None,
-        0,
-        0,
-        0,
-        first,
-        count,
-        dummy,
-        HAS_BLOCK=False,
-        WIDTH=triton.next_power_of_2(count),
-        num_warps=1,
-        **dependent_launch(lengths.device),
-    )
-    return slots
+    return _slots(None, lengths, limits, finished, None, None, None, first, count, dummy)[1]
 
 
-def block(
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    limits: torch.Tensor,
-    finished: torch.Tensor,
-    drafts: torch.Tensor,
-    dummy: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@implements(round_state_reference.block)
+def block(tokens, lengths, limits, finished, drafts, dummy):
     """See `round_state_reference.block`; equal. One launch."""
-    return _block(tokens, lengths, limits, finished, drafts, None, None, None, dummy)
+    count = drafts.shape[1] + 1
+    return _slots(tokens, lengths, limits, finished, drafts, None, None, -1, count, dummy)[:2]
 
 
-def tree_block(
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    limits: torch.Tensor,
-    finished: torch.Tensor,
-    drafts: torch.Tensor,
-    parents: torch.Tensor,
-    depths: torch.Tensor,
-    dummy: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@implements(round_state_reference.tree_block)
+def tree_block(tokens, lengths, limits, finished, drafts, parents, depths, dummy):
     """See `round_state_reference.tree_block`; equal. One launch."""
     assert parents.is_contiguous() and depths.is_contiguous()
-    positions = torch.empty(parents.shape, dtype=torch.int64, device=lengths.device)
-    return *_block(tokens, lengths, limits, finished, drafts, parents, depths, positions, dummy), positions
+    return _slots(tokens, lengths, limits, finished, drafts, parents, depths, -1, drafts.shape[1] + 1, dummy)
 
 
-def _block(
-    tokens: torch.Tensor,
+def _slots(
+    tokens: torch.Tensor | None,
     lengths: torch.Tensor,
     limits: torch.Tensor,
     finished: torch.Tensor,
-    drafts: torch.Tensor,
+    drafts: torch.Tensor | None,
     parents: torch.Tensor | None,
     depths: torch.Tensor | None,
-    positions: torch.Tensor | None,
+    first: int,
+    count: int,
     dummy: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    assert lengths.is_contiguous() and limits.is_contiguous() and finished.is_contiguous() and tokens.stride(1) == 1
-    count = drafts.shape[1] + 1
-    slots, out = (torch.empty(len(lengths), count, dtype=torch.int64, device=lengths.device) for _ in range(2))
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """Tokens, slots and positions of nodes, `[B, count]` each, None without `tokens` and `depths`."""
+    assert lengths.is_contiguous() and limits.is_contiguous() and finished.is_contiguous()
+    assert tokens is None or tokens.stride(1) == 1
+    out, slots, positions = (
+        torch.empty(len(lengths), count, dtype=torch.int64, device=lengths.device) if is_needed else None
+        for is_needed in (tokens is not None, True, depths is not None)
+    )
     _slots_kernel[(len(lengths),)](
         tokens,
         lengths,
@@ -166,29 +133,27 @@ def _block(
         parents,
         depths,
         positions,
-        tokens.stride(0),
-        *drafts.stride(),
-        -1,
+        0 if tokens is None else tokens.stride(0),
+        *((0, 0) if drafts is None else drafts.stride()),
+        first,
         count,
         dummy,
-        HAS_BLOCK=True,
         WIDTH=triton.next_power_of_2(count),
         num_warps=1,
         **dependent_launch(lengths.device),
     )
-    return out, slots
+    return out, slots, positions
 
 
-@triton.jit(do_not_specialize=["slots_stride_b", "slots_stride_n", "width", "dummy"])
+@kernel
 def _position_ids_kernel(
     slots_ptr,
     offsets_ptr,
     out_ptr,
-    slots_stride_b,
-    slots_stride_n,
-    width,
-    dummy,
-    HAS_OFFSETS: tl.constexpr,
+    slots_stride_b: Unspecialised,
+    slots_stride_n: Unspecialised,
+    width: Unspecialised,
+    dummy: Unspecialised,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -201,7 +166,7 @@ def _position_ids_kernel(
     is_column = column < width
     wait_for_inputs(PDL)
     slot = tl.load(slots_ptr + row * slots_stride_b + column * slots_stride_n, mask=is_column, other=0)
-    position = slot + tl.load(offsets_ptr + row) if HAS_OFFSETS else slot
+    position = slot + tl.load(offsets_ptr + row) if offsets_ptr is not None else slot
     tl.store(out_ptr + row * width + column, tl.where(slot < dummy, position, 0), mask=is_column)
 
 
@@ -218,7 +183,6 @@ def position_ids(slots: torch.Tensor, offsets: torch.Tensor | None, dummy: int) 
         *slots.stride(),
         width,
         dummy,
-        HAS_OFFSETS=offsets is not None,
         BLOCK=size,
         num_warps=1,
         **dependent_launch(slots.device),
@@ -226,17 +190,7 @@ def position_ids(slots: torch.Tensor, offsets: torch.Tensor | None, dummy: int) 
     return out
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens_stride",
-        "ends_stride",
-        "result_stride_b",
-        "result_stride_n",
-        "kept_stride",
-        "width",
-        "num_ends",
-    ]
-)
+@kernel
 def _commit_kernel(
     tokens_ptr,
     lengths_ptr,
@@ -247,17 +201,14 @@ def _commit_kernel(
     accepted_ptr,
     committed_ptr,
     out_ptr,
-    kept_ptr,
-    kept_accepted_ptr,
-    kept_committed_ptr,
-    tokens_stride,
-    ends_stride,
-    result_stride_b,
-    result_stride_n,
-    kept_stride,
-    width,
-    num_ends,
-    KEEPS: tl.constexpr,
+    kept,
+    tokens_stride: Unspecialised,
+    ends_stride: Unspecialised,
+    result_stride_b: Unspecialised,
+    result_stride_n: Unspecialised,
+    kept_stride: Unspecialised,
+    width: Unspecialised,
+    num_ends: Unspecialised,
     WIDTH: tl.constexpr,
     ENDS: tl.constexpr,
     PDL: tl.constexpr,
@@ -265,7 +216,7 @@ def _commit_kernel(
     """Commit one row.
 
     Grid: (B,). Reads a row of the result and of `ends`, and an element of `limits`; updates one of `lengths` and
-    `finished`; writes the committed tokens of `tokens` and an element of `out`, and with KEEPS a row of `kept`.
+    `finished`; writes the committed tokens of `tokens` and an element of `out`, and a row of what is `kept`, if given.
     """
     row = tl.program_id(0).to(tl.int64)
     step = tl.arange(0, WIDTH)
@@ -291,21 +242,14 @@ def _commit_kernel(
     is_finished = was_finished | has_ended | (length + committed >= limit)
     tl.store(finished_ptr + row, is_finished)
     tl.store(out_ptr + row, committed)
-    if KEEPS:
-        tl.store(kept_ptr + row * kept_stride + step, token, mask=is_step)
-        tl.store(kept_accepted_ptr + row, tl.load(accepted_ptr + row))
-        tl.store(kept_committed_ptr + row, committed)
+    if kept is not None:
+        tl.store(kept[0] + row * kept_stride + step, token, mask=is_step)
+        tl.store(kept[1] + row, tl.load(accepted_ptr + row))
+        tl.store(kept[2] + row, committed)
 
 
-def commit(
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    finished: torch.Tensor,
-    limits: torch.Tensor,
-    ends: torch.Tensor,
-    result: VerificationResult,
-    kept: VerificationResult | None,
-) -> torch.Tensor:
+@implements(round_state_reference.commit)
+def commit(tokens, lengths, finished, limits, ends, result, kept):
     """See `round_state_reference.commit`; equal, but the last slot of `tokens` is not written. One launch."""
     batch, width = result.tokens.shape
     assert all(one.is_contiguous() for one in (lengths, finished, limits, result.accepted, result.committed))
@@ -320,14 +264,13 @@ def commit(
         ends,
         *result,
         out,
-        *((None, None, None) if kept is None else kept),
+        None if kept is None else tuple(kept),
         tokens.stride(0),
         ends.stride(0),
         *result.tokens.stride(),
         0 if kept is None else kept.tokens.stride(0),
         width,
         ends.shape[1],
-        KEEPS=kept is not None,
         WIDTH=triton.next_power_of_2(width),
         ENDS=triton.next_power_of_2(max(ends.shape[1], 1)),
         num_warps=1,

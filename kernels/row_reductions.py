@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, kernel
 
 # Elements of a row that a program reads at a time, and of which it has a partial sum each; and elements of a warp.
 _MOST_AT_A_TIME, _OF_A_WARP = 4096, 512
@@ -24,8 +25,8 @@ _MOST_AT_A_TIME, _OF_A_WARP = 4096, 512
 _COLUMNS = 128
 
 
-@triton.jit(do_not_specialize=["size"])
-def _sum_kernel(values_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@kernel
+def _sum_kernel(values_ptr, out_ptr, size: Unspecialised, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Sum of a row. Grid: (rows,). Reads a row of `values` `[rows, size]`; writes one element of `out` `[rows]`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -37,8 +38,10 @@ def _sum_kernel(values_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexp
     tl.store(out_ptr + row, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["size", "inner"])
-def _strided_sum_kernel(values_ptr, out_ptr, size, inner, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@kernel
+def _strided_sum_kernel(
+    values_ptr, out_ptr, size: Unspecialised, inner: Unspecialised, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """Sums over the middle dimension, one element after the other.
 
     Grid: (outer, blocks of columns). Reads BLOCK columns of `values` `[outer, size, inner]`; writes those of `out`
@@ -56,8 +59,10 @@ def _strided_sum_kernel(values_ptr, out_ptr, size, inner, BLOCK: tl.constexpr, P
     tl.store(out_ptr + outer * inner + column, total.to(out_ptr.dtype.element_ty), mask=is_column)
 
 
-@triton.jit(do_not_specialize=["size"])
-def _softmax_kernel(values_ptr, out_ptr, size, IS_LOG: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@kernel
+def _softmax_kernel(
+    values_ptr, out_ptr, size: Unspecialised, IS_LOG: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """Softmax of a row, or its logarithm.
 
     Grid: (rows,). Reads a row of `values` `[rows, size]`, three times if it is longer than BLOCK; writes that of `out`.
@@ -84,8 +89,8 @@ def _softmax_kernel(values_ptr, out_ptr, size, IS_LOG: tl.constexpr, BLOCK: tl.c
         tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=at < size)
 
 
-@triton.jit(do_not_specialize=["size"])
-def _running_sum_kernel(values_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@kernel
+def _running_sum_kernel(values_ptr, out_ptr, size: Unspecialised, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Running sums of a row. Grid: (rows,). Reads a row of `values` `[rows, size]`; writes that of `out`."""
     values_ptr += tl.program_id(0).to(tl.int64) * size
     out_ptr += tl.program_id(0).to(tl.int64) * size

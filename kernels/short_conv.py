@@ -4,25 +4,25 @@ Shapes: inputs `[B, n, C]`, ring `[B, Rc, C]`, positions `[B, n]`, weight `[C, W
 
     out[b, i, c] = f(bias[c] + sum_t weight[c, t] x[b, positions[b, i] - W + 1 + t, c])
 
-with x[b, p, c] of the block, or of the ring where p is before the block, and 0 where p < 0.
+with f = SiLU or the identity, and x[b, p, c] of the block, of the ring where p is before the block, or 0 where p < 0.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
+from . import short_conv_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, implements, kernel
 from .ring import find_block
 
-_CHANNEL_BLOCK = 64
+CHANNEL_BLOCK = tl.constexpr(64)
 # Columns that are convolved at a time: few in the blocks of rounds, more in prompts.
 _COLUMN_BLOCKS = (8, 32)
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["positions_stride_b", "positions_stride_n", "num_columns", "dummy"])
+@kernel
 def _short_conv_kernel(
     inputs_ptr,
     ring_ptr,
@@ -30,18 +30,15 @@ def _short_conv_kernel(
     weight_ptr,
     bias_ptr,
     out_ptr,
-    inputs_stride_b,
-    inputs_stride_n,
-    positions_stride_b,
-    positions_stride_n,
-    num_columns,
-    dummy,
+    inputs_strides,
+    positions_stride_b: Unspecialised,
+    positions_stride_n: Unspecialised,
+    num_columns: Unspecialised,
+    dummy: Unspecialised,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     RING: tl.constexpr,
-    CHANNEL_BLOCK: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -58,7 +55,7 @@ def _short_conv_kernel(
     positions_ptr += batch * positions_stride_b
     begin, first, count = find_block(positions_ptr, positions_stride_n, num_columns, dummy, COLUMN_BLOCK)
     end = begin + count
-    inputs_ptr += batch * inputs_stride_b
+    inputs_ptr += batch * inputs_strides[0]
     ring_ptr += batch * (RING * CHANNELS)
     out_ptr += batch * num_columns * CHANNELS
 
@@ -71,7 +68,7 @@ def _short_conv_kernel(
             position = first + source - begin
             is_new = is_live & (source >= begin)
             new = tl.load(
-                inputs_ptr + source.to(tl.int64)[:, None] * inputs_stride_n + channel[None, :],
+                inputs_ptr + source.to(tl.int64)[:, None] * inputs_strides[1] + channel[None, :],
                 mask=is_new[:, None] & is_channel[None, :],
                 other=0.0,
             )
@@ -83,7 +80,7 @@ def _short_conv_kernel(
             )
             weight = tl.load(weight_ptr + channel * WIDTH + tap, mask=is_channel, other=0.0).to(tl.float32)
             total += tl.where(is_new[:, None], new, old).to(tl.float32) * weight[None, :]
-        if HAS_BIAS:
+        if bias_ptr is not None:
             total += tl.load(bias_ptr + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
         if SILU:
             total = total * tl.sigmoid(total)
@@ -101,20 +98,13 @@ def _short_conv_kernel(
         position = first + column - begin
         mask = (column < end)[:, None] & is_channel[None, :]
         new = tl.load(
-            inputs_ptr + column.to(tl.int64)[:, None] * inputs_stride_n + channel[None, :], mask=mask, other=0.0
+            inputs_ptr + column.to(tl.int64)[:, None] * inputs_strides[1] + channel[None, :], mask=mask, other=0.0
         )
         tl.store(ring_ptr + (position % RING)[:, None] * CHANNELS + channel[None, :], new, mask=mask)
 
 
-def short_conv(
-    inputs: torch.Tensor,
-    ring: torch.Tensor,
-    positions: torch.Tensor,
-    dummy: int,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    silu: bool,
-) -> torch.Tensor:
+@implements(short_conv_reference.short_conv)
+def short_conv(inputs, ring, positions, dummy, weight, bias, silu):
     """See `short_conv_reference.short_conv`; sums in float32. One launch that depends on shapes and strides only."""
     batch, num_columns, channels = inputs.shape
     assert ring.dtype == inputs.dtype and ring.shape[::2] == (batch, channels) and ring.is_contiguous()
@@ -125,23 +115,21 @@ def short_conv(
     out = inputs.new_empty(inputs.shape)
     few, many = _COLUMN_BLOCKS
     column_block = few if num_columns <= few else many
-    _short_conv_kernel[(triton.cdiv(channels, _CHANNEL_BLOCK), batch)](
+    _short_conv_kernel[(triton.cdiv(channels, CHANNEL_BLOCK.value), batch)](
         inputs,
         ring,
         positions,
         weight,
         bias,
         out,
-        *inputs.stride()[:2],
+        inputs.stride()[:2],
         *positions.stride(),
         num_columns,
         dummy,
         CHANNELS=channels,
         WIDTH=weight.shape[1],
         RING=ring.shape[1],
-        CHANNEL_BLOCK=_CHANNEL_BLOCK,
         COLUMN_BLOCK=column_block,
-        HAS_BIAS=bias is not None,
         SILU=silu,
         num_warps=4 if column_block == many else 2,
         **dependent_launch(inputs.device),

@@ -1,10 +1,7 @@
 """PyTorch reference of causal depthwise convolutions over the last W positions, for blocks of drafts.
 
-    out[b, i, c] = f(bias[c] + sum_t weight[c, t] x[b, positions[b, i] - W + 1 + t, c])
-
-with f = SiLU or the identity; x[b, p] is the input at position p of row b, of this block or of earlier ones, and 0
-before position 0. A ring holds the inputs of earlier positions, slot = position mod Rc. Nothing is rolled back: inputs
-of rejected drafts are overwritten by the block that covers their positions.
+The formula is in `short_conv`. A ring holds the inputs of earlier positions, slot = position mod Rc. Nothing is rolled
+back: inputs of rejected drafts are overwritten by the block that covers their positions.
 """
 
 from __future__ import annotations

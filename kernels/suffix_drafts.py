@@ -16,26 +16,24 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, kernel
 from .types import LONGEST_MATCH, MOST_OCCURRENCES, NO_TOKEN, PLACE_BITS
 
-_BLOCK = 2048
+BLOCK, LONGEST = tl.constexpr(2048), tl.constexpr(LONGEST_MATCH)
+OCCURRENCES = tl.constexpr(MOST_OCCURRENCES)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _PLACE_BITS, _PLACES = tl.constexpr(PLACE_BITS), tl.constexpr((1 << PLACE_BITS) - 1)
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["tokens_stride", "history_size", "history_blocks"])
+@kernel
 def _occurrences_kernel(
     tokens_ptr,
     lengths_ptr,
     history_ptr,
     keys_ptr,
-    tokens_stride,
-    history_size,
-    history_blocks,
-    BLOCK: tl.constexpr,
-    LONGEST: tl.constexpr,
-    OCCURRENCES: tl.constexpr,
+    tokens_stride: Unspecialised,
+    history_size: Unspecialised,
+    history_blocks: Unspecialised,
     PDL: tl.constexpr,
 ):
     """The occurrences in BLOCK places.
@@ -98,18 +96,16 @@ def _following(text, history_ptr, place, length, history_size, is_occurrence):
     return tl.where(is_earlier, earlier, token)
 
 
-@triton.jit(do_not_specialize=["tokens_stride", "history_size", "num_drafts"])
+@kernel
 def _drafts_kernel(
     tokens_ptr,
     lengths_ptr,
     history_ptr,
     keys_ptr,
     drafts_ptr,
-    tokens_stride,
-    history_size,
-    num_drafts,
-    LONGEST: tl.constexpr,
-    OCCURRENCES: tl.constexpr,
+    tokens_stride: Unspecialised,
+    history_size: Unspecialised,
+    num_drafts: Unspecialised,
     PDL: tl.constexpr,
 ):
     """Drafts of a row, of all match lengths for their scores, and then of the best one.
@@ -163,9 +159,8 @@ def _drafts_kernel(
 def suffix_drafts(tokens: torch.Tensor, lengths: torch.Tensor, history: torch.Tensor, num_drafts: int) -> torch.Tensor:
     """See `suffix_drafts_reference.suffix_drafts`; equal. Two launches and a `topk`."""
     assert tokens.stride(1) == 1 and lengths.is_contiguous() and history.is_contiguous()
-    batch, history_blocks = len(tokens), triton.cdiv(len(history), _BLOCK)
-    num_blocks = history_blocks + triton.cdiv(tokens.shape[1], _BLOCK)
-    sizes = {"LONGEST": LONGEST_MATCH, "OCCURRENCES": MOST_OCCURRENCES, **dependent_launch(tokens.device)}
+    batch, history_blocks = len(tokens), triton.cdiv(len(history), BLOCK.value)
+    num_blocks = history_blocks + triton.cdiv(tokens.shape[1], BLOCK.value)
     keys = torch.empty(batch, num_blocks * MOST_OCCURRENCES, dtype=torch.int64, device=tokens.device)
     _occurrences_kernel[(batch, num_blocks)](
         tokens,
@@ -175,13 +170,21 @@ def suffix_drafts(tokens: torch.Tensor, lengths: torch.Tensor, history: torch.Te
         tokens.stride(0),
         len(history),
         history_blocks,
-        BLOCK=_BLOCK,
         num_warps=8,
-        **sizes,
+        **dependent_launch(tokens.device),
     )
     keys = keys.topk(MOST_OCCURRENCES, dim=1).values
     drafts = torch.empty(batch, num_drafts, dtype=torch.int64, device=tokens.device)
     _drafts_kernel[(batch,)](
-        tokens, lengths, history, keys, drafts, tokens.stride(0), len(history), num_drafts, num_warps=4, **sizes
+        tokens,
+        lengths,
+        history,
+        keys,
+        drafts,
+        tokens.stride(0),
+        len(history),
+        num_drafts,
+        num_warps=4,
+        **dependent_launch(tokens.device),
     )
     return drafts

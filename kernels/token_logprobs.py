@@ -13,40 +13,34 @@ import torch
 import triton
 import triton.language as tl
 
-from .reduction import merge_softmax_stats, softmax_stats
+from .jit import Unspecialised, kernel
+from .reduction import load_softmax, softmax_stats
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["tokens_stride_b", "tokens_stride_n", "width", "num_stats"])
+@kernel
 def _token_logprobs_kernel(
     scores_ptr,
     tokens_ptr,
-    maxima_ptr,
-    totals_ptr,
+    stats,
     out_ptr,
-    scores_stride_b,
-    scores_stride_n,
-    tokens_stride_b,
-    tokens_stride_n,
-    width,
-    num_stats,
+    scores_strides,
+    tokens_stride_b: Unspecialised,
+    tokens_stride_n: Unspecialised,
+    width: Unspecialised,
+    num_stats: Unspecialised,
     vocabulary,
     STATS: tl.constexpr,
 ):
     """The log-probability of one token.
 
-    Grid: (B * n,). Reads the row's softmax statistics `maxima` and `totals` `[B * n, stat blocks]`, its token and the
-    score of that; writes one element of `out` `[B, n]`.
+    Grid: (B * n,). Reads the row's softmax statistics `stats` `[B * n, stat blocks]`, its token and the score of that;
+    writes one element of `out` `[B, n]`.
     """
     row = tl.program_id(0).to(tl.int64)
-    stat = tl.arange(0, STATS)[None, :]
-    is_stat = stat < num_stats
-    maxima = tl.load(maxima_ptr + row * num_stats + stat, mask=is_stat, other=float("-inf"))
-    totals = tl.load(totals_ptr + row * num_stats + stat, mask=is_stat, other=0.0)
-    base, total = merge_softmax_stats(maxima, totals)
+    base, total = load_softmax(stats, row, num_stats, STATS)
     token = tl.load(tokens_ptr + row // width * tokens_stride_b + row % width * tokens_stride_n)
     is_token = (token >= 0) & (token < vocabulary)
-    scores_ptr += row // width * scores_stride_b + row % width * scores_stride_n
+    scores_ptr += row // width * scores_strides[0] + row % width * scores_strides[1]
     score = tl.load(scores_ptr + token, mask=is_token, other=0.0).to(tl.float32)
     found = tl.sum(score - base - tl.log(total), axis=0)
     tl.store(out_ptr + row, tl.where(is_token, found, float("nan")))
@@ -60,13 +54,13 @@ def token_logprobs(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     _token_logprobs_kernel[(tokens.numel(),)](
         scores,
         tokens,
-        *stats,
+        stats,
         out,
-        *scores.stride()[:2],
+        scores.stride()[:2],
         *tokens.stride(),
         tokens.shape[1],
-        stats.shape[2],
+        stats[0].shape[1],
         scores.shape[2],
-        STATS=triton.next_power_of_2(stats.shape[2]),
+        STATS=triton.next_power_of_2(stats[0].shape[1]),
     )
     return out

@@ -18,52 +18,44 @@ import torch
 import triton
 import triton.language as tl
 
-from . import reduction
+from . import reduction, verify_block_reference
+from .jit import Unspecialised, implements, kernel
 from .random import uniform
-from .recovered_token import check_sampling, draft_prob, has_probs, merge_recovered, store_sample_keys
-from .reduction import empty_result, merge_softmax_stats, softmax_stats
-from .types import RandomStream, VerificationResult
+from .recovered_token import check_sampling, draft_prob, has_probs, merge_recovered, store_next
+from .reduction import empty_result, load_softmax, softmax_stats
+from .types import RandomStream
 
 _ACCEPT = tl.constexpr(int(RandomStream.ACCEPT))
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["drafts_stride_b", "drafts_stride_n", "num_drafts", "num_stats"])
+@kernel
 def _prefix_weights_kernel(
     scores_ptr,
     drafts_ptr,
     draft_probs_ptr,
     draft_ids_ptr,
-    maxima_ptr,
-    totals_ptr,
+    stats,
     row_stats_ptr,
-    scores_stride_b,
-    scores_stride_n,
-    drafts_stride_b,
-    drafts_stride_n,
-    draft_probs_stride_b,
-    draft_probs_stride_n,
-    num_drafts,
-    num_stats,
+    scores_strides,
+    drafts_stride_b: Unspecialised,
+    drafts_stride_n: Unspecialised,
+    draft_probs_strides,
+    num_drafts: Unspecialised,
+    num_stats: Unspecialised,
     vocabulary,
     draft_vocabulary,
     STATS: tl.constexpr,
-    HAS_IDS: tl.constexpr,
 ):
     """Softmax base and normaliser of every row of scores of a batch row, and the weights w_i.
 
-    Grid: (B,). Reads `maxima` and `totals` `[B * (K + 1), stat blocks]`, and the target's and the draft probability of
+    Grid: (B,). Reads `stats` `[B * (K + 1), stat blocks]`, and the target's and the draft probability of
     each draft; writes `row_stats` `[B, K + 1, 3]` float32: base, normaliser, w_i, which is NaN after the first row
     without a distribution.
     """
     row = tl.program_id(0).to(tl.int64)
-    stat = tl.arange(0, STATS)[None, :]
-    is_stat = stat < num_stats
     weight = tl.full([1], 1.0, tl.float32)
     for step in range(num_drafts + 1):
-        at = (row * (num_drafts + 1) + step) * num_stats + stat
-        maxima = tl.load(maxima_ptr + at, mask=is_stat, other=float("-inf"))
-        base, total = merge_softmax_stats(maxima, tl.load(totals_ptr + at, mask=is_stat, other=0.0))
+        base, total = load_softmax(stats, row * (num_drafts + 1) + step, num_stats, STATS)
         row_stat_ptr = row_stats_ptr + (row * (num_drafts + 1) + step) * 3 + tl.arange(0, 1)
         tl.store(row_stat_ptr, base)
         tl.store(row_stat_ptr + 1, total)
@@ -73,32 +65,29 @@ def _prefix_weights_kernel(
         at = row * drafts_stride_b + step * drafts_stride_n + tl.arange(0, 1)
         draft = tl.load(drafts_ptr + at, mask=is_draft, other=-1)
         is_known = is_draft & (draft >= 0) & (draft < vocabulary)
-        score_ptr = scores_ptr + row * scores_stride_b + step * scores_stride_n
+        score_ptr = scores_ptr + row * scores_strides[0] + step * scores_strides[1]
         p_draft = tl.exp(tl.load(score_ptr + draft, mask=is_known, other=float("-inf")) - base) / total
-        row_ptr = draft_probs_ptr + row * draft_probs_stride_b + step * draft_probs_stride_n
-        q_draft = draft_prob(row_ptr, draft_ids_ptr, draft, is_known, draft_vocabulary, HAS_IDS)
+        row_ptr = draft_probs_ptr + row * draft_probs_strides[0] + step * draft_probs_strides[1]
+        q_draft = draft_prob(row_ptr, draft_ids_ptr, draft, is_known, draft_vocabulary)
         are_known = (weight == weight) & has_probs(q_draft) & (total > 0.0)
         is_possible = (weight > 0.0) & (p_draft > 0.0)
         weight = tl.where(is_possible, tl.minimum(weight * p_draft / q_draft, 1.0), 0.0)
         weight = tl.where(are_known, weight, float("nan"))
 
 
-@triton.jit(do_not_specialize=["num_drafts"])
+@kernel
 def _excess_kernel(
     scores_ptr,
     draft_probs_ptr,
     draft_ids_ptr,
     row_stats_ptr,
     excesses_ptr,
-    scores_stride_b,
-    scores_stride_n,
-    draft_probs_stride_b,
-    draft_probs_stride_n,
-    num_drafts,
+    scores_strides,
+    draft_probs_strides,
+    num_drafts: Unspecialised,
     vocabulary,
     draft_vocabulary,
     BLOCK: tl.constexpr,
-    HAS_IDS: tl.constexpr,
 ):
     """Sum of max(w_i p_i - q_i, 0) over one block of the vocabulary.
 
@@ -111,15 +100,15 @@ def _excess_kernel(
     base, total, weight = tl.load(row_stat_ptr), tl.load(row_stat_ptr + 1), tl.load(row_stat_ptr + 2)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = token < vocabulary
-    score_ptr = scores_ptr + row * scores_stride_b + step * scores_stride_n
+    score_ptr = scores_ptr + row * scores_strides[0] + step * scores_strides[1]
     score = tl.load(score_ptr + token, mask=is_token, other=float("-inf"))
-    row_ptr = draft_probs_ptr + row * draft_probs_stride_b + step * draft_probs_stride_n
-    q = draft_prob(row_ptr, draft_ids_ptr, token, is_token, draft_vocabulary, HAS_IDS)
+    row_ptr = draft_probs_ptr + row * draft_probs_strides[0] + step * draft_probs_strides[1]
+    q = draft_prob(row_ptr, draft_ids_ptr, token, is_token, draft_vocabulary)
     excess = tl.sum(tl.maximum(weight * (tl.exp(score - base) / total) - q, 0.0), axis=0)
     tl.store(excesses_ptr + cell * tl.num_programs(1) + tl.program_id(1), excess)
 
 
-@triton.jit(do_not_specialize=["seeds_stride", "lengths_stride", "remaining_stride", "num_drafts", "num_stats"])
+@kernel
 def _verify_block_kernel(
     scores_ptr,
     draft_probs_ptr,
@@ -132,21 +121,18 @@ def _verify_block_kernel(
     keys_ptr,
     accepted_ptr,
     committed_ptr,
-    scores_stride_b,
-    scores_stride_n,
-    draft_probs_stride_b,
-    draft_probs_stride_n,
-    seeds_stride,
-    lengths_stride,
-    remaining_stride,
-    num_drafts,
-    num_stats,
+    scores_strides,
+    draft_probs_strides,
+    seeds_stride: Unspecialised,
+    lengths_stride: Unspecialised,
+    remaining_stride: Unspecialised,
+    num_drafts: Unspecialised,
+    num_stats: Unspecialised,
     vocabulary,
     draft_vocabulary,
     STEPS: tl.constexpr,
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_IDS: tl.constexpr,
 ):
     """Count the accepted drafts of a row, and write the keys of one block of the distribution of the token after them.
 
@@ -178,27 +164,17 @@ def _verify_block_kernel(
     base, total, weight_next = tl.load(row_stat_ptr), tl.load(row_stat_ptr + 1), tl.load(row_stat_ptr + 2)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = token < vocabulary
-    score_ptr = scores_ptr + row * scores_stride_b + accepted.to(tl.int64) * scores_stride_n
+    score_ptr = scores_ptr + row * scores_strides[0] + accepted.to(tl.int64) * scores_strides[1]
     p_next = tl.exp(tl.load(score_ptr + token, mask=is_token, other=float("-inf")) - base) / total
-    row_ptr = draft_probs_ptr + row * draft_probs_stride_b + accepted.to(tl.int64) * draft_probs_stride_n
+    row_ptr = draft_probs_ptr + row * draft_probs_strides[0] + accepted.to(tl.int64) * draft_probs_strides[1]
     is_read = token < tl.where(is_bonus, 0, vocabulary)
-    q_next = draft_prob(row_ptr, draft_ids_ptr, token, is_read, draft_vocabulary, HAS_IDS)
+    q_next = draft_prob(row_ptr, draft_ids_ptr, token, is_read, draft_vocabulary)
     residual = tl.where(is_bonus, p_next, tl.maximum(weight_next * p_next - q_next, 0.0))
-    store_sample_keys(keys_ptr, residual, p_next, seed, length + accepted, token, is_token, BLOCK)
-    if tl.program_id(1) == 0:
-        tl.store(accepted_ptr + row, accepted.to(tl.int64))
-        tl.store(committed_ptr + row, accepted.to(tl.int64) + 1)
+    store_next(keys_ptr, accepted_ptr, committed_ptr, residual, p_next, seed, length, accepted, token, is_token, BLOCK)
 
 
-def verify_block(
-    scores: torch.Tensor,
-    drafts: torch.Tensor,
-    draft_probs: torch.Tensor,
-    draft_ids: torch.Tensor | None,
-    seeds: torch.Tensor,
-    lengths: torch.Tensor,
-    remaining: torch.Tensor,
-) -> VerificationResult:
+@implements(verify_block_reference.verify_block)
+def verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, remaining):
     """See `verify_block_reference.verify_block`; equal up to rounding. Five launches.
 
     `scores` are read once for the softmax statistics of all rows, once with `draft_probs` in all rows but the last for
@@ -206,7 +182,7 @@ def verify_block(
     """
     batch, num_drafts = drafts.shape
     vocabulary, draft_vocabulary = scores.shape[2], draft_probs.shape[2]
-    check_sampling(scores, drafts, draft_probs, draft_ids)
+    keys = check_sampling(scores, drafts, draft_probs, draft_ids)
     stats, out = softmax_stats(scores), empty_result(drafts)
     # Of each row of scores the base and the normaliser of its softmax, and w_i of the drafts before it.
     row_stats = torch.empty(batch, num_drafts + 1, 3, dtype=torch.float32, device=scores.device)
@@ -215,17 +191,16 @@ def verify_block(
         drafts,
         draft_probs,
         draft_ids,
-        *stats,
+        stats,
         row_stats,
-        *scores.stride()[:2],
+        scores.stride()[:2],
         *drafts.stride(),
-        *draft_probs.stride()[:2],
+        draft_probs.stride()[:2],
         num_drafts,
-        stats.shape[2],
+        stats[0].shape[1],
         vocabulary,
         draft_vocabulary,
-        STATS=triton.next_power_of_2(stats.shape[2]),
-        HAS_IDS=draft_ids is not None,
+        STATS=triton.next_power_of_2(stats[0].shape[1]),
     )
     shape = (batch * num_drafts, triton.cdiv(vocabulary, reduction.REDUCE_BLOCK))
     excesses = torch.empty(shape, dtype=torch.float32, device=scores.device)
@@ -236,18 +211,14 @@ def verify_block(
             draft_ids,
             row_stats,
             excesses,
-            *scores.stride()[:2],
-            *draft_probs.stride()[:2],
+            scores.stride()[:2],
+            draft_probs.stride()[:2],
             num_drafts,
             vocabulary,
             draft_vocabulary,
             BLOCK=reduction.REDUCE_BLOCK,
-            HAS_IDS=draft_ids is not None,
             num_warps=reduction.REDUCE_WARPS,
         )
-    keys = torch.empty(
-        2, batch, triton.cdiv(vocabulary, reduction.SAMPLE_BLOCK), dtype=torch.int64, device=scores.device
-    )
     _verify_block_kernel[keys.shape[1:]](
         scores,
         draft_probs,
@@ -260,8 +231,8 @@ def verify_block(
         keys,
         out.accepted,
         out.committed,
-        *scores.stride()[:2],
-        *draft_probs.stride()[:2],
+        scores.stride()[:2],
+        draft_probs.stride()[:2],
         seeds.stride(0),
         lengths.stride(0),
         remaining.stride(0),
@@ -272,7 +243,6 @@ def verify_block(
         STEPS=triton.next_power_of_2(num_drafts + 1),
         STATS=triton.next_power_of_2(shape[1]),
         BLOCK=reduction.SAMPLE_BLOCK,
-        HAS_IDS=draft_ids is not None,
         num_warps=reduction.SAMPLE_WARPS,
     )
     merge_recovered(keys, drafts, out)

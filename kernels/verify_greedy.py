@@ -13,22 +13,22 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, kernel
 from .reduction import LEAST_KEY, argmax_keys, empty_result, index_of_key
 from .types import VerificationResult
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["drafts_stride_b", "drafts_stride_n", "num_drafts", "num_blocks"])
+@kernel
 def _merge_greedy_kernel(
     keys_ptr,
     drafts_ptr,
     tokens_ptr,
     accepted_ptr,
     committed_ptr,
-    drafts_stride_b,
-    drafts_stride_n,
-    num_drafts,
-    num_blocks,
+    drafts_stride_b: Unspecialised,
+    drafts_stride_n: Unspecialised,
+    num_drafts: Unspecialised,
+    num_blocks: Unspecialised,
     STEPS: tl.constexpr,
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,

@@ -12,30 +12,20 @@ as drafts; their number is then K.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from . import reduction
+from . import reduction, verify_sampling_reference
+from .jit import Unspecialised, implements, kernel
 from .random import uniform
-from .recovered_token import check_sampling, draft_prob, has_probs, merge_recovered, store_sample_keys
+from .recovered_token import check_sampling, draft_prob, has_probs, merge_recovered, store_next
 from .reduction import empty_result, merge_softmax_stats, softmax_stats
-from .types import RandomStream, VerificationResult
+from .types import RandomStream
 
 _ACCEPT = tl.constexpr(int(RandomStream.ACCEPT))
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(
-    do_not_specialize=[
-        "drafts_stride_b",
-        "drafts_stride_n",
-        "seeds_stride",
-        "lengths_stride",
-        "num_drafts",
-        "num_stats",
-    ]
-)
+@kernel
 def _verify_sampling_kernel(
     scores_ptr,
     drafts_ptr,
@@ -43,32 +33,27 @@ def _verify_sampling_kernel(
     draft_ids_ptr,
     seeds_ptr,
     lengths_ptr,
-    maxima_ptr,
-    totals_ptr,
+    stats,
     keys_ptr,
     accepted_ptr,
     committed_ptr,
-    scores_stride_b,
-    scores_stride_n,
-    drafts_stride_b,
-    drafts_stride_n,
-    draft_probs_stride_b,
-    draft_probs_stride_n,
-    seeds_stride,
-    lengths_stride,
-    num_drafts,
-    num_stats,
+    scores_strides,
+    drafts_stride_b: Unspecialised,
+    drafts_stride_n: Unspecialised,
+    draft_probs_strides,
+    seeds_stride: Unspecialised,
+    lengths_stride: Unspecialised,
+    num_drafts: Unspecialised,
+    num_stats: Unspecialised,
     vocabulary,
     draft_vocabulary,
     STEPS: tl.constexpr,
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_PROBS: tl.constexpr,
-    HAS_IDS: tl.constexpr,
 ):
     """Count the accepted drafts of a row, and write the keys of one block of the distribution of the token after them.
 
-    Grid: (B, blocks). Reads the softmax statistics `maxima` and `totals` `[B * (K + 1), stat blocks]`, the drafts of
+    Grid: (B, blocks). Reads the softmax statistics `stats` `[B * (K + 1), stat blocks]`, the drafts of
     the row and their probabilities, and BLOCK elements of `scores[b, a]` and `draft_probs[b, a]`, where a is the number
     of accepted drafts, which every program computes. Writes one element of `keys[0]` and `keys[1]`, `[B, blocks]`, and
     in the first block of a row `accepted[b]` and `committed[b]`.
@@ -76,28 +61,29 @@ def _verify_sampling_kernel(
     row = tl.program_id(0).to(tl.int64)
     seed = tl.load(seeds_ptr + row * seeds_stride)
     length = tl.load(lengths_ptr + row * lengths_stride)
-    scores_ptr += row * scores_stride_b
-    draft_probs_ptr += row * draft_probs_stride_b
+    scores_ptr += row * scores_strides[0]
+    if draft_probs_ptr is not None:
+        draft_probs_ptr += row * draft_probs_strides[0]
 
     step = tl.arange(0, STEPS)
     stat = tl.arange(0, STATS)
     at = (row * (num_drafts + 1) + step)[:, None] * num_stats + stat[None, :]
     is_stat = (step <= num_drafts)[:, None] & (stat < num_stats)[None, :]
-    maxima = tl.load(maxima_ptr + at, mask=is_stat, other=float("-inf"))
-    bases, totals = merge_softmax_stats(maxima, tl.load(totals_ptr + at, mask=is_stat, other=0.0))
+    maxima = tl.load(stats[0] + at, mask=is_stat, other=float("-inf"))
+    bases, totals = merge_softmax_stats(maxima, tl.load(stats[1] + at, mask=is_stat, other=0.0))
 
     is_draft = step < num_drafts
     draft = tl.load(drafts_ptr + row * drafts_stride_b + step * drafts_stride_n, mask=is_draft, other=0)
     # A draft outside the vocabulary has probability 0; nothing is read for it.
     is_known = is_draft & (draft >= 0) & (draft < vocabulary)
     wide_step = step.to(tl.int64)
-    score = tl.load(scores_ptr + wide_step * scores_stride_n + draft, mask=is_known, other=float("-inf"))
+    score = tl.load(scores_ptr + wide_step * scores_strides[1] + draft, mask=is_known, other=float("-inf"))
     p_draft = tl.exp(score - bases) / totals
     q_draft = tl.full([STEPS], 1.0, tl.float32)
     count = num_drafts
-    if HAS_PROBS:
-        row_ptr = draft_probs_ptr + wide_step * draft_probs_stride_n
-        q_draft = draft_prob(row_ptr, draft_ids_ptr, draft, is_known, draft_vocabulary, HAS_IDS)
+    if draft_probs_ptr is not None:
+        row_ptr = draft_probs_ptr + wide_step * draft_probs_strides[1]
+        q_draft = draft_prob(row_ptr, draft_ids_ptr, draft, is_known, draft_vocabulary)
         count = tl.min(tl.where(is_draft & (has_probs(q_draft) == 0), step, num_drafts), axis=0)
     number = uniform(seed, length, step * 0, step, _ACCEPT)
     is_accepted = is_draft & (number * q_draft < p_draft)
@@ -109,69 +95,54 @@ def _verify_sampling_kernel(
     total = tl.sum(tl.where(is_next, totals, 0.0), axis=0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = token < vocabulary
-    score = tl.load(scores_ptr + accepted.to(tl.int64) * scores_stride_n + token, mask=is_token, other=float("-inf"))
+    score = tl.load(scores_ptr + accepted.to(tl.int64) * scores_strides[1] + token, mask=is_token, other=float("-inf"))
     p_next = tl.exp(score - base) / total
-    if HAS_PROBS:
-        row_ptr = draft_probs_ptr + accepted.to(tl.int64) * draft_probs_stride_n
+    if draft_probs_ptr is not None:
+        row_ptr = draft_probs_ptr + accepted.to(tl.int64) * draft_probs_strides[1]
         is_read = token < tl.where(is_bonus, 0, vocabulary)
-        q_next = draft_prob(row_ptr, draft_ids_ptr, token, is_read, draft_vocabulary, HAS_IDS)
+        q_next = draft_prob(row_ptr, draft_ids_ptr, token, is_read, draft_vocabulary)
         residual = tl.maximum(p_next - q_next, 0.0)
     else:
         rejected = tl.sum(tl.where(is_next & is_draft, draft, 0), axis=0)
         residual = tl.where(token == rejected, 0.0, p_next)
     residual = tl.where(is_bonus, p_next, residual)
-    store_sample_keys(keys_ptr, residual, p_next, seed, length + accepted, token, is_token, BLOCK)
-    if tl.program_id(1) == 0:
-        tl.store(accepted_ptr + row, accepted.to(tl.int64))
-        tl.store(committed_ptr + row, accepted.to(tl.int64) + 1)
+    store_next(keys_ptr, accepted_ptr, committed_ptr, residual, p_next, seed, length, accepted, token, is_token, BLOCK)
 
 
-def verify_sampling(
-    scores: torch.Tensor,
-    drafts: torch.Tensor,
-    draft_probs: torch.Tensor | None,
-    draft_ids: torch.Tensor | None,
-    seeds: torch.Tensor,
-    lengths: torch.Tensor,
-) -> VerificationResult:
+@implements(verify_sampling_reference.verify_sampling)
+def verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths):
     """See `verify_sampling_reference.verify_sampling`; equal up to rounding. Three launches.
 
     `scores` are read once for the softmax statistics of all rows, and once more in the row of the recovered or bonus
     token.
     """
-    batch, num_drafts = drafts.shape
-    vocabulary = scores.shape[2]
-    check_sampling(scores, drafts, draft_probs, draft_ids)
+    num_drafts = drafts.shape[1]
+    keys = check_sampling(scores, drafts, draft_probs, draft_ids)
     stats, out = softmax_stats(scores), empty_result(drafts)
-    keys = torch.empty(
-        2, batch, triton.cdiv(vocabulary, reduction.SAMPLE_BLOCK), dtype=torch.int64, device=scores.device
-    )
-    steps, num_stats = triton.next_power_of_2(num_drafts + 1), triton.next_power_of_2(stats.shape[2])
+    steps, num_stats = triton.next_power_of_2(num_drafts + 1), triton.next_power_of_2(stats[0].shape[1])
     _verify_sampling_kernel[keys.shape[1:]](
         scores,
         drafts,
-        scores if draft_probs is None else draft_probs,
+        draft_probs,
         draft_ids,
         seeds,
         lengths,
-        *stats,
+        stats,
         keys,
         out.accepted,
         out.committed,
-        *scores.stride()[:2],
+        scores.stride()[:2],
         *drafts.stride(),
-        *((0, 0) if draft_probs is None else draft_probs.stride()[:2]),
+        None if draft_probs is None else draft_probs.stride()[:2],
         seeds.stride(0),
         lengths.stride(0),
         num_drafts,
-        stats.shape[2],
-        vocabulary,
-        0 if draft_probs is None else draft_probs.shape[2],
+        stats[0].shape[1],
+        scores.shape[2],
+        None if draft_probs is None else draft_probs.shape[2],
         STEPS=steps,
         STATS=num_stats,
         BLOCK=reduction.SAMPLE_BLOCK,
-        HAS_PROBS=draft_probs is not None,
-        HAS_IDS=draft_ids is not None,
         # The softmax statistics of 64 drafts and 64 blocks do not fit the registers of 4 warps.
         num_warps=reduction.SAMPLE_WARPS if steps * num_stats <= 2048 else 2 * reduction.SAMPLE_WARPS,
     )

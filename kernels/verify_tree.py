@@ -15,85 +15,17 @@ import torch
 import triton
 import triton.language as tl
 
-from . import reduction
+from . import verify_tree_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .random import race_times
-from .reduction import (
-    LEAST_KEY,
-    argmax_keys,
-    index_of_key,
-    is_key_of_nan,
-    largest_key,
-    merge_softmax_stats,
-    softmax_stats,
-)
+from .draft_sampling import draw_keys
+from .jit import Unspecialised, implements, kernel
+from .reduction import argmax_keys, merge_keys
 from .types import NO_TOKEN, RandomStream
 
-_TARGET = tl.constexpr(int(RandomStream.TARGET))
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["seeds_stride", "lengths_stride", "depths_stride", "width", "num_stats"])
-def _draw_kernel(
-    scores_ptr,
-    depths_ptr,
-    seeds_ptr,
-    lengths_ptr,
-    maxima_ptr,
-    totals_ptr,
-    keys_ptr,
-    scores_stride_b,
-    scores_stride_n,
-    seeds_stride,
-    lengths_stride,
-    depths_stride,
-    width,
-    num_stats,
-    vocabulary,
-    STATS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The key of the maximum of p / e of one block of a node.
-
-    Grid: (B * (N + 1), blocks). Reads `maxima` and `totals` `[B * (N + 1), stat blocks]`, the node's depth, the row's
-    seed and length, and BLOCK elements of `scores`; writes one element of `keys` `[B * (N + 1), blocks]`.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    batch, node = row // width, row % width
-    seed = tl.load(seeds_ptr + batch * seeds_stride)
-    position = tl.load(lengths_ptr + batch * lengths_stride)
-    if depths_ptr is not None:
-        position += tl.load(depths_ptr + batch * depths_stride + node)
-    else:
-        position += node
-    stat = tl.arange(0, STATS)[None, :]
-    at = row * num_stats + stat
-    maxima = tl.load(maxima_ptr + at, mask=stat < num_stats, other=float("-inf"))
-    base, total = merge_softmax_stats(maxima, tl.load(totals_ptr + at, mask=stat < num_stats, other=0.0))
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_token = token < vocabulary
-    scores_ptr += batch * scores_stride_b + node * scores_stride_n
-    score = tl.load(scores_ptr + token, mask=is_token, other=float("-inf"))
-    prob = tl.exp(score - base) / total
-    noise = race_times(seed, position, tl.program_id(1) * BLOCK, position * 0, _TARGET, BLOCK)
-    tl.store(keys_ptr + row * tl.num_programs(1) + tl.program_id(1), largest_key(prob / noise, token, is_token))
-
-
-@triton.jit(do_not_specialize=["num_blocks"])
-def _choose_kernel(keys_ptr, chosen_ptr, num_blocks, IS_DRAWN: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
-    """Merge the keys of a node. Grid: (B * (N + 1),). Reads a row of `keys`; writes one element of `chosen`."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCKS)
-    wait_for_inputs(PDL)
-    key = tl.max(tl.load(keys_ptr + row * num_blocks + block, mask=block < num_blocks, other=LEAST_KEY), axis=0)
-    token = index_of_key(key)
-    if IS_DRAWN:
-        token = tl.where(is_key_of_nan(key), _NO_TOKEN, token)
-    tl.store(chosen_ptr + row, token)
-
-
-@triton.jit(do_not_specialize=["drafts_stride_b", "drafts_stride_n", "parents_stride", "num_drafts", "depth"])
+@kernel
 def _walk_kernel(
     chosen_ptr,
     drafts_ptr,
@@ -102,11 +34,11 @@ def _walk_kernel(
     accepted_ptr,
     committed_ptr,
     path_ptr,
-    drafts_stride_b,
-    drafts_stride_n,
-    parents_stride,
-    num_drafts,
-    depth,
+    drafts_stride_b: Unspecialised,
+    drafts_stride_n: Unspecialised,
+    parents_stride: Unspecialised,
+    num_drafts: Unspecialised,
+    depth: Unspecialised,
     NODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -143,55 +75,19 @@ def _walk_kernel(
     tl.store(committed_ptr + row, accepted + 1)
 
 
-def verify_tree(
-    scores: torch.Tensor,
-    drafts: torch.Tensor,
-    parents: torch.Tensor | None,
-    depths: torch.Tensor | None,
-    seeds: torch.Tensor | None,
-    lengths: torch.Tensor,
-    depth: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+@implements(verify_tree_reference.verify_tree)
+def verify_tree(scores, drafts, parents, depths, seeds, lengths, depth):
     """See `verify_tree_reference.verify_tree`; equal, but for tokens that rounding decides. Three or four launches."""
     batch, num_drafts = drafts.shape
-    width, vocabulary = num_drafts + 1, scores.shape[2]
+    width = num_drafts + 1
     assert scores.shape[:2] == (batch, width), "shapes must agree"
     assert parents is None or (parents.stride(1) == depths.stride(1) == 1 and parents.shape == (batch, width))
     if seeds is None:
         keys = argmax_keys(scores)
     else:
         assert scores.dtype == torch.float32, "scores must be float32"
-        stats = softmax_stats(scores)
-        blocks = triton.cdiv(vocabulary, reduction.SAMPLE_BLOCK)
-        keys = torch.empty(batch * width, blocks, dtype=torch.int64, device=scores.device)
-        _draw_kernel[keys.shape](
-            scores,
-            depths,
-            seeds,
-            lengths,
-            *stats,
-            keys,
-            *scores.stride()[:2],
-            seeds.stride(0),
-            lengths.stride(0),
-            0 if depths is None else depths.stride(0),
-            width,
-            stats.shape[2],
-            vocabulary,
-            STATS=triton.next_power_of_2(stats.shape[2]),
-            BLOCK=reduction.SAMPLE_BLOCK,
-            num_warps=reduction.SAMPLE_WARPS,
-        )
-    chosen = drafts.new_empty(batch, width)
-    _choose_kernel[(batch * width,)](
-        keys,
-        chosen,
-        keys.shape[1],
-        IS_DRAWN=seeds is not None,
-        BLOCKS=triton.next_power_of_2(keys.shape[1]),
-        num_warps=1,
-        **dependent_launch(scores.device),
-    )
+        keys = draw_keys(scores, None, depths, seeds, lengths, None, None, RandomStream.TARGET)
+    chosen = merge_keys(keys, (batch, width), is_drawn=seeds is not None, num_warps=1)
     tokens, path = (drafts.new_empty(batch, depth + 1) for _ in range(2))
     accepted, committed = (drafts.new_empty(batch) for _ in range(2))
     _walk_kernel[(batch,)](

@@ -1,0 +1,32 @@
+"""How Triton kernels, and the functions that launch them, are declared."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import triton
+import triton.language as tl
+
+# Annotation of an integer by which Triton compiles no variants of a kernel. Else it has one for the value 1 and one for
+# values that are divisible by 16: for lengths, and strides of small tensors, these are no faster. It has the type of
+# what compiled functions may name.
+Unspecialised = tl.constexpr(None)
+
+
+def kernel(function: Callable) -> triton.JITFunction:
+    """Decorator: `triton.jit` for kernels that have `Unspecialised` parameters."""
+    parameters = inspect.signature(function).parameters.values()
+    unspecialised = [one.name for one in parameters if one.annotation == "Unspecialised"]
+    return triton.jit(function, do_not_specialize=unspecialised)
+
+
+def implements(reference: Callable) -> Callable[[Callable], Callable]:
+    """Decorator: a function that launches kernels in the place of `reference`, and has its parameters and types."""
+
+    def declare(function: Callable) -> Callable:
+        assert list(inspect.signature(function).parameters) == list(inspect.signature(reference).parameters)
+        function.__annotations__ = reference.__annotations__
+        return function
+
+    return declare
