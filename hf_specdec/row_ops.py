@@ -10,8 +10,6 @@ import torch
 from .kernels import row_reductions_reference
 from .op_choice import is_for_triton
 
-__all__ = ["row_cumsum", "row_softmax", "row_sum"]
-
 
 def _run(name: str, values: torch.Tensor, *args: torch.dtype | bool) -> torch.Tensor:
     """The kernel `name` of the arguments, or its reference."""

@@ -340,7 +340,6 @@ def recurrence(
     certain: torch.Tensor,
     positions: torch.Tensor,
     dummy: int,
-    *,
     delta: bool,
     normalize: bool,
     scale: float,

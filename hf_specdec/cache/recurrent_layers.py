@@ -73,12 +73,15 @@ class RecurrentState:
         beta: torch.Tensor | None,
         chunked: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
         form: StateForm = StateForm.KEYS_FIRST,
-        **options: Any,
+        delta: bool = False,
+        normalize: bool = False,
+        scale: float = 1.0,
+        rates: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Outputs `[B, n, H, V]` of a block at the cache's positions; the state and the ring are updated.
 
         Args:
-            query, key, value, decay, beta, options: see `ops.recurrence`.
+            query, key, value, decay, beta, delta, normalize, scale, rates: see `ops.recurrence`.
             chunked: the model's own function, for blocks of more than `MOST_STEPS` columns, all of them certain. It is
                 given `[B, n]` bool, which columns hold tokens, and the initial state `[B, H, K, V]`, and returns
                 outputs and the final state. None if there is none: then all blocks take one step a column.
@@ -87,13 +90,14 @@ class RecurrentState:
         cache = self.cache
         if self.state is None:
             self._allocate(key, value, decay)
-            self.form, self.normalizes, self.has_rates = form, options["normalize"], "rates" in options
+            self.form, self.normalizes, self.has_rates = form, normalize, rates is not None
         if chunked is not None and value.shape[1] > MOST_STEPS:
             out, final = chunked(cache.positions < cache.dummy_slot, self.state)
             self.state.copy_(final)
             return out
-        inputs, bounds = (query, key, value, decay, beta), (cache.recurrence.base, cache.recurrence.certain)
-        return ops.recurrence(*inputs, self.state, self.ring, *bounds, cache.positions, cache.dummy_slot, **options)
+        bounds = cache.recurrence.base, cache.recurrence.certain, cache.positions, cache.dummy_slot
+        memory, options = (self.state, self.ring), (delta, normalize, scale, rates)
+        return ops.recurrence(query, key, value, decay, beta, *memory, *bounds, *options)
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor) -> None:
         batch, _, heads, width = value.shape
@@ -135,8 +139,8 @@ class RecurrentState:
         for one in self._by_head:
             keys, updates, decays = (part.new_zeros(len(part), 1, *part.shape[2:]) for part in one.ring)
             bounds = self.cache.recurrence.base, positions[:, 0], positions, self.cache.dummy_slot
-            options = {"delta": False, "normalize": one.normalizes, "scale": 1.0}
-            ops.recurrence(keys, keys, updates, decays, None, one.state, one.ring, *bounds, **options)
+            options = False, one.normalizes, 1.0, None
+            ops.recurrence(keys, keys, updates, decays, None, one.state, one.ring, *bounds, *options)
 
     def read(self, held: torch.Tensor, ends: torch.Tensor) -> None:
         """Take the states of the first rows, of positions `ends` `[n]` int64, from what transformers holds of them.

@@ -125,7 +125,7 @@ def residual_stream(states: torch.Tensor) -> torch.Tensor:
 def normed(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: layer_ops.NormKind) -> torch.Tensor:
     """`layer_ops.rms_norm`; computes `inputs`, too, if they are a sum that is not computed."""
     pending = inputs.pending if isinstance(inputs, Deferred) else None
-    if not isinstance(pending, Sum) or inputs.shape[-1] > layer_ops.MAX_NORM_WIDTH:
+    if not isinstance(pending, Sum):
         return layer_ops.rms_norm(plain(inputs), weight, eps, kind)
     inputs.value, out = layer_ops.add_rms_norm(*pending.terms, weight, eps, kind)
     inputs.pending = None

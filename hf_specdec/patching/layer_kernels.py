@@ -25,7 +25,8 @@ from .linear import computes, gated_linear
 def _norm_forward(module: nn.Module, norm: Norm, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if len(args) == 1 and not kwargs and uses_layer_kernels(args[0]):
         weight, inputs = module._parameters.get("weight"), args[0]
-        if inputs.dtype in DTYPES and (weight is None or weight.dtype == inputs.dtype):
+        is_narrow = inputs.shape[-1] <= layer_ops.MAX_NORM_WIDTH
+        if is_narrow and inputs.dtype in DTYPES and (weight is None or weight.dtype == inputs.dtype):
             return normed(inputs, weight, *norm)
     return type(module).forward(module, *args, **kwargs)
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import layer_ops, ops
-from ..layer_ops import ACTIVATIONS, MAX_NORM_WIDTH, AnglesKind, NormKind
+from ..layer_ops import ACTIVATIONS, AnglesKind, NormKind
 from ..modules.layer_choice import DTYPES
 from ..modules.module_hooks import has_hooks
 from ..modules.signature import OF_EVERY_MODULE, PLAIN_VALUES
@@ -88,10 +88,10 @@ class Probes:
         if module._modules or module._buffers or not parameters.keys() <= {"weight"}:
             return None
         weight = parameters.get("weight")
-        if weight is not None:
-            is_plain = type(weight) in PLAIN_WEIGHTS and weight.dim() == 1 and weight.is_floating_point()
-            if not is_plain or len(weight) > MAX_NORM_WIDTH:
-                return None
+        if weight is not None and (
+            type(weight) not in PLAIN_WEIGHTS or weight.dim() != 1 or not weight.is_floating_point()
+        ):
+            return None
         size = None if weight is None else len(weight)
         return self._try(module, (size,), lambda: _find_norm(module, size))
 

@@ -165,8 +165,7 @@ def _mamba2_step(function, state, hidden_states, dt, A, B, C, D=None, *, z=None,
 def _state_space(state, hidden_states, steps, A, B, C, D, chunked=None):
     """Outputs `[B, n, H, P]` of a state-space model; `steps` `[B, n, H]` float32, the others as of `_mamba2_scan`."""
     decay = steps * A.float()
-    options = {"form": StateForm.VALUES_FIRST, "delta": False, "normalize": False, "scale": 1.0}
-    out = state.run(C, B, hidden_states, decay, steps, chunked, **options)
+    out = state.run(C, B, hidden_states, decay, steps, chunked, StateForm.VALUES_FIRST)
     return out if D is None else (out + hidden_states * D[:, None]).to(hidden_states.dtype)
 
 
@@ -206,8 +205,7 @@ def _selective_state_space(state, hidden_states, dt, A, B, C, D, gate, bias, sof
     # One head; the logarithm of a factor is step * A, of another A for each element of the state.
     decay, updates, key, query = (part[:, :, None] for part in (steps, steps * hidden_states.float(), B, C))
     rates = A.float().t().contiguous()[None]
-    options = {"form": StateForm.CHANNELS, "delta": False, "normalize": False, "scale": 1.0, "rates": rates}
-    out = state.run(query, key, updates, decay, None, **options)[:, :, 0]
+    out = state.run(query, key, updates, decay, None, form=StateForm.CHANNELS, rates=rates)[:, :, 0]
     if D is not None:
         out = out + hidden_states * D
     return (out if gate is None else out * F.silu(gate)).to(hidden_states.dtype)
