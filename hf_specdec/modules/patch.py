@@ -6,6 +6,7 @@ streamers. Replaced functions call `runs_engine` and behave as the original ones
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -173,6 +174,17 @@ class Replacements(Patch):
 def constant(value: Any) -> Callable[[object], Any]:
     """For `Replacements`: makes `value` from any owner."""
     return lambda owner: value
+
+
+def bound(function: Callable, *args: Any) -> Callable[[object], Callable]:
+    """For `Replacements`: makes `function` of an owner and `args`, which come before the arguments of a call."""
+    return lambda owner: functools.partial(function, owner, *args)
+
+
+def is_unpatched(owner: object, *functions: Callable, name: str = "forward") -> bool:
+    """Whether `owner` has no attribute `name` but one that contexts of other calls have `bound` to `functions`."""
+    value = vars(owner).get(name)
+    return value is None or getattr(value, "func", None) in functions
 
 
 def is_anything_replaced() -> bool:

@@ -385,6 +385,24 @@ def files_of(kinds: Iterable[type]) -> list[ModuleType]:
     return [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
 
 
+def replacing_functions(
+    names: Iterable[str], make: Callable[[str, ModuleType], Any], *models: nn.Module
+) -> dict[str, list[tuple[ModuleType, Callable[[ModuleType], Any]]]]:
+    """For `Replacements`: what `make` returns in the place of the functions `names` of the files of `models`."""
+    files = files_of(map(type, modules_of(*models)))
+    return {name: [(file, functools.partial(make, name)) for file in files if name in vars(file)] for name in names}
+
+
+def code_of(function: Callable) -> types.CodeType | None:
+    """The code of `function` without its decorators; None if it is none of Python."""
+    return getattr(inspect.unwrap(function), "__code__", None)
+
+
+def names_in(function: Callable) -> tuple[str, ...]:
+    """Names of globals and attributes in the code of `function`."""
+    return getattr(code_of(function), "co_names", ())
+
+
 def functions_of(files: Iterable[ModuleType]) -> list[types.FunctionType]:
     """The functions that `files` have as globals, without what engines replace."""
     is_patched, found = is_anything_replaced(), []
@@ -441,7 +459,7 @@ def _mentioned(kind: type[nn.Module]) -> frozenset[str]:
     functions: list[Any] = functions_of(files_of(classes))
     for value in chain.from_iterable(vars(one).values() for one in classes):
         functions += [value, *(getattr(value, name, None) for name in ("fget", "fset", "__func__"))]
-    codes = [getattr(inspect.unwrap(one), "__code__", None) for one in functions if callable(one)]
+    codes = [code_of(one) for one in functions if callable(one)]
     found: set[str] = set()
     while codes:
         if (code := codes.pop()) is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from ..modules.deferred import normed, residual_stream
 from ..modules.hidden_states import modules_of
 from ..modules.layer_choice import DTYPES, uses_layer_kernels
 from ..modules.module_hooks import has_hooks
-from ..modules.patch import Replacements
+from ..modules.patch import Replacements, bound, is_unpatched
 from ..modules.weights import PLAIN_WEIGHTS
 from .fused_linear import fused_parameters
 from .layer_probes import Angles, GatedMlp, Norm, Probes
@@ -83,12 +81,6 @@ def _fit(frequencies: torch.Tensor, states: torch.Tensor, positions: torch.Tenso
 _FORWARDS = (_norm_forward, _mlp_forward, _embedding_forward, _angles_forward)
 
 
-def _is_unchanged(module: nn.Module) -> bool:
-    """Whether `module` has neither hooks nor a `forward` attribute but one that another call's context has set."""
-    forward = vars(module).get("forward")
-    return not has_hooks([module]) and (forward is None or getattr(forward, "func", None) in _FORWARDS)
-
-
 def layer_kernels(*models: nn.Module) -> Replacements:
     """Context in which norms and gated MLPs of `models` run the ops of `layer_ops`, on devices whose policy says so.
 
@@ -100,17 +92,19 @@ def layer_kernels(*models: nn.Module) -> Replacements:
     if not any_has_layer_kernels(modules):
         return Replacements({})
     probes, chosen = Probes(), []
-    for module in filter(_is_unchanged, modules):
+    for module in modules:
+        if has_hooks([module]) or not is_unpatched(module, *_FORWARDS):
+            continue
         norm = probes.norm(module)
         mlp = probes.gated_mlp(module) if norm is None else None
         if norm is not None:
-            chosen.append((module, _maker(_norm_forward, norm)))
+            chosen.append((module, bound(_norm_forward, norm)))
         elif mlp is not None:
-            chosen.append((module, _maker(_mlp_forward, mlp)))
+            chosen.append((module, bound(_mlp_forward, mlp)))
         elif angles := probes.angles(module):
-            chosen.append((module, _maker(_angles_forward, angles)))
+            chosen.append((module, bound(_angles_forward, angles)))
         elif isinstance(module, nn.Embedding):
-            chosen.append((module, _maker(_embedding_forward)))
+            chosen.append((module, bound(_embedding_forward)))
     return Replacements({"forward": chosen})
 
 
@@ -118,7 +112,3 @@ def any_has_layer_kernels(modules: list[nn.Module]) -> bool:
     """Whether any of `modules` has a weight on a device where layers may run the ops of `layer_ops`."""
     devices = {one.device for module in modules for one in module._parameters.values() if one is not None}
     return any(policy_of(one).layer_kernels for one in devices)
-
-
-def _maker(forward: Callable, *found: Norm | GatedMlp | dict[str | None, Angles]) -> Callable[[nn.Module], Callable]:
-    return lambda module: functools.partial(forward, module, *found)

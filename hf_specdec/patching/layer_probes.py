@@ -134,13 +134,20 @@ class Probes:
         None if `forward` needs another number of arguments than `count`.
         """
         key = (*_settings(module), *others)
-        if key not in self._found:
-            try:
-                with torch.no_grad(), ops.references():
-                    self._found[key] = find() if count is None or _needs(module, count) else None
-            except Exception:  # a module may raise anything, such as on a CPU
-                self._found[key] = None
-        return self._found[key]
+        return tried(self._found, key, lambda: find() if count is None or _needs(module, count) else None)
+
+
+def tried(found: dict[Hashable, Any], key: Hashable, find: Callable[[], Any]) -> Any:
+    """The entry `key` of `found`; if there is none, first what `find` returns without gradients and kernels, or None if
+    it fails: a module may raise anything, such as on a CPU.
+    """
+    if key not in found:
+        try:
+            with torch.no_grad(), ops.references():
+                found[key] = find()
+        except Exception:
+            found[key] = None
+    return found[key]
 
 
 def _needs(module: nn.Module, count: int) -> bool:
@@ -248,23 +255,24 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.dtype == expected.dtype and torch.equal(found, expected)
 
 
-class _Stub(nn.Module):
-    """A linear layer with random weights `[out, in]`."""
+class RandomLinear(nn.Module):
+    """A linear layer with random weights `[out, in]` on a CPU."""
 
-    def __init__(self, size_in: int, size_out: int, seed: int):
+    def __init__(self, in_features: int, out_features: int, weight: torch.Tensor | None = None):
         super().__init__()
-        self.in_features, self.out_features = size_in, size_out
-        self.weight = _draw(size_out, size_in, seed=seed) * size_in**-0.5
+        self.in_features, self.out_features = in_features, out_features
+        weight = torch.randn(out_features, in_features, device="cpu") if weight is None else weight
+        self.weight = weight * in_features**-0.5
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return F.linear(inputs, self.weight)
 
 
 def _find_gated_mlp(module: nn.Module, sizes: dict[str, tuple[int, int]]) -> GatedMlp | None:
-    stubs = {
-        name: _Stub(_WIDTH, 2 * _WIDTH if _computes_both(name, sizes) else _WIDTH, seed)
-        for seed, name in enumerate(sizes, start=1)
-    }
+    stubs = {}
+    for seed, name in enumerate(sizes, start=1):
+        size = 2 * _WIDTH if _computes_both(name, sizes) else _WIDTH
+        stubs[name] = RandomLinear(_WIDTH, size, _draw(size, _WIDTH, seed=seed))
     inputs = _draw(len(_MLP_SCALES), _WIDTH, seed=0) * _column(_MLP_SCALES, torch.bfloat16)
     found = _copy(module, _modules={**module._modules, **stubs})(inputs)
     if not isinstance(found, torch.Tensor):

@@ -14,7 +14,7 @@ from .. import layer_ops, ops
 from ..device_policy import DEFAULT_POLICY, DEVICE_POLICIES, policy_of
 from ..kernels.types import StoredWeight
 from ..modules.hidden_states import modules_of
-from ..modules.patch import Replacements, this_thread
+from ..modules.patch import Replacements, bound, is_unpatched, this_thread
 from ..modules.signature import fact
 from ..modules.weights import quantised_class, weight_of
 
@@ -97,7 +97,7 @@ def gated_linear(
 
 def runs_linear(module: nn.Module) -> bool:
     """Whether a forward pass of `module` is one of `linear` with its weight and bias."""
-    return getattr(vars(module).get("forward"), "func", None) in (_linear, _stored_linear)
+    return "forward" in vars(module) and is_unpatched(module, _linear, _stored_linear)
 
 
 def _has_own(device: torch.device) -> bool:
@@ -131,7 +131,7 @@ def patched_linear(*models: nn.Module) -> Replacements:
     heads = {id(module.get_output_embeddings()) for module in modules if isinstance(module, PreTrainedModel)}
 
     def own_forward(module: nn.Module) -> Callable | None:
-        if not isinstance(module, nn.Linear) or not ("forward" not in vars(module) or runs_linear(module)):
+        if not isinstance(module, nn.Linear) or not is_unpatched(module, _linear, _stored_linear):
             return None
         weight = weight_of(module)
         if isinstance(weight, StoredWeight):
@@ -140,6 +140,4 @@ def patched_linear(*models: nn.Module) -> Replacements:
         return _linear if is_chosen else None
 
     found = ((module, own_forward(module)) for module in modules)
-    return Replacements(
-        {"forward": [(module, functools.partial(functools.partial, own)) for module, own in found if own is not None]}
-    )
+    return Replacements({"forward": [(module, bound(own)) for module, own in found if own is not None]})

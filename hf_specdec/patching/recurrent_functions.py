@@ -46,8 +46,8 @@ from ..host.caches import (
 from ..host.modeling import ACT2FN, LAYER_TYPES, RECURRENCES, RECURRENT_MASK, UPDATE_CONV_STATE
 from ..host.parts import any_of
 from ..modules.hidden_states import modules_of
-from ..modules.patch import Replacements, original
-from ..modules.signature import files_of
+from ..modules.patch import Replacements, bound, is_unpatched, original
+from ..modules.signature import files_of, names_in, replacing_functions
 from .plugins.former_inputs import former_inputs
 from .running_layer import is_stateless, next_state, running_layer_forwards
 
@@ -256,18 +256,9 @@ def _own_convolution(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _convolves_itself(module: nn.Module) -> bool:
-    names = getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
-    forward = vars(module).get("forward")
-    return (
-        UPDATE_CONV_STATE in names
-        and _REPLACEMENTS.keys().isdisjoint(names)
-        and hasattr(module, "layer_idx")
-        and (forward is None or getattr(forward, "func", None) is _own_convolution)
-    )
-
-
-def _own_convolution_of(module: nn.Module) -> Callable:
-    return functools.partial(_own_convolution, module)
+    names = names_in(type(module).forward)
+    is_one = UPDATE_CONV_STATE in names and _REPLACEMENTS.keys().isdisjoint(names) and hasattr(module, "layer_idx")
+    return is_one and is_unpatched(module, _own_convolution)
 
 
 _REPLACEMENTS: dict[str, Callable] = {
@@ -298,16 +289,12 @@ _MASKS: dict[str, Callable] = {RECURRENT_MASK: _token_mask}
 
 def recurrent_functions(*models: nn.Module) -> Replacements:
     """Context in which recurrent layers of `models` run on a `RaggedCache`; other models are not affected."""
-    files, functions = files_of(map(type, modules_of(*models))), _REPLACEMENTS | _MASKS
-    replaced = {
-        name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
-        for name in functions
-    }
-    methods = former_inputs(functions, *models)
+    functions = _REPLACEMENTS | _MASKS
+    replaced, methods = replacing_functions(functions, _over_original, *models), former_inputs(functions, *models)
     forwards = methods.pop("forward", [])
     taken = {id(module) for module, _ in forwards}
     others = (module for module in modules_of(*models) if id(module) not in taken and _convolves_itself(module))
-    forwards += [*running_layer_forwards(*models), *((module, _own_convolution_of) for module in others)]
+    forwards += [*running_layer_forwards(*models), *((module, bound(_own_convolution)) for module in others)]
     return Replacements(replaced | methods | {"forward": forwards})
 
 

@@ -25,7 +25,7 @@ from ..modules.deferred import plain, rotated
 from ..modules.hidden_states import modules_of
 from ..modules.layer_choice import DTYPES, uses_layer_kernels
 from ..modules.patch import Replacements, original
-from ..modules.signature import files_of, functions_of
+from ..modules.signature import functions_of, replacing_functions
 from .layer_kernels import any_has_layer_kernels
 from .layer_probes import same_bits
 
@@ -116,13 +116,7 @@ def rotary_functions(*models: nn.Module) -> Replacements:
     """
     if not any_has_layer_kernels(modules_of(*models)):
         return Replacements({})
-    files = files_of(map(type, modules_of(*models)))
-    return Replacements(
-        {
-            name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
-            for name in ROTATIONS
-        }
-    )
+    return Replacements(replacing_functions(ROTATIONS, _over_original, *models))
 
 
 def _over_original(name: str, file: ModuleType) -> Callable:

@@ -7,7 +7,6 @@ The mixers of Mamba-1 hand their state to the function for a single token only. 
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ from ..cache.recurrent_layers import RecurrentState
 from ..host.modeling import RECURRENCES
 from ..modules.hidden_states import modules_of
 from ..modules.patch import original
+from ..modules.signature import names_in
 
 # Functions over several tokens that are given no state.
 STATELESS = frozenset(RECURRENCES["mamba"][:1])
@@ -54,8 +54,7 @@ def next_state() -> RecurrentState | None:
 @functools.cache
 def is_stateless(kind: type[nn.Module]) -> bool:
     """Whether modules of a class call a function of `STATELESS`."""
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return code is not None and not STATELESS.isdisjoint(code.co_names)
+    return not STATELESS.isdisjoint(names_in(kind.forward))
 
 
 def running_layer_forwards(*models: nn.Module) -> list[tuple[nn.Module, Callable[[Any], Any]]]:

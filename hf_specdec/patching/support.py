@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -24,11 +23,7 @@ from ..cache.layer_kinds import (
     parts_of,
     plug_ins,
 )
-from ..host.caches import (
-    OUTPUT_NAME,
-    model_cache_name,
-    why_no_cache,
-)
+from ..host.caches import OUTPUT_NAME, model_cache_name, why_no_cache
 from ..host.modeling import (
     ALL_ATTENTION_FUNCTIONS,
     ATTENTION_ENTRY,
@@ -39,7 +34,7 @@ from ..host.modeling import (
 from ..host.parts import why_broken
 from ..modules.hidden_states import decoder_layers, find_decoder_layers, modules_of
 from ..modules.patch import original
-from ..modules.signature import fact, files_of, signature_of
+from ..modules.signature import fact, files_of, names_in, signature_of
 
 _EAGER = "eager_attention_forward"
 
@@ -110,8 +105,8 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
         return False
     if states_attention_interface(model):
         return True
-    forwards = {inspect.unwrap(kind.forward) for kind in {type(module) for module in modules_of(model.get_decoder())}}
-    return any(ATTENTION_INTERFACE in one.__code__.co_names for one in forwards if hasattr(one, "__code__"))
+    kinds = set(map(type, modules_of(model.get_decoder())))
+    return any(ATTENTION_INTERFACE in names_in(kind.forward) for kind in kinds)
 
 
 def cache_name(model: PreTrainedModel) -> str:
