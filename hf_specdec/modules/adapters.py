@@ -54,8 +54,7 @@ class Adapters:
         layers: PEFT's layers with LoRA on a linear layer.
         names: of their adapters, sorted; that at place a has bit a.
         active: bits of those that are active.
-        why_not_by_row: why rows cannot have adapters of their own, so that PEFT's layers run themselves, with those
-            that are active; None if they can, or if there are none.
+        why_not_by_row: why rows cannot have adapters of their own, so that PEFT's layers run themselves.
         state: what is active in each layer, to be compared.
     """
 
@@ -188,12 +187,8 @@ def names_of_rows(
 ) -> list[str] | None:
     """The adapter that each of `count` rows of a call is to have, which an engine's state holds then.
 
-    None for those that are active, and where PEFT's own hooks have to be called.
-
-    Args:
-        adapters: of the target.
-        hooked: its modules with hooks.
-        names: that the call was given; None for those that PEFT has put into hooks.
+    None for those that are active, and where PEFT's own hooks have to be called, as with other `hooked` modules.
+    `names` are those that the call was given; None for those that PEFT has put into hooks.
 
     Raises:
         ValueError: there are not as many names as rows, an adapter is unknown, or rows cannot have their own.

@@ -59,10 +59,8 @@ def engine() -> Iterator[None]:
 
 @contextmanager
 def user_code() -> Iterator[None]:
-    """Context, within `engine`, for functions of the user, such as logits processors.
-
-    Replaced functions behave as the original ones, and inference mode and the default device are those of where
-    `engine` was entered.
+    """Context, within `engine`, for functions of the user: replaced functions behave as the original ones, and
+    inference mode and the default device are those of where `engine` was entered.
     """
     before = this_thread.engine
     # Tensors that were made in inference mode cannot be modified outside of it.
@@ -93,15 +91,11 @@ _lock = threading.Lock()
 
 @contextmanager
 def replaced(name: str, values: Iterable[tuple[object, Any]]) -> Iterator[None]:
-    """Context in which the attribute `name` of each owner in `values` has the value given with it.
+    """Context in which the attribute `name` of each owner in `values`, in its `__dict__`, is what is given with it.
 
-    On exit the original value is restored, or the attribute removed if the owner's `__dict__` had none. Contexts may
-    overlap in any order, as those of several threads do: the value of the context entered last applies, and the
-    original value is restored when the last one exits. A value that other code sets inside the context stays.
-
-    Args:
-        name: of an attribute that is stored in the owners' `__dict__`.
-        values: pairs of an owner, each once, and its value; `ABSENT` removes the attribute.
+    `ABSENT` removes it. Contexts may overlap in any order, as those of several threads do: the value of the context
+    entered last applies, and the original value is restored when the last one exits. A value that other code sets
+    inside the context stays.
     """
     values, token = list(values), object()
     try:
@@ -132,10 +126,9 @@ def replaced(name: str, values: Iterable[tuple[object, Any]]) -> Iterator[None]:
 
 
 class Patch(AbstractContextManager[None]):
-    """A context that patches objects which were looked up when it was constructed.
+    """A context that patches objects which were looked up when it was constructed, and keeps none of them alive.
 
-    It keeps none of them alive. Each is entered once; copies (`copy.copy`) share what was looked up and are contexts of
-    their own, which may overlap.
+    It is entered once; copies (`copy.copy`) share what was looked up and may overlap.
 
     Attributes:
         is_empty: whether there is nothing to patch.

@@ -39,8 +39,8 @@ def register_weight_kind(name: str) -> Callable[[_Reader], _Reader]:
         name: package and class, such as `torchao.Int8Tensor`, of a layer that is no `nn.Linear`, or of the weight of
             one that is.
 
-    The decorated function is given a layer, and returns its weight, or None if it is of another form. It may run
-    between any two passes, and when it is captured: what it reads on the host it has read before.
+    The decorated function returns the weight of a layer, or None if it is of another form. It may run when a pass is
+    captured: what it reads on the host it has read before.
     """
 
     def register(read: _Reader) -> _Reader:
