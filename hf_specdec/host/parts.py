@@ -132,6 +132,18 @@ def uses(where: str, name: str, *, why: str, since: str = "", is_needed: bool = 
     return lambda function: function
 
 
+def method(where: str, name: str, *, why: str) -> Callable[..., Any]:
+    """Declare a method, and return a function that calls it of its first argument."""
+    named_in(where, name, why=why)
+    return lambda owner, *args, **kwargs: getattr(owner, name)(*args, **kwargs)
+
+
+def attribute(where: str, name: str, *, why: str, since: str = "", is_needed: bool = True) -> Callable[..., Any]:
+    """Declare an attribute, and return a function of its owner, and of what it returns if that has none."""
+    named_in(where, name, why=why, since=since, is_needed=is_needed)
+    return lambda owner, default=None: getattr(owner, name, default)
+
+
 def in_modeling_files(*names: str, why: str, since: str = "") -> tuple[str, ...]:
     """Declare names that modeling files use, and return them; whether a model has them is asked for each model."""
     PARTS.append(Part("transformers.models", names, why, since, False))
