@@ -1,6 +1,6 @@
 """The ops of a round: Triton kernels where the device runs them, else their PyTorch references.
 
-This module, `layer_ops` and `row_ops` are the only ones that import kernels and references; `kernels.types` is
+This module, `layer_ops` and `state_ops` are the only ones that import kernels and references; `kernels.types` is
 imported elsewhere, too. Triton is imported when the first kernel is called.
 """
 

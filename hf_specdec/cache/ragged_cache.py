@@ -12,8 +12,7 @@ from ..kernels.types import Nodes
 from ..memory.virtual_memory import RowMemory
 from .hidden_states import HiddenStates
 from .layer_kinds import LayerKind, LayerKinds, LayerMemory
-from .recurrent_positions import RecurrencePositions
-from .rings import Block
+from .rings import Block, RecurrencePositions
 
 
 class RaggedCache(Cache):
@@ -269,3 +268,34 @@ class RaggedCache(Cache):
     def show(self, live: int) -> None:
         """Set how many leading slots queries may attend to; see `advance`."""
         self.span = (self.kernel_span if self._shows_all else min(live + 1, self.slots)) - self.takes_mask
+
+
+class PackedCache(RaggedCache):
+    """All rows of a `RaggedCache` as one, in which that of row b begins at slot b * slots: for packed prompts.
+
+    It has the buffers of the other cache, see `Use.PACKING`.
+    Its dummy slot is that of the last row. A query attends to slots of its own row only.
+
+    Args:
+        cache: the other one.
+        batch: rows of it.
+    """
+
+    def __init__(self, cache: RaggedCache, batch: int):
+        super().__init__(LayerKinds(), batch * cache.slots)
+        self.kinds, self.layers = cache.kinds, [layer.packed(self, batch) for layer in cache.layers]
+        self.hidden_states = cache.hidden_states
+        self._row_slots, self._row_starts = cache.slots, cache.starts
+
+    def attention_mask(self, slots: torch.Tensor) -> torch.Tensor:
+        """`[1, 2, n, 1]` int64: the slots, and the first slot that each query attends to."""
+        return torch.stack((slots, self.starts_of(slots)), dim=1)[..., None]
+
+    def starts_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """The first slot that queries at `slots` `[1, n]` int64 attend to, likewise."""
+        rows = slots // self._row_slots
+        starts = rows * self._row_slots
+        return starts if self._row_starts is None else starts + self._row_starts[rows]
+
+    def advance(self, positions: torch.Tensor, live: int, num_before: int | None = None) -> None:
+        self.positions, self.span, self._block = positions, self.slots, None

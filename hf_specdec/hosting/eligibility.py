@@ -14,7 +14,7 @@ from ..calls.prompts import Prompts
 from ..device_policy import policy_of
 from ..host.caches import given_cache, is_of_caller
 from ..host.modeling import attention_of
-from ..modules.layer_choice import DTYPES
+from ..modules.patch import DTYPES
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.linear import computed_by_libraries
 from ..patching.mask_rules import why_not_kept

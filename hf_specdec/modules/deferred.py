@@ -14,7 +14,7 @@ import torch
 
 from .. import layer_ops, ops
 from ..layer_ops import RotaryKind
-from .layer_choice import DTYPES, uses_layer_kernels
+from .patch import DTYPES, uses_layer_kernels
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 

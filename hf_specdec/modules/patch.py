@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ..device_policy import DEFAULT_POLICY, DEVICE_POLICIES
+
 _HOST = torch.device("cpu")
 
 # Stands for the value of an attribute that is not in an object's `__dict__`.
@@ -81,6 +83,20 @@ def on_host() -> AbstractContextManager[Any]:
 def _with_default(device: torch.device, now: torch.device) -> AbstractContextManager[Any]:
     # Every operation takes longer in a context of a device, so there is none where it changes nothing.
     return nullcontext() if device == now else device
+
+
+# Dtypes that the ops of `layer_ops` take.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def uses_layer_kernels(states: torch.Tensor) -> bool:
+    """Whether the layers that compute with `states` run the ops of `layer_ops`.
+
+    Not in code that is to be compiled: the compiler fuses small operations with their neighbours, residual sums, too.
+    """
+    if torch.compiler.is_compiling() or this_thread.engine is None:
+        return False
+    return DEVICE_POLICIES.get(states.device.type, DEFAULT_POLICY).layer_kernels
 
 
 # By the `id` of an owner and the name of an attribute that contexts have replaced: the owner, the original value, and

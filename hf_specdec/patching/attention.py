@@ -18,10 +18,10 @@ from ..cache.ragged_cache import RaggedCache
 from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ATTENTION_ENTRY, eager_mask
 from ..modules.deferred import read_by_attention
 from ..modules.patch import Replacements, constant, original, runs_engine
-from .implementations import runs_flash_attention, submodel_configs
+from ..modules.signature import signature_of
 from .mask_rules import MaskRule, rules_by_module
 from .plugins.relative_bias import biased_attention
-from .support import uses_attention_interface
+from .support import runs_flash_attention, uses_attention_interface
 
 ATTENTION_NAME, MASKED_NAME = "hf_specdec", "hf_specdec_masked"
 # The attribute of an attention layer that holds its `MaskRule`.
@@ -259,7 +259,7 @@ def set_ragged_attention(
     name = _name_for(model)
     for module, rule in _rules_of(model) if rules is None else rules:
         vars(module)[_RULE] = rule
-    for config in submodel_configs(model):
+    for config in signature_of(model).configs:
         vars(config)[ATTENTION_ENTRY] = name
 
 
@@ -272,7 +272,7 @@ def ragged_attention(target: PreTrainedModel) -> Replacements:
     make_name = constant(_name_for(target))
     return Replacements(
         {
-            ATTENTION_ENTRY: [(config, make_name) for config in submodel_configs(target)],
+            ATTENTION_ENTRY: [(config, make_name) for config in signature_of(target).configs],
             _RULE: [(module, constant(rule)) for module, rule in _rules_of(target)],
         }
     )

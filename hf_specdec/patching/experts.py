@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,8 +14,8 @@ from .. import ops
 from ..host.modeling import ALL_EXPERTS_FUNCTIONS, EXPERTS_ENTRY, apply_gate
 from ..modules.hidden_states import modules_of
 from ..modules.patch import Replacements, constant, original, runs_engine
+from ..modules.signature import signature_of
 from ..modules.weights import PLAIN_WEIGHTS
-from .implementations import submodel_configs
 
 EXPERTS_NAME = "hf_specdec"
 BATCHED_NAME = "hf_specdec_batched"
@@ -114,16 +115,19 @@ def original_experts_implementation(model: PreTrainedModel) -> str | None:
     return original(model.config.get_text_config(), EXPERTS_ENTRY)
 
 
+def _with_experts(name: str, models: Iterable[PreTrainedModel], entry_of: Callable[[Any, str], Any]) -> Replacements:
+    """Context in which the implementation `name` takes the place of `DEFAULTS`, where `entry_of` gives those."""
+    configs = (config for model in models for config in signature_of(model).configs)
+    chosen = (config for config in configs if entry_of(config, EXPERTS_ENTRY) in DEFAULTS)
+    return Replacements({EXPERTS_ENTRY: [(config, constant(name)) for config in chosen]})
+
+
 def triton_experts(*models: PreTrainedModel) -> Replacements:
     """Context in which mixture-of-experts layers in `models` compute by `experts_forward`.
 
     Models keep their implementation if the user has set another one than `DEFAULTS`, or if a weight is quantised.
     """
-    configs = [config for model in models if _is_suitable(model) for config in submodel_configs(model)]
-    make_name = constant(EXPERTS_NAME)
-    return Replacements(
-        {EXPERTS_ENTRY: [(one, make_name) for one in configs if original(one, EXPERTS_ENTRY) in DEFAULTS]}
-    )
+    return _with_experts(EXPERTS_NAME, filter(_is_suitable, models), original)
 
 
 def copies_experts(*models: PreTrainedModel) -> bool:
@@ -137,8 +141,4 @@ def capturable_experts(*models: PreTrainedModel) -> Replacements:
     transformers' "eager" implementation synchronizes with the device to learn which experts have tokens, and so does
     "grouped_mm" in any dtype but bfloat16. Where `experts_forward` cannot be used, "batched_mm" takes their place.
     """
-    configs = [config for model in models for config in submodel_configs(model)]
-    make_name = constant(BATCHED_NAME)
-    return Replacements(
-        {EXPERTS_ENTRY: [(one, make_name) for one in configs if getattr(one, EXPERTS_ENTRY) in DEFAULTS]}
-    )
+    return _with_experts(BATCHED_NAME, models, getattr)

@@ -11,9 +11,8 @@ from .. import layer_ops
 from ..device_policy import policy_of
 from ..modules.deferred import normed, residual_stream
 from ..modules.hidden_states import modules_of
-from ..modules.layer_choice import DTYPES, uses_layer_kernels
 from ..modules.module_hooks import has_hooks
-from ..modules.patch import Replacements, bound, is_unpatched
+from ..modules.patch import DTYPES, Replacements, bound, is_unpatched, uses_layer_kernels
 from ..modules.weights import PLAIN_WEIGHTS
 from .fused_linear import fused_parameters
 from .layer_probes import Angles, GatedMlp, Norm, Probes

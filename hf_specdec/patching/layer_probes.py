@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from .. import layer_ops, ops
 from ..layer_ops import ACTIVATIONS, AnglesKind, NormKind
-from ..modules.layer_choice import DTYPES
 from ..modules.module_hooks import has_hooks
+from ..modules.patch import DTYPES
 from ..modules.signature import OF_EVERY_MODULE, PLAIN_VALUES
 from ..modules.weights import PLAIN_WEIGHTS
 

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from ..errors import first_line
 from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from ..modules.signature import fact
-from .implementations import registered_attention
-from .support import cache_windows
+from .support import cache_windows, registered_attention
 
 # Lengths of prompts, unequal so that wrong treatment of padding shows.
 PROMPT_LENGTHS = (7, 4)

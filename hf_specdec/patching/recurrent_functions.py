@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -49,7 +50,66 @@ from ..modules.hidden_states import modules_of
 from ..modules.patch import Replacements, bound, is_unpatched, original
 from ..modules.signature import files_of, names_in, replacing_functions
 from .plugins.former_inputs import former_inputs
-from .running_layer import is_stateless, next_state, running_layer_forwards
+
+# Mixers of Mamba-1 hand their state to the function for a single token only. While such a layer runs over a
+# `RaggedCache`, the function over several tokens finds its state here.
+# Functions over several tokens that are given no state.
+STATELESS = frozenset(RECURRENCES["mamba"][:1])
+
+
+class _Running(threading.local):
+    """The layer that this thread runs.
+
+    Attributes:
+        state: its recurrent state; None outside of such a layer.
+        calls: how many functions have taken it.
+    """
+
+    state: RecurrentState | None = None
+    calls: int = 0
+
+
+_running = _Running()
+
+
+def _next_state() -> RecurrentState | None:
+    """The state for a function that is given none: in the i-th call of a layer that of its i-th head.
+
+    None if no layer runs over a `RaggedCache`. A layer that runs all heads in one call has the state of the first.
+    """
+    state, head = _running.state, _running.calls
+    if state is None:
+        return None
+    _running.calls = head + 1
+    return state[:, head]
+
+
+@functools.cache
+def _is_stateless(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class call a function of `STATELESS`."""
+    return not STATELESS.isdisjoint(names_in(kind.forward))
+
+
+def _running_layer_forwards(*models: nn.Module) -> list[tuple[nn.Module, Callable[[Any], Any]]]:
+    """For `Replacements` of `forward`: the modules of `models` that call a function of `STATELESS`."""
+    return [(module, _make_forward) for module in modules_of(*models) if _is_stateless(type(module))]
+
+
+def _make_forward(module: nn.Module) -> Callable[..., Any]:
+    own = original(module, "forward")
+    return functools.partial(_run_layer, module, type(module).forward.__get__(module) if own is None else own)
+
+
+def _run_layer(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a layer by its own `forward`, with its state where functions find it."""
+    cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, RaggedCache)), None)
+    if cache is None:
+        return forward(*args, **kwargs)
+    _running.state, _running.calls = cache.layers[module.layer_idx].recurrent_states[0], 0
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _running.state = None
 
 
 def _where(name: str, kind: type) -> Callable[[Callable], Callable]:
@@ -171,7 +231,7 @@ def _state_space(state, hidden_states, steps, A, B, C, D, chunked=None):
 
 def _mamba_scan(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Mamba-1 (arXiv 2312.00752) over several tokens, from the state of the layer that runs, as in mamba_ssm."""
-    state = next_state()
+    state = _next_state()
     return function(*args, **kwargs) if state is None else _scan(state, *args, **kwargs)
 
 
@@ -294,7 +354,7 @@ def recurrent_functions(*models: nn.Module) -> Replacements:
     forwards = methods.pop("forward", [])
     taken = {id(module) for module, _ in forwards}
     others = (module for module in modules_of(*models) if id(module) not in taken and _convolves_itself(module))
-    forwards += [*running_layer_forwards(*models), *((module, bound(_own_convolution)) for module in others)]
+    forwards += [*_running_layer_forwards(*models), *((module, bound(_own_convolution)) for module in others)]
     return Replacements(replaced | methods | {"forward": forwards})
 
 
@@ -357,7 +417,7 @@ class Recurrent(LayerKind):
 
     @classmethod
     def forgets_states(cls, model: PreTrainedModel) -> bool:
-        return any(is_stateless(type(module)) for module in modules_of(model))
+        return any(_is_stateless(type(module)) for module in modules_of(model))
 
     @classmethod
     def why_not_hosted(cls, model: PreTrainedModel) -> str | None:

@@ -23,8 +23,7 @@ from ..host.modeling import ROTATIONS
 from ..layer_ops import RotaryKind
 from ..modules.deferred import plain, rotated
 from ..modules.hidden_states import modules_of
-from ..modules.layer_choice import DTYPES, uses_layer_kernels
-from ..modules.patch import Replacements, original
+from ..modules.patch import DTYPES, Replacements, original, uses_layer_kernels
 from ..modules.signature import functions_of, replacing_functions
 from .layer_kernels import any_has_layer_kernels
 from .layer_probes import same_bits

@@ -33,7 +33,7 @@ from ..host.modeling import (
 )
 from ..host.parts import why_broken
 from ..modules.hidden_states import decoder_layers, find_decoder_layers, modules_of
-from ..modules.patch import original
+from ..modules.patch import Replacements, constant, original
 from ..modules.signature import fact, files_of, names_in, signature_of
 
 _EAGER = "eager_attention_forward"
@@ -208,3 +208,13 @@ def _file_of(function: Any) -> str:
 def _is_of(function: Any, *places: str) -> bool:
     file = _file_of(function)
     return any(file == place or file.startswith(f"{place}.") for place in places)
+
+
+def registered_attention(model: PreTrainedModel, name: str) -> Replacements:
+    """Context in which `model` runs the attention implementation that is registered with transformers as `name`."""
+    return Replacements({ATTENTION_ENTRY: [(config, constant(name)) for config in signature_of(model).configs]})
+
+
+def runs_flash_attention(model: PreTrainedModel) -> bool:
+    """Whether the text model of `model` runs flash attention outside of `registered_attention`; it is given no mask."""
+    return "flash" in str(original(model.config.get_text_config(), ATTENTION_ENTRY))
