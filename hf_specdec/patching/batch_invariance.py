@@ -1,9 +1,8 @@
 """Passes of which the bits of a row's results depend on that row only.
 
-Linear layers, experts and attention of an engine run kernels of the project. Whatever else a model or a drafter
-computes goes through `batch_invariant`, a dispatch mode of torch: products and reductions run kernels that add in one
-order, and an operation of which that is not known is refused by its name. Operations on each element, copies, and exact
-ones (comparisons, largest elements, integers) run as they are. The user's own calls of torch are not changed.
+Linear layers, experts and attention of an engine run kernels of the project. All else goes through `batch_invariant`, a
+dispatch mode of torch: products and reductions run kernels that add in one order, operations on each element, copies
+and exact ones run as they are, and others are refused by name. The user's own calls of torch are not changed.
 """
 
 from __future__ import annotations

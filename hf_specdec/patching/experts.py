@@ -44,16 +44,14 @@ def experts_forward(
 ) -> torch.Tensor:
     """transformers' experts interface: outputs of the routed experts for every token, weighted and summed.
 
-    Of transformers' implementations, "eager" loops over experts and synchronizes with the device to learn which of them
-    have tokens; "batched_mm" copies the weights of its experts for every token; "grouped_mm" (bfloat16 only when
-    compiled) sorts tokens and outputs in a dozen kernel launches. This one reads the weights of the routed experts
-    once, in three launches besides the activation and the sum.
+    Of transformers' implementations "eager" synchronizes with the device, "batched_mm" copies weights for every token,
+    "grouped_mm" sorts tokens in a dozen launches. This one reads the weights of the routed experts once, in three
+    launches besides the activation and the sum.
 
     Args:
         module: of a class decorated with transformers' `use_experts_implementation`.
         hidden_states: `[n, H]`.
-        top_k_index: `[n, k]` int64, the experts of each token; an index of at least the number of the module's experts
-            adds nothing.
+        top_k_index: `[n, k]` int64, the experts of each token; one of at least the number of experts adds nothing.
         top_k_weights: `[n, k]`.
 
     Returns:
@@ -138,7 +136,7 @@ def copies_experts(*models: PreTrainedModel) -> bool:
 def capturable_experts(*models: PreTrainedModel) -> Replacements:
     """Context, within `triton_experts`, in which mixture-of-experts layers in `models` can be captured in a CUDA graph.
 
-    transformers' "eager" implementation synchronizes with the device to learn which experts have tokens, and so does
-    "grouped_mm" in any dtype but bfloat16. Where `experts_forward` cannot be used, "batched_mm" takes their place.
+    "eager", and "grouped_mm" in any dtype but bfloat16, synchronize with the device: where `experts_forward` cannot be
+    used, "batched_mm" takes their place.
     """
     return _with_experts(BATCHED_NAME, models, getattr)

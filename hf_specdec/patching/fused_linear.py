@@ -80,9 +80,7 @@ class FusedLinear:
 
 
 def fused_parameters(gate: nn.Module, up: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Weight `[2 N, in]` and bias of the matmul that computes `gate` and then `up`, which may be one layer; None if
-    none does.
-    """
+    """Weight `[2 N, in]` and bias of the matmul that computes `gate` and then `up`, which may be one layer; or None."""
     if gate is up:
         weight = weight_of(gate) if runs_linear(gate) and not has_hooks([gate]) else None
         return None if weight is None else (weight, gate.bias)
@@ -139,10 +137,8 @@ def _num_references(tensor: torch.Tensor) -> int:
 
 
 def _is_movable(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` alone uses its storage, so that its memory may be replaced.
-
-    False for a part of a larger buffer, for memory that another library allocated or that processes share, and for a
-    tensor of which there are views, such as those of a `state_dict` or of other parameters.
+    """Whether `tensor` alone uses its storage, so that its memory may be replaced: not a part of a larger buffer,
+    memory that another library allocated or that processes share, or a tensor of which there are views.
     """
     if not tensor.is_contiguous() or tensor.is_inference():
         return False
@@ -159,8 +155,8 @@ def adjacent_storages(*groups: Sequence[torch.Tensor]) -> list[torch.Tensor] | N
     """The memory of each group's tensors, which have equal trailing shapes, as one tensor; those that are not adjacent
     yet are moved. None, with nothing moved, if a tensor shares its memory with others (see `_is_movable`).
 
-    Tensors stay the same objects with the same values. Each gets a storage of its own, which is a slice of the common
-    memory and keeps that alive: saving, copying or moving one tensor does so with its slice only.
+    Tensors stay the same objects. Each gets a storage of its own, a slice of the common memory that keeps that alive:
+    saving, copying or moving one tensor does so with its slice only.
     """
     found = [_find_fused(tensors) for tensors in groups]
     missing = [tensors for tensors, fused in zip(groups, found, strict=True) if fused is None]
@@ -219,10 +215,9 @@ def _parameters_of(layers: Sequence[nn.Linear]) -> list[list[torch.Tensor]]:
 class fused_linears(Patch):
     """Context in which each group of layers (`GROUPS`) of `models` computes as one matmul.
 
-    The weights of such layers are moved next to each other when it is constructed, and stay there afterwards: there is
-    no second copy, and the parameters can be used and saved as before (see `adjacent_storages`). Of LoRA layers these
-    are the base layers. Layers that are not plain `nn.Linear` (quantised weights), and those with hooks, are left as
-    they are.
+    The weights of such layers, of LoRA layers those of the base layers, are moved next to each other when it is
+    constructed, and stay there (see `adjacent_storages`). Layers that are not plain `nn.Linear` and those with hooks
+    are left as they are.
     """
 
     def __init__(self, *models: nn.Module):

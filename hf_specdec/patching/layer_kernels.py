@@ -84,8 +84,8 @@ def layer_kernels(*models: nn.Module) -> Replacements:
     """Context in which norms and gated MLPs of `models` run the ops of `layer_ops`, on devices whose policy says so.
 
     Sums of outputs of embeddings and MLPs with other tensors, the residual stream, are computed by the norms that read
-    them. A module is recognised by what it computes, see `layer_probes`. Modules with hooks or a `forward` attribute,
-    and norms whose weight is quantised or sharded, are left as they are; children of MLPs are called as before.
+    them. Modules are recognised by what they compute, see `layer_probes`; those with hooks or a `forward` attribute,
+    and norms whose weight is quantised or sharded, are left as they are.
     """
     modules = modules_of(*models)
     if not any_has_layer_kernels(modules):

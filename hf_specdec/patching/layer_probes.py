@@ -109,8 +109,7 @@ class Probes:
 
     def angles(self, module: nn.Module) -> dict[str | None, Angles]:
         """The rotary embeddings that `module` is, by the `layer_type` that it is called with; None where it has none.
-
-        None of those whose frequencies depend on the positions.
+        Those whose frequencies depend on the positions are left out.
         """
         buffers = {name: one for name, one in module._buffers.items() if one is not None}
         has_others = module._modules or any(one is not None for one in module._parameters.values())

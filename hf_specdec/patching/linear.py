@@ -36,10 +36,8 @@ def _linear(
 
     On a CPU, matmuls that are bound by reading the weight run about twice as fast when transposed: on two cores the
     linear layers of a 135M-parameter model take 31 ms instead of 71 ms at 5 rows (torch 2.13, SmolLM2 shapes). One row
-    is computed as two for the same reason.
-
-    Rows are flattened first, because `F.linear` of a non-contiguous `[B, n, in]` by a weight without gradient runs one
-    matmul for each of the B batch rows and reads the weight B times.
+    is computed as two for the same reason. Rows are flattened first: else `F.linear` may run one matmul for each of the
+    B batch rows.
     """
     if module is not None:
         if not torch.compiler.is_compiling() and this_thread.engine is None:
@@ -120,9 +118,8 @@ def computed_by_libraries(model: PreTrainedModel) -> list[str]:
 
 
 def patched_linear(*models: nn.Module) -> Replacements:
-    """Context in which the linear layers of `models` compute by `linear`.
-
-    On devices for which `linear` has nothing of its own these are the heads only.
+    """Context in which the linear layers of `models` compute by `linear`; on devices without a way of its own the
+    heads.
 
     Layers whose weights are sharded or quantised in a way that the kernels do not know, and layers with a `forward`
     attribute, are left as they are.

@@ -1,8 +1,7 @@
 """Which keys a query sees in each attention layer, learnt from the masks that a model has transformers make.
 
-On a `RaggedCache` positions take the place of masks (see `attention`). A layer may state its sliding window when it
-calls attention; other windows, and chunks, are in its mask only. So a pass over a few tokens, in which attention does
-nothing, tells which mask every layer is given, and what it was made of.
+A layer may state its sliding window when it calls attention; other windows, and chunks, are in its mask only. So a pass
+over a few tokens, in which attention does nothing, tells which mask every layer is given, and what it was made of.
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ class _Mask(NamedTuple):
 
 
 class _Attention(NamedTuple):
-    """A call of attention: the layer, the sliding window that it states, and the mask if transformers made it; whether
-    it has another one."""
+    """A call of attention: the layer, the sliding window that it states, and transformers' mask or another."""
 
     module: nn.Module
     window: int | None
@@ -159,8 +157,8 @@ class _Rules(NamedTuple):
 
 @fact
 def _rules(model: PreTrainedModel) -> tuple[_Rules | str, _Rules | str]:
-    """The rules of the attention layers of `model`, or the reason why they cannot be told: of masks that are causal,
-    and of those that are after the prompt.
+    """The rules of the attention layers of `model`, or why they cannot be told: of causal masks, and of masks that are
+    causal after the prompt.
     """
     _probe.__init__()
     try:
@@ -200,21 +198,15 @@ def _rules_of(model: PreTrainedModel, calls: Sequence[_Attention], is_causal: bo
 
 
 def why_not_rules(model: PreTrainedModel, is_causal: bool = True) -> str | None:
-    """The reason why it cannot be told which keys the queries of `model` see; None if it can.
-
-    Args:
-        model: to run on a few tokens, once for a class and configuration.
-        is_causal: whether the tokens of a prompt, too, must see none after them: not if the target itself runs prompts.
+    """The reason why it cannot be told which keys the queries of `model` see; None if it can. With `is_causal` the
+    tokens of a prompt, too, must see none after them: not if the target itself runs prompts.
     """
     rules = _rules(model)[0 if is_causal else 1]
     return rules if isinstance(rules, str) else None
 
 
 def rules_by_module(model: PreTrainedModel) -> list[tuple[nn.Module, MaskRule]]:
-    """The attention layers of `model` whose rule is not the window that they state; none if that cannot be told.
-
-    The first call for a class and configuration runs the model on a few tokens.
-    """
+    """The attention layers of `model` whose rule is not the window that they state; none if that cannot be told."""
     rules = "there are no weights" if model.device.type == "meta" else _rules(model)[1]
     if isinstance(rules, str):
         return []
@@ -222,14 +214,10 @@ def rules_by_module(model: PreTrainedModel) -> list[tuple[nn.Module, MaskRule]]:
 
 
 def why_not_kept(model: PreTrainedModel, columns: int | None) -> str | None:
-    """The reason why texts of `model` depend on how many tokens it runs at once; None if they do not.
+    """The reason why texts of `model` of up to `columns` (None: any number) depend on how many tokens it runs at once.
 
     In some classes the configuration has a window that the cache heeds and attention does not. A prompt then sees all
     of itself, and later passes what the cache has kept, which is more for the last tokens of a block.
-
-    Args:
-        model: the target.
-        columns: of the longest text that is run; None for any number.
     """
     if not any(cache_windows(model)):
         return None

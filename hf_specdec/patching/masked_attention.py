@@ -1,8 +1,8 @@
 """Whether attention of a modeling file, outside of transformers' attention interface, can run on a `RaggedCache`.
 
-Such attention is given a mask over the cache's slots (`attention.slot_mask`). It may still have a rule of its own for
-what a query sees, made of the numbers of queries and keys: GPT-Neo's is that queries are the last of the keys. On a
-`RaggedCache` they are not, so one pass with many more slots than tokens, and tokens in another order, shows it.
+Such attention is given a mask over slots (`attention.slot_mask`), and may still have a rule of its own, made of the
+numbers of queries and keys: GPT-Neo's is that queries are the last of the keys. One pass with many more slots than
+tokens, and tokens in another order, shows it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,8 @@ NUM_TOKENS = 64
 
 @torch.no_grad()
 def why_not_masked(model: PreTrainedModel, limit: float) -> str | None:
-    """The reason why the attention of `model` does not follow a mask over slots; None if it does.
-
-    Runs the model, which must not be patched yet, on a few tokens twice.
-
-    Args:
-        model: whose layers take a mask, see `LayerKinds`.
-        limit: largest difference of logits, relative to their spread.
+    """The reason why the attention of `model`, which is not patched, does not follow a mask over slots; None if it
+    does. Logits of a few tokens may differ by `limit`, relative to their spread.
     """
     is_training = model.training
     model.eval()

@@ -1,8 +1,7 @@
 """Recurrences and short convolutions of transformers' models over a `RaggedCache`.
 
-transformers' mixers call functions that are globals of their modeling file, so that kernels can take the place of the
-PyTorch code. Inside `recurrent_functions` they are replaced by ones that run the engine's ops where they are given what
-a `RecurrentLayer` hands out, and the original function otherwise.
+transformers' mixers call functions that are globals of their modeling file. Inside `recurrent_functions` they are
+replaced by ones that run the engine's ops where they are given what a `RecurrentLayer` hands out.
 """
 
 from __future__ import annotations
@@ -73,9 +72,8 @@ _running = _Running()
 
 
 def _next_state() -> RecurrentState | None:
-    """The state for a function that is given none: in the i-th call of a layer that of its i-th head.
-
-    None if no layer runs over a `RaggedCache`. A layer that runs all heads in one call has the state of the first.
+    """The state for a function that is given none: in the i-th call of a layer that of its i-th head; None if no layer
+    runs over a `RaggedCache`.
     """
     state, head = _running.state, _running.calls
     if state is None:
@@ -113,9 +111,8 @@ def _run_layer(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwa
 
 
 def _where(name: str, kind: type) -> Callable[[Callable], Callable]:
-    """Decorator of a replacement, which runs where the argument `name` is of `kind`; elsewhere the model's own does.
-
-    The replacement has the parameters of the model's own function, behind that function.
+    """Decorator of a replacement, which is given the model's own function first, and runs where the argument `name` is
+    of `kind`; elsewhere that function does.
     """
 
     def decorate(run: Callable) -> Callable:
@@ -330,13 +327,8 @@ _REPLACEMENTS: dict[str, Callable] = {
 
 
 def _token_mask(function: Callable, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Which columns recurrent layers are to read, `[B, n]` bool; None for all.
-
-    transformers cuts it out of a mask of as many columns as there are keys, after it has looked whether all are ones,
-    for which the host waits.
-
-    Args:
-        function: the model's own, with transformers' arguments.
+    """Which columns recurrent layers are to read, `[B, n]` bool; None for all. transformers' own `function` cuts it out
+    of a mask over keys, after it has waited for whether all are ones.
     """
     cache, mask = given_cache(kwargs), kwargs.get("attention_mask")
     if not isinstance(cache, RaggedCache) or mask is None or mask.dim() != 2:

@@ -1,8 +1,7 @@
 """Rotary embeddings of transformers' attention layers as one kernel, see `layer_ops.rotary`.
 
-Attention layers call a function that is a global of their modeling file. Which pairs of elements it rotates, and how it
-rounds, is found out by running it on a few random values of the same shapes on a CPU; it is replaced where it computes
-the same bits as the op's reference.
+Attention layers call a function that is a global of their modeling file. Which pairs it rotates, and how it rounds, is
+found by running it on a few random values on a CPU; it is replaced where it computes the bits of the op's reference.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ _states = itertools.count()
 
 
 def _rotary(function: Callable, state: int, count: int, *args: torch.Tensor, **kwargs: Any) -> Any:
-    """`function`, the model's own, of query and key, or of one of them: `count` tensors `[B, heads, n, D]`, or
-    `[B, n, heads, D]` if `unsqueeze_dim` is 2. Cosines and sines follow. `state` tells what functions it may call.
+    """`function`, the model's own, of `count` tensors `[B, heads, n, D]`, or `[B, n, heads, D]` if `unsqueeze_dim` is
+    2, and cosines and sines. `state` tells what functions it may call.
     """
     heads_dim = kwargs.get("unsqueeze_dim", 1)
     is_understood = len(args) == count + 2 and kwargs.keys() <= {"unsqueeze_dim"} and heads_dim in (1, 2)
@@ -84,7 +83,7 @@ def _kind_of(
     options: tuple[tuple[str, Any], ...],
 ) -> RotaryKind | None:
     """What `function` does with heads of `size` elements and so many `angles`, given keyword arguments `options`; None
-    if it is nothing known. Other arguments as of `_rotary`.
+    if it is nothing known.
     """
     generator = torch.Generator().manual_seed(0)
 

@@ -40,9 +40,8 @@ _EAGER = "eager_attention_forward"
 
 
 def _layers_of_cache(model: PreTrainedModel) -> list[Any]:
-    """The layers of transformers' cache for `model`; none if its configuration describes no cache.
-
-    That of an assistant that reads another model's keys and values only is refused by transformers (ValueError).
+    """The layers of transformers' cache for `model`; none if its configuration describes no cache, or transformers
+    refuses one (ValueError), as for an assistant that reads another model's keys only.
     """
     try:
         return DynamicCache(config=model.config.get_text_config()).layers
@@ -58,8 +57,7 @@ def configured_layers(model: PreTrainedModel) -> LayerKinds:
 
 @fact
 def cache_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
-    """For each layer of transformers' cache for `model` how many keys it keeps, that of the query included; None for
-    all of them."""
+    """How many keys, that of the query included, each layer of transformers' cache for `model` keeps; None for all."""
     return tuple(getattr(layer, "sliding_window", None) for layer in _layers_of_cache(model))
 
 
@@ -92,11 +90,8 @@ def position_markers(model: PreTrainedModel) -> list[PositionMarker]:
 def uses_attention_interface(model: PreTrainedModel) -> bool:
     """Whether attention layers of `model` look their function up in transformers' attention interface and read no mask.
 
-    Indexers read one, to choose among the tokens that a query sees; compressors add keys, and columns to the mask.
-
-    Few classes state that all of them do. Of others it is known of the layers that name
-    the interface; whether these are all is found by the equivalence check. Attention layers of a model where none does
-    take a mask. A model may have no attention layers.
+    Indexers read one, to choose among the tokens that a query sees; compressors add columns to it. Few classes state
+    that all layers use the interface; of others some name it, and the equivalence check finds whether these are all.
     """
     kinds = configured_layers(model)
     if kinds and not kinds.stores_keys:
@@ -176,7 +171,6 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
 @fact
 def why_not_known_attention(model: PreTrainedModel) -> str | None:
     """The reason why it is not known which attention `model` runs; None if it is transformers' own, or its class's.
-
     What any other function computes with a longer text, a short one need not show.
     """
     signature = signature_of(model)

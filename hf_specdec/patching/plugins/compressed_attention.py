@@ -1,8 +1,7 @@
 """Compressors of transformers' models over a `RaggedCache`, see `compressed_layers`.
 
-A compressor of a modeling file makes entries of what its cache hands out, as many as are complete, for all rows the
-same number. Inside `compressed_attention` such modules, on a `RaggedCache`, make entries by window numbers of each row;
-their projections, norms, rotary embeddings and scorers are called as they are.
+A compressor makes as many entries as are complete, for all rows the same number. Inside `compressed_attention` it makes
+them by window numbers of each row; its projections, norms, rotary embeddings and scorers are called as they are.
 """
 
 from __future__ import annotations

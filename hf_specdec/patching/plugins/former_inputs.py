@@ -1,8 +1,7 @@
 """Methods of modules that read former inputs from the cache, over a `RaggedCache`.
 
-N-gram embeddings read the tokens before their own, dilated convolutions the inputs before theirs, and keep them as
-states of the cache. Without a cache such a method computes the same over the former inputs and its own in one, so on a
-`RaggedCache` it runs so, and the layer finds the former inputs by position.
+N-gram embeddings read the tokens before their own, dilated convolutions the inputs before theirs. Without a cache such
+a method computes the same over the former inputs and its own in one, so on a `RaggedCache` it runs so.
 """
 
 from __future__ import annotations
@@ -93,11 +92,8 @@ def _run(
 
 
 def former_inputs(others: Collection[str], *models: nn.Module) -> dict[str, list[tuple[nn.Module, Callable]]]:
-    """For `Replacements`: the methods of modules of `models` that read former inputs, as they run on a `RaggedCache`.
-
-    Args:
-        others: names of functions that are replaced themselves; methods that call them are not.
-        models: whose modules are looked through. Methods that somebody has replaced are left as they are.
+    """For `Replacements`: the methods of modules of `models` that read former inputs, and call none of the functions
+    `others`, as they run on a `RaggedCache`. Methods that somebody has replaced are left as they are.
     """
     found: dict[str, list[tuple[nn.Module, Callable]]] = {}
     for module in modules_of(*models):

@@ -1,7 +1,7 @@
-"""Which modules are indexers that `pooled_indexers` computes: found out by running them on a few random tokens.
+"""Which modules are indexers that `pooled_indexers` computes: those that choose the same few random tokens.
 
 An indexer is copied with random weights and a small budget, and run on a CPU in float32, once as it is over a text and
-once on a `RaggedCache` in two passes. It is of a kind if both choose the same tokens.
+once on a `RaggedCache` in two passes.
 """
 
 from __future__ import annotations

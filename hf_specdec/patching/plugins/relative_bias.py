@@ -1,8 +1,7 @@
 """Attention with relative biases of a modeling file over a `RaggedCache` (Inkling).
 
-Such attention adds to a score a bias of the query for the distance of the key. Modeling files make these biases for all
-keys, from the numbers of queries and keys, which are the same for all rows. Inside `relative_biases` the modules that
-make them hand on the biases of each distance, and attention takes them by the positions of its rows.
+Modeling files add to a score a bias of the query for the distance of the key, for the same distances in all rows.
+Inside `relative_biases` the modules that make them hand on those of each distance, which attention takes by positions.
 """
 
 from __future__ import annotations
