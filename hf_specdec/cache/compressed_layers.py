@@ -1,11 +1,9 @@
 """Cache layers of compressed attention (DeepSeek-V4): keys of windows of tokens beside those of single tokens.
 
-A compressor makes one entry of every window of `rate` tokens, and attention sees it from the window's last token on. An
-entry is a function of what the compressor has projected of the tokens of its window, and of the window before if
-windows overlap. So a layer keeps the projections of the last tokens in a ring, slot == position mod its size, and the
-entries in slots of their own, slot == number of the window. A pass makes the entries of the windows that its tokens
-complete. The tokens that take the place of rejected drafts make those entries again before a query sees them, so
-nothing is rolled back.
+A compressor makes one entry of every window of `rate` tokens, of the projections of its tokens and, if windows overlap,
+of those of the window before. Attention sees it from the window's last token on. A layer keeps projections in a ring,
+slot == position mod its size, and entries in slots of their own, slot == number of the window. The tokens that take the
+place of rejected drafts make their entries again before a query sees them, so nothing is rolled back.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ from .layer_kinds import LayerKind
 
 
 class CompressedWindows:
-    """What a layer keeps for one compressor, allocated at the first pass.
+    """What a layer of `cache` keeps for one compressor, allocated at the first pass.
 
     Args:
-        cache: that the layer is one of.
         rate: tokens of a window.
         overlaps: whether an entry is made of two windows, its own and the one before.
 
@@ -40,8 +37,8 @@ class CompressedWindows:
 
         Returns:
             values and gates of the windows that the tokens may complete, `[B, W, rate, C]` each, and the numbers of
-            these windows, `[B, W]` int64. If windows overlap, `[B, W + 1, rate, C]`, with the window before the first
-            one; gates are -inf before the text. What is not known of windows that are not complete is any number.
+            these windows, `[B, W]` int64. If windows overlap, `[B, W + 1, rate, C]`, with the window before; gates are
+            -inf before the text.
         """
         tokens = torch.cat([values, gates], dim=-1)
         if self.ring is None:

@@ -1,7 +1,5 @@
 """Kinds of memory of layers, and other parts of models that run by code of their own on an engine: the two registries.
-
-A kind of memory is a `LayerKind`: it is found from the layers of transformers' cache, and has a class of layers of a
-`RaggedCache`. Other parts are a `PlugIn`. Engines know these interfaces only.
+Engines know these interfaces only.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ class PlugIn:
     """A part of some models that runs by code of its own. A plug-in is a class without instances.
 
     Attributes:
-        patches: given models, a context in which the part of them runs on a `RaggedCache`; on other caches, and in
-            other models, it runs as it is. None if nothing is patched.
+        patches: given models, a context in which the part of them runs on a `RaggedCache`; elsewhere it runs as it is.
     """
 
     patches: ClassVar[Callable[..., Patch] | None] = None
@@ -56,8 +53,8 @@ class PlugIn:
 
     @classmethod
     def why_not_same(cls, model: PreTrainedModel, limit: float) -> str | None:
-        """The reason why `model`, not patched yet and run on a few tokens, computes something else where it is patched:
-        logits that differ by more than `limit`, relative to their spread.
+        """The reason why `model`, not patched yet and run on a few tokens, has logits that differ by more than `limit`,
+        relative to their spread, where it is patched.
         """
         return None
 
@@ -70,8 +67,8 @@ class PlugIn:
     def why_not_texts(
         cls, model: PreTrainedModel, width: int, longest: int, cached: int, is_chunked: bool
     ) -> str | None:
-        """The reason why texts of `model` cannot run on the static engine: prompts of `width` columns, `cached` of them
-        in the call's cache, the others run in chunks or not, and texts of which up to `longest` columns are run.
+        """The reason why texts of which up to `longest` columns are run cannot run on the static engine; of prompts of
+        `width` columns `cached` are in the call's cache, the others are run in chunks or not.
         """
         return None
 
@@ -170,14 +167,12 @@ class LayerKind(PlugIn):
 
     Attributes:
         layer_types: entries of `layer_types` of configurations that name layers of the kind.
-        sources: classes of layers of transformers' caches that it is read from where a call continues a cache. A
-            subclass may store things in another form.
+        sources: classes of layers of transformers' caches, not subclasses, that it is read from where a call continues
+            one.
         is_written: whether layers of transformers' caches take what it holds; else the model fills them.
         obstacles: reasons why a `Use` is not allowed; each follows "it has".
-        is_empty: whether it stores nothing.
-        stores_keys: whether it stores keys and values.
+        is_empty, stores_keys, is_by_slot: whether it stores nothing, keys and values, and all of it by slot.
         keeps_states: whether it keeps states of one position of each row, from which no token can be removed.
-        is_by_slot: whether all of what it stores is stored by slot.
         reads_mask: whether what reads it takes a mask over slots, and cannot be called by the attention interface.
         window: tokens of the windows that it keeps something of; 0 without windows.
     """
@@ -213,12 +208,10 @@ _MASK_OBSTACLES = dict.fromkeys(
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """The kinds of the layers of a model's cache.
+    """The kinds of the `layers` of a model's cache.
 
     Attributes:
-        layers: kind by layer.
-        takes_mask: whether attention is that of the modeling file, which adds a mask to its scores, and not
-            `ragged_attention_forward`.
+        takes_mask: whether attention is that of the modeling file, which adds a mask to its scores.
         key_dtype: in which keys and values are stored: that of the model if None, else float8, with scales.
     """
 

@@ -196,12 +196,10 @@ class RaggedCache(Cache):
     def copy_rows(
         self, rows: torch.Tensor, source: RaggedCache, slots: int, source_rows: torch.Tensor | None = None
     ) -> None:
-        """Copy rows of another cache of the same layers, and of the same K, whose layers hold some; so do this one's
-        with keys and values.
+        """Copy rows of `source`, a cache of the same layers and of the same K, both of which have run a pass.
 
         Args:
             rows: `[n]` int64, where to.
-            source: whose rows are copied.
             slots: how many leading slots of them; with 0 the states only, and what else is not in slots.
             source_rows: `[n]` int64, which rows; the first n if None.
         """
@@ -230,8 +228,8 @@ class RaggedCache(Cache):
         """Bring the states of the first rows to the positions `ends`, up to which the target has run all tokens.
 
         Returns:
-            whether that was done: not with tokens in the states that the text does not have, as those after a stop
-            string, nor if what rings hold does not suffice.
+            whether that was done: not with tokens in the states that the text does not have, nor if the rings do not
+            suffice.
         """
         recurrence, bases = self.recurrence, self.state_positions(len(ends))
         if any(base > end for base, end in zip(bases, ends, strict=True)):
@@ -254,7 +252,7 @@ class RaggedCache(Cache):
         Args:
             positions: `[B, n]` int64 slots.
             live: upper bound of the slots in use, known without synchronizing with the device.
-            num_before: see the attribute; used where no layer keeps states, and there are no mask and no starts.
+            num_before: see the attribute.
         """
         self.positions, self._block = positions, None
         self.num_before = num_before = num_before if self._takes_num_before else None
@@ -271,14 +269,10 @@ class RaggedCache(Cache):
 
 
 class PackedCache(RaggedCache):
-    """All rows of a `RaggedCache` as one, in which that of row b begins at slot b * slots: for packed prompts.
+    """All `batch` rows of `cache` as one, in which that of row b begins at slot b * slots: for packed prompts.
 
-    It has the buffers of the other cache, see `Use.PACKING`.
-    Its dummy slot is that of the last row. A query attends to slots of its own row only.
-
-    Args:
-        cache: the other one.
-        batch: rows of it.
+    It has the buffers of the other cache, see `Use.PACKING`, and its dummy slot is that of the last row. A query
+    attends to slots of its own row only.
     """
 
     def __init__(self, cache: RaggedCache, batch: int):

@@ -1,11 +1,9 @@
 """Cache layers of recurrent layers: linear attention, state-space models and short convolutions.
 
-A recurrent state cannot be indexed by position, so rejected tokens cannot be left behind in it as in keys and values.
-Instead a layer keeps the state of position `base`, which has all tokens below `base` in it, and the inputs of later
-tokens in a ring, slot == position mod its size. A pass over a block of tokens first replays the ring from `base` to the
-position at which the block begins. Tokens that are certain (below the row's length) become part of the stored state on
-the way; draft tokens are only put into the ring. So the position of the next block shows how many drafts were accepted,
-nothing is rolled back or copied, and the state is read and written once a pass.
+A layer keeps the state of position `base`, which has all tokens below `base` in it, and the inputs of later tokens in a
+ring, slot == position mod its size. A pass over a block of tokens first replays the ring from `base` to where the block
+begins. Tokens that are certain (below the row's length) become part of the stored state on the way; draft tokens are
+only put into the ring. So nothing is rolled back or copied, and the state is read and written once a pass.
 """
 
 from __future__ import annotations
@@ -35,9 +33,8 @@ class RecurrentState:
     """One recurrent state of a layer, in the place of the tensor that a model's functions take as initial state.
 
     Attributes:
-        cache: whose layer's state it is.
         state: `[B, H, K, V]` float32, of position `base`; None before the first pass.
-        ring: inputs of the tokens from there on; None before the first pass.
+        ring: inputs of the tokens from there on, likewise.
         form: how transformers holds such a state.
         normalizes, has_rates: options of `ops.recurrence` that it is run with.
         step_limits: bounds of the time step of a state-space model, as far as a pass has named them.
@@ -82,9 +79,9 @@ class RecurrentState:
 
         Args:
             query, key, value, decay, beta, delta, normalize, scale, rates: see `ops.recurrence`.
-            chunked: the model's own function, for blocks of more than `MOST_STEPS` columns, all of them certain. It is
-                given `[B, n]` bool, which columns hold tokens, and the initial state `[B, H, K, V]`, and returns
-                outputs and the final state. None if there is none: then all blocks take one step a column.
+            chunked: the model's own function, for blocks of more than `MOST_STEPS` columns, all of them certain, if it
+                has one: given `[B, n]` bool, which columns hold tokens, and the initial state, it returns outputs and
+                the final state.
             form: see the attribute.
         """
         cache = self.cache
@@ -162,12 +159,8 @@ class RecurrentState:
 
 @dataclass
 class ConvolutionInputs:
-    """Inputs of a short convolution, in the place of the tensor that a model's function takes.
-
-    Attributes:
-        cache: see `RecurrentState`.
-        ring: `[B, slots, C]`, inputs of earlier tokens.
-        inputs: `[B, C, n]`.
+    """`inputs` `[B, C, n]` of a short convolution, in the place of the tensor that a model's function takes; and those
+    of earlier tokens, `ring` `[B, slots, C]`.
     """
 
     cache: Cache
@@ -192,11 +185,8 @@ class _Inputs(NamedTuple):
 
 
 class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
-    """Recurrent states and inputs of short convolutions of one layer, allocated at the first pass.
-
-    Args:
-        cache: that it is a layer of.
-        kind: `num_states` of it is how many recurrent states and how many convolutions the layer has.
+    """Recurrent states and inputs of short convolutions of one layer, allocated at the first pass; `kind.num_states` of
+    each.
     """
 
     def __init__(self, cache: Cache, kind: LayerKind):
@@ -237,12 +227,11 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
     def with_former(
         self, inputs: torch.Tensor, state_idx: int, count: int, fill: float = 0, width: int | None = None
     ) -> torch.Tensor:
-        """Store inputs of a block, and give them with those of the tokens before it.
+        """Store inputs `[B, n, ...]` of a block, of the cache's positions, and give them with those of `count` tokens
+        before it.
 
         Args:
-            inputs: `[B, n, ...]`, of the cache's positions.
             state_idx: of the state that they are, which no other method stores.
-            count: how many inputs before them.
             fill: what stands before the first token of a row.
             width: of how many tokens transformers' layer holds inputs; `count` if None.
 
@@ -257,8 +246,8 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
         return torch.where(like(positions >= 0, whole), whole, self._inputs[state_idx].fill)
 
     def extended(self, inputs: torch.Tensor, state_idx: int, kernel_size: int) -> torch.Tensor:
-        """The `inputs` `[B, C, n]` of a short convolution with those before them, `[B, C, kernel_size - 1 + n]`; they
-        are stored.
+        """The inputs `[B, C, n]` of a convolution with those before them, `[B, C, kernel_size - 1 + n]`; they are
+        stored.
         """
         former = self.with_former(inputs.transpose(1, 2), state_idx, kernel_size - 1, width=kernel_size)
         return former.transpose(1, 2)

@@ -139,9 +139,7 @@ def _why_not_call(
 
 def check_batch_invariant(call: Call, engine: str) -> None:
     """Raise `ValueError` unless a call that is to be batch-invariant can be, on the `engine` that is to run it.
-
-    The first one for a class and configuration runs the target on a few tokens. Operations that are not known to be
-    batch-invariant are refused where they are called, see `patching.batch_invariance`.
+    Operations that are not known to be are refused where they are called, see `patching.batch_invariance`.
     """
     reason = _why_not_invariant(call, engine)
     if reason is not None:
