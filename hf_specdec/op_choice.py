@@ -35,46 +35,40 @@ _choice = _Choice()
 
 
 @contextmanager
-def references(on_reference: Callable[..., object] | None = None) -> Iterator[None]:
+def _choosing(**values: Any) -> Iterator[None]:
+    before = {name: getattr(_choice, name) for name in values}
+    vars(_choice).update(values)
+    try:
+        yield
+    finally:
+        vars(_choice).update(before)
+
+
+def references(on_reference: Callable[..., object] | None = None) -> AbstractContextManager[None]:
     """Context in which this thread's ops run the references, and compile no kernel; `torch.compile` ignores it.
 
-    `on_reference` is told of the ops that `kernel_op` makes: it is called with the name and the arguments of each.
+    `on_reference` is called with the name and the arguments of each op.
     """
-    before = _choice.references_only, _choice.on_reference
-    _choice.references_only, _choice.on_reference = True, on_reference
-    try:
-        yield
-    finally:
-        _choice.references_only, _choice.on_reference = before
+    return _choosing(references_only=True, on_reference=on_reference)
 
 
-@contextmanager
-def capturing() -> Iterator[None]:
+def capturing() -> AbstractContextManager[None]:
     """Context in which what this thread launches is captured, or run before a capture: the host's time is no matter."""
-    before, _choice.capturing = _choice.capturing, True
-    try:
-        yield
-    finally:
-        _choice.capturing = before
+    return _choosing(capturing=True)
 
 
-def is_capturing() -> bool:
-    """Whether this thread is in the context `capturing`."""
-    return not torch.compiler.is_compiling() and _choice.capturing
-
-
-@contextmanager
-def batch_invariant() -> Iterator[None]:
+def batch_invariant() -> AbstractContextManager[None]:
     """Context in which the bits of a row of an op's result depend on that row only, in 16-bit types and float32.
 
     Other rows, their number, and how queries and prompts are divided among passes do not matter. It is of this thread,
     and not for functions that `torch.compile` compiles.
     """
-    before, _choice.batch_invariant = _choice.batch_invariant, True
-    try:
-        yield
-    finally:
-        _choice.batch_invariant = before
+    return _choosing(batch_invariant=True)
+
+
+def is_capturing() -> bool:
+    """Whether this thread is in the context `capturing`."""
+    return not torch.compiler.is_compiling() and _choice.capturing
 
 
 def is_batch_invariant() -> bool:

@@ -133,11 +133,6 @@ class RaggedCache(Cache):
         return (layer for layer in self.layers if hasattr(layer, "indexer_position_ids"))
 
     @property
-    def can_be_copied(self) -> bool:
-        """Whether transformers' caches can be given what layers hold."""
-        return all([kind.is_written for kind in self.kinds])
-
-    @property
     def bounds_steps(self) -> bool:
         """Whether a pass has named bounds of time steps, which are those of tokens of prompts only."""
         return any([layer.bounds_steps for layer in self.layers])

@@ -283,16 +283,18 @@ class RowMemory:
         Returns:
             how many of the leading `slots` slots it still has.
         """
-        for piece in self._pieces[row]:
-            if piece.memory.users > 1 and piece.start + piece.size > slots * self.token_bytes:
-                self._take(row, piece.start)
-                break
+        shared = self._shared(row, slots)
+        if shared:
+            self._take(row, shared[0].start)
         return min(slots, self.committed_slots(row))
 
     def is_shared(self, row: int, slots: int) -> bool:
         """Whether `row` shares memory from `slots` on."""
+        return bool(self._shared(row, slots))
+
+    def _shared(self, row: int, slots: int) -> list[_Piece]:
         end = slots * self.token_bytes
-        return any(one.memory.users > 1 and one.start + one.size > end for one in self._pieces[row])
+        return [one for one in self._pieces[row] if one.memory.users > 1 and one.start + one.size > end]
 
     def _shareable(self, row: int, source: int, slots: int) -> list[_Piece]:
         """The pieces of `source` within its leading `slots` slots, behind what `row` always has memory for."""

@@ -8,7 +8,7 @@ else reads it, torch calls `Deferred.__torch_function__`, which computes it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,13 +26,6 @@ _OF_METADATA = frozenset(
 _SUMS = frozenset([torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__])
 
 
-class Pending(Protocol):
-    """What computes tensors when one is needed. It does not know the `Deferred` that stand for them."""
-
-    def result(self, index: int) -> torch.Tensor:
-        """Tensor number `index`."""
-
-
 class Deferred(torch.Tensor):
     """Stands for a tensor that may not be computed yet; sums of one with another tensor are deferred, too.
 
@@ -40,15 +33,15 @@ class Deferred(torch.Tensor):
 
     Attributes:
         value: the tensor, a plain one; None if it is not computed.
-        pending: what computes it, as its result number `index`; None if it is computed.
+        pending: what computes it, as `result(index)`; None if it is computed.
     """
 
     value: torch.Tensor | None
-    pending: Pending | None
+    pending: Sum | Rotation | Stored | None
     index: int
 
     @staticmethod
-    def of(like: torch.Tensor, value: torch.Tensor | None, pending: Pending | None = None, index: int = 0) -> Deferred:
+    def of(like: torch.Tensor, value: torch.Tensor | None, pending: Any = None, index: int = 0) -> Deferred:
         """For `value`, or for what `pending` computes: a tensor like `like`."""
         deferred = torch.Tensor._make_subclass(Deferred, like)
         deferred.value, deferred.pending, deferred.index = value, pending, index

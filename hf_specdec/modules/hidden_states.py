@@ -141,22 +141,17 @@ class AuxHiddenStateRecorder:
         self.recorded.clear()
 
     def _register_hook(self, module: nn.Module, key: int):
-        def record_input(module, args, kwargs):
-            if self._is_recording():
-                self.recorded[key] = args[0] if args else kwargs["hidden_states"]
+        def record(module, args, kwargs, output=None):
+            if not (torch.compiler.is_compiling() or this_thread.engine is self._engine):
+                return
+            if key == 0:
+                output = args[0] if args else kwargs["hidden_states"]
+            elif not isinstance(output, (tuple, torch.Tensor)):
+                output = output.last_hidden_state
+            self.recorded[key] = output[0] if isinstance(output, tuple) else output
 
-        def record_output(module, args, output):
-            if self._is_recording():
-                if not isinstance(output, (tuple, torch.Tensor)):
-                    output = output.last_hidden_state
-                self.recorded[key] = output[0] if isinstance(output, tuple) else output
-
-        if key == 0:
-            return module.register_forward_pre_hook(record_input, with_kwargs=True)
-        return module.register_forward_hook(record_output)
-
-    def _is_recording(self) -> bool:
-        return torch.compiler.is_compiling() or this_thread.engine is self._engine
+        register = module.register_forward_pre_hook if key == 0 else module.register_forward_hook
+        return register(record, with_kwargs=True)
 
 
 # Tokens of the pass that checks the shapes. More than one, since some layers of some models process the last one only.

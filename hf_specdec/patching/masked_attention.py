@@ -17,7 +17,7 @@ from ..cache.ragged_cache import RaggedCache
 from ..errors import first_line
 from .attention import ragged_attention
 from .mask_rules import ordinary_tokens
-from .support import cache_layers, cache_name, parts, stated_positions
+from .support import cache_layers, cache_name, difference_of_logits, parts, stated_positions
 
 # Slots of the pass: as many as the model states positions, which is more than any window, but no more than the second
 # number, since keys and values of one layer take memory; the first number where it states none.
@@ -74,8 +74,7 @@ def _compare(model: PreTrainedModel, limit: float) -> str | None:
             **{cache_name(model): cache},
             use_cache=True,
         ).logits.double()
-    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-12)
-    difference = float(((found - expected[:, order]).norm(dim=-1) / spread[:, order]).max())
+    difference = difference_of_logits(found, expected[:, order])
     if difference <= limit:
         return None
     return f"its own attention does not do what a mask over {span} slots says (its logits differ by {difference:.2g})"

@@ -212,3 +212,9 @@ def registered_attention(model: PreTrainedModel, name: str) -> Replacements:
 def runs_flash_attention(model: PreTrainedModel) -> bool:
     """Whether the text model of `model` runs flash attention outside of `registered_attention`; it is given no mask."""
     return "flash" in str(original(model.config.get_text_config(), ATTENTION_ENTRY))
+
+
+def difference_of_logits(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference of logits `[B, n, V]` of a token, relative to their spread."""
+    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-12)
+    return float(((found - expected).norm(dim=-1) / spread).max())

@@ -24,6 +24,7 @@ from ...host.modeling import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from ...modules.hidden_states import modules_of
 from ...modules.patch import Replacements, engine, runs_engine
 from ...modules.signature import fact
+from ..support import difference_of_logits
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 LENGTH_DEPENDENT = frozenset({LONGROPE, DYNAMIC})
@@ -215,8 +216,7 @@ def why_not_marked(model: PreTrainedModel, longest_short: int, limit: float) -> 
     expected = model(input_ids=tokens, position_ids=positions, **options).logits.double()
     with engine(), length_rope(model):
         found = model(input_ids=tokens, position_ids=~positions, **options).logits.double()
-    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-12)
-    difference = float(((found - expected).norm(dim=-1) / spread).max())
+    difference = difference_of_logits(found, expected)
     if difference <= limit:
         return None
     return f"its logits for a text of more than {longest_short} tokens differ there by {difference:.2g}"
