@@ -286,21 +286,22 @@ def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) 
     return len(inputs) <= MAX_GATED_ROWS and len(weight) % 2 == 0 and _has_tiles(choose_gated_tiles, inputs, weight)
 
 
+def _is_16_bit(inputs: torch.Tensor) -> bool:
+    """Whether the kernels of 16-bit floating point take `inputs` as they are."""
+    is_taken = inputs.dtype in (torch.bfloat16, torch.float16) and is_for_triton(inputs) and inputs.stride(1) == 1
+    return is_taken and not torch.is_autocast_enabled(inputs.device.type)
+
+
 def _is_fast_stored(inputs: torch.Tensor, weight: StoredWeight) -> bool:
-    if inputs.dtype not in (torch.bfloat16, torch.float16) or not is_for_triton(inputs) or inputs.stride(1) != 1:
-        return False
     is_aligned = weight.values.stride(0) % 16 == 0 and weight.values.data_ptr() % 16 == 0
-    return is_aligned and len(inputs) > 0 and not torch.is_autocast_enabled(inputs.device.type)
+    return len(inputs) > 0 and _is_16_bit(inputs) and is_aligned
 
 
 def _has_tiles(
     choose_for: Callable[[int, int, int], LinearTiles | None], inputs: torch.Tensor, weight: torch.Tensor
 ) -> bool:
-    if inputs.dtype not in (torch.bfloat16, torch.float16) or not is_for_triton(inputs):
-        return False
-    if inputs.dtype != weight.dtype or not inputs.stride(1) == weight.stride(1) == 1:
-        return False
-    return choose_for(len(inputs), *weight.shape) is not None and not torch.is_autocast_enabled(inputs.device.type)
+    is_like = inputs.dtype == weight.dtype and weight.stride(1) == 1
+    return is_like and _is_16_bit(inputs) and choose_for(len(inputs), *weight.shape) is not None
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -259,10 +259,8 @@ class LayerKinds:
 
     def why_not(self, use: Use) -> str | None:
         """The reason why `use` is not allowed: what the model has, and what was expected. None if it is allowed."""
-        reasons = [kind.obstacles.get(use) for kind in dict.fromkeys(self.layers)]
-        if self.takes_mask:
-            reasons.append(_MASK_OBSTACLES.get(use))
-        return next(filter(None, reasons), None)
+        of_mask = _MASK_OBSTACLES.get(use) if self.takes_mask else None
+        return first_reason([*(kind.obstacles.get(use) for kind in dict.fromkeys(self.layers)), of_mask])
 
 
 _P = TypeVar("_P", bound=type[PlugIn])
@@ -308,6 +306,6 @@ def known_layer_types() -> frozenset[str]:
     return frozenset().union(*(kind.layer_types for kind in layer_kinds()))
 
 
-def first_reason(reasons: Iterator[str | None]) -> str | None:
+def first_reason(reasons: Iterable[str | None]) -> str | None:
     """The first of `reasons` that is one."""
     return next((reason for reason in reasons if reason is not None), None)

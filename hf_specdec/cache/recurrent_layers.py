@@ -10,23 +10,71 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import ops
-from ..host.caches import Cache, LinearAttentionCacheLayerMixin
+from ..host.caches import OUTPUT_NAME, Cache, LinearAttentionCacheLayerMixin
 from ..kernels.types import RecurrenceRing
 from .key_layers import RaggedLayer
 from .layer_kinds import LayerKind, LayerMemory
 from .rings import like
-from .state_forms import StateForm, check_shape, held_states
 
 # Blocks of more columns, which are chunks of a prefill, run through the model's own chunked functions: a recurrence
 # takes one step a column.
 MOST_STEPS = 256
 # Limits of the time steps of a state-space model.
 UNBOUNDED = (0.0, float("inf"))
+
+
+class StateForm(Enum):
+    """How a layer of transformers' cache holds a state `[B, H, K, V]`."""
+
+    KEYS_FIRST = auto()  # [B, H, K, V]: linear attention
+    VALUES_FIRST = auto()  # [B, H, V, K]: Mamba-2
+    CHANNELS = auto()  # [B, V, K], and [B, heads, V, K] of heads that run one by one: Mamba-1
+
+    def read(self, held: torch.Tensor) -> torch.Tensor:
+        """`[B, H, K, V]`, from what a layer holds."""
+        if self is StateForm.KEYS_FIRST:
+            return held
+        return (held[:, None] if self is StateForm.CHANNELS else held).transpose(-1, -2)
+
+    def write(self, state: torch.Tensor) -> torch.Tensor:
+        """What a layer holds, from `[B, H, K, V]`; a copy."""
+        if self is not StateForm.KEYS_FIRST:
+            state = state.transpose(-1, -2)
+        return (state[:, 0] if self is StateForm.CHANNELS else state).clone(memory_format=torch.contiguous_format)
+
+
+def _held_states(layer: LinearAttentionCacheLayerMixin, name: str, index: int) -> torch.Tensor:
+    """The entry `index` of `name`, `"recurrent_states"` or `"conv_states"`, of a layer of transformers' cache.
+
+    Raises:
+        ValueError: it has none.
+    """
+    held = getattr(layer, name, {}).get(index)
+    if held is None:
+        raise ValueError(
+            f"A {type(layer).__name__} of {OUTPUT_NAME} has no {name}[{index}]; expected those of the cached text. "
+            "Pass a cache that this target has filled."
+        )
+    return held
+
+
+def _check_shape(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Check that states found in a cache have the shape of those of the target, rows aside.
+
+    Raises:
+        ValueError: they have another one.
+    """
+    if found.shape[1:] != expected.shape[1:]:
+        raise ValueError(
+            f"{OUTPUT_NAME} holds {what} of shape {list(found.shape[1:])} a row; expected "
+            f"{list(expected.shape[1:])}. Pass a cache that this target has filled."
+        )
 
 
 class RecurrentState:
@@ -148,7 +196,7 @@ class RecurrentState:
         parts = held.unbind(1) if self.heads else [held]
         for one, part in zip(self._by_head, parts, strict=True):
             state = one.form.read(part)
-            check_shape("recurrent states", state, one.state)
+            _check_shape("recurrent states", state, one.state)
             one.state[: len(ends)] = torch.where(ends[:, None, None, None] > 0, state.to(one.state), 0)
 
     def written(self, count: int) -> torch.Tensor:
@@ -303,11 +351,11 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
 
     def read_states(self, layer: LinearAttentionCacheLayerMixin, ends: torch.Tensor) -> None:
         for index, state in self._used_states().items():
-            state.read(held_states(layer, "recurrent_states", index), ends)
+            state.read(_held_states(layer, "recurrent_states", index), ends)
         rows = torch.arange(len(ends), device=ends.device)[:, None]
         for index, (ring, _, width) in self._inputs.items():
-            inputs = held_states(layer, "conv_states", index)[..., -width:].movedim(-1, 1)
-            check_shape("inputs of a convolution", inputs[:, 0], ring[:, 0])
+            inputs = _held_states(layer, "conv_states", index)[..., -width:].movedim(-1, 1)
+            _check_shape("inputs of a convolution", inputs[:, 0], ring[:, 0])
             positions = ends[:, None] + torch.arange(-inputs.shape[1], 0, device=ends.device)
             slots = positions % ring.shape[1]
             ring[rows, slots] = torch.where(like(positions >= 0, ring), inputs.to(ring), ring[rows, slots])

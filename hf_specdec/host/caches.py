@@ -88,11 +88,6 @@ def given_cache(arguments: Mapping[str, Any]) -> Any:
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
-def given_cache_name(arguments: Mapping[str, Any]) -> str:
-    """The name of the cache among `arguments`, see `given_cache`; that of outputs if there is none."""
-    return next((name for name in CACHE_NAMES if arguments.get(name) is not None), OUTPUT_NAME)
-
-
 @cached
 def _parameters_of(kind: type, forward: Callable) -> dict[str, inspect.Parameter]:
     """Parameters of `forward` of a class, and of those of its bases that it may hand others on to."""

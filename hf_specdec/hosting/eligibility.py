@@ -137,6 +137,10 @@ def _why_not_call(
     return None
 
 
+def _other_engine(call: Call, engine: str) -> str:
+    return f"the call runs on the {engine} engine ({call.reason}); expected the static engine"
+
+
 def check_batch_invariant(call: Call, engine: str) -> None:
     """Raise `ValueError` unless a call that is to be batch-invariant can be, on the `engine` that is to run it.
     Operations that are not known to be are refused where they are called, see `patching.batch_invariance`.
@@ -154,7 +158,7 @@ def check_key_dtype(call: Call, engine: str) -> None:
     model, name = call.model, type(call.model).__name__
     device, reason = model.device, None
     if engine != "static":
-        reason = f"the call runs on the {engine} engine ({call.reason}); expected the static engine"
+        reason = _other_engine(call, engine)
     elif not cache_layers(model).stores_keys:
         reason = f"{name} stores no keys and values; expected a target with attention"
     elif device.type == "cuda" and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
@@ -181,7 +185,7 @@ def why_no_tree(call: Call, engine: str) -> str | None:
     """The reason why drafts of the call cannot be trees; None if they can."""
     model, drafter, name = call.model, call.drafter, type(call.model).__name__
     if engine != "static":
-        return f"the call runs on the {engine} engine ({call.reason}); expected the static engine"
+        return _other_engine(call, engine)
     if (reason := why_not_used(model, Use.TREES)) is not None:
         return f"{name} has {reason}"
     windows = {name: cache_windows(model), type(drafter).__name__: (drafter.smallest_window,)}
@@ -208,7 +212,7 @@ def _why_not_invariant(call: Call, engine: str) -> str | None:
     if (reason := cache_layers(model).why_not(Use.BATCH_INVARIANCE)) is not None:
         return f"{name} has {reason}"
     if engine != "static":
-        return f"the call runs on the {engine} engine ({call.reason}); expected the static engine"
+        return _other_engine(call, engine)
     if call.inputs is not None:
         return f"{name} itself runs the prompts of this call, in one padded batch; expected prompts of tokens only"
     longest = call.config.max_length - 1

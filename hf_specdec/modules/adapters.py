@@ -74,7 +74,9 @@ class Adapters:
         lora = next(filter(is_lora_linear, kinds), None)
         layers = [module for module in modules if type(module) is lora]
         others = sorted(f"{kind.__module__}.{kind.__name__}" for kind in kinds if not is_lora_linear(kind))
-        state = tuple([(_hashable(layer._active_adapter), layer._disable_adapters) for layer in layers])
+        active = [layer._active_adapter for layer in layers]
+        active = [one if isinstance(one, str) else tuple(one) for one in active]
+        state = tuple([(one, layer._disable_adapters) for one, layer in zip(active, layers, strict=True)])
         names = tuple(sorted(set(chain.from_iterable(layer._modules["lora_A"]._modules for layer in layers))))
         reason, head = f"it has layers of the class {others[0]}" if others else None, _head_of(modules[0])
         if len(names) > MOST_ADAPTERS:
@@ -108,10 +110,6 @@ class Adapters:
 
 
 _NONE = Adapters()
-
-
-def _hashable(active: Any) -> Hashable:
-    return active if isinstance(active, str) else tuple(active)
 
 
 def _head_of(model: nn.Module) -> nn.Module | None:

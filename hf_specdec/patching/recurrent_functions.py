@@ -29,8 +29,8 @@ from ..cache.recurrent_layers import (
     KeyedRecurrentLayer,
     RecurrentLayer,
     RecurrentState,
+    StateForm,
 )
-from ..cache.state_forms import StateForm
 from ..host.caches import (
     Cache,
     CacheLayerMixin,
@@ -41,7 +41,6 @@ from ..host.caches import (
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
     given_cache,
-    given_cache_name,
 )
 from ..host.modeling import ACT2FN, LAYER_TYPES, RECURRENCES, RECURRENT_MASK, UPDATE_CONV_STATE
 from ..host.parts import any_of
@@ -308,7 +307,7 @@ def _own_convolution(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     index = getattr(module, "layer_idx", None)
     cache = given_cache(kwargs)
     if cache is not None and isinstance(cache.layers[index], RecurrentLayer):
-        kwargs[given_cache_name(kwargs)] = _ExtendedInputs(cache)
+        kwargs = {name: _ExtendedInputs(cache) if one is cache else one for name, one in kwargs.items()}
     return type(module).forward(module, *args, **kwargs)
 
 
