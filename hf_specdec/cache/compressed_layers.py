@@ -61,10 +61,13 @@ class CompressedWindows:
     def store(self, entries: torch.Tensor, numbers: torch.Tensor) -> None:
         """Store those `entries` `[B, W, D]` of the windows `numbers` `[B, W]` int64 that are complete."""
         if self.entries is None:
-            self.entries = entries.new_zeros(len(entries), self._cache.slots // self.rate + 1, entries.shape[-1])
+            self._allocate_entries(entries, len(entries))
         is_complete = (numbers + 1) * self.rate <= self._cache.block.last + 1
         rows = torch.arange(len(entries), device=entries.device)[:, None]
         self.entries[rows, torch.where(is_complete, numbers, self.entries.shape[1] - 1)] = entries
+
+    def _allocate_entries(self, like: torch.Tensor, batch: int) -> None:
+        self.entries = like.new_zeros(batch, self._cache.slots // self.rate + 1, like.shape[-1])
 
     def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The entries of the cache's `span`, `[B, S, D]`, and which of them a query may see, `[B, n, S]` bool."""
@@ -76,10 +79,8 @@ class CompressedWindows:
     def copy_rows(self, rows: torch.Tensor, source: CompressedWindows, taken: slice | torch.Tensor, slots: int) -> None:
         """Copy rows of the windows of another cache, see `RaggedCache.copy_rows`."""
         if self.ring is None:
-            batch = self._cache.batch
-            self.ring = source.ring.new_zeros(batch, *source.ring.shape[1:])
-            count = self._cache.slots // self.rate + 1
-            self.entries = source.entries.new_zeros(batch, count, source.entries.shape[-1])
+            self.ring = source.ring.new_zeros(self._cache.batch, *source.ring.shape[1:])
+            self._allocate_entries(source.entries, self._cache.batch)
         count = slots // self.rate
         self.ring[rows] = source.ring[taken]
         self.entries[rows, :count] = source.entries[taken, :count]

@@ -94,13 +94,8 @@ class _Attention(NamedTuple):
     has_own_mask: bool
 
 
-class _Probe(threading.local):
-    def __init__(self) -> None:
-        self.calls: list[_Attention] = []
-        self.masks: list[_Mask] = []
-
-
-_probe = _Probe()
+# Calls of attention and masks of the pass that this thread probes.
+_probe = threading.local()
 
 
 def _probing_attention(module, query, key, value, attention_mask, sliding_window=None, **kwargs):
@@ -160,17 +155,17 @@ def _rules(model: PreTrainedModel) -> tuple[_Rules | str, _Rules | str]:
     """The rules of the attention layers of `model`, or why they cannot be told: of causal masks, and of masks that are
     causal after the prompt.
     """
-    _probe.__init__()
+    _probe.calls, _probe.masks = [], []
     try:
         with torch.no_grad(), registered_attention(model, PROBE_NAME):
             model(**ordinary_prompts(model), use_cache=False)
-        calls = list(_probe.calls)
+        calls = _probe.calls
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model may raise anything
         return (f"its masks cannot be told ({type(error).__name__}: {first_line(error)})",) * 2
     finally:
-        _probe.__init__()
+        vars(_probe).clear()
     return _rules_of(model, calls, is_causal=True), _rules_of(model, calls, is_causal=False)
 
 
