@@ -80,7 +80,6 @@ gather_rows = kernel_op(
 
 
 def _row_reduction(name: str, values: torch.Tensor, *args: torch.dtype | bool) -> torch.Tensor:
-    """The kernel `name` of the arguments, or its reference."""
     if not is_for_triton(values):
         return getattr(row_reductions_reference, name)(values, *args)
     from .kernels import row_reductions

@@ -117,7 +117,6 @@ def _split(args: Sequence[Any], groups: Mapping[int, type[tuple]]) -> list[Any]:
 
 
 def _joined(args: Sequence[Any], groups: Mapping[int, type[tuple]]) -> list[Any]:
-    """The arguments of the function, of those of the op; see `_split`."""
     found, left = [], list(args)
     while left:
         group = groups.get(len(found))

@@ -77,7 +77,6 @@ class CompressedWindows:
         return self.entries[:, :count], is_seen
 
     def copy_rows(self, rows: torch.Tensor, source: CompressedWindows, taken: slice | torch.Tensor, slots: int) -> None:
-        """Copy rows of the windows of another cache, see `RaggedCache.copy_rows`."""
         if self.ring is None:
             self.ring = source.ring.new_zeros(self._cache.batch, *source.ring.shape[1:])
             self._allocate_entries(source.entries, self._cache.batch)

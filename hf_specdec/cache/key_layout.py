@@ -49,7 +49,6 @@ class KeyLayout(NamedTuple):
         return cls(size, layers)
 
     def place(self, caches: Sequence[RaggedCache], memory: RowMemory) -> None:
-        """Let the layers of `caches` have their buffers in `memory`."""
         for cache, layers in zip(caches, self.layers, strict=True):
             cache.row_memory = memory
             for layer, parts in zip(cache.layers, layers, strict=True):

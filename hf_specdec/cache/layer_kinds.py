@@ -60,7 +60,6 @@ class PlugIn:
 
     @classmethod
     def why_not_used(cls, model: PreTrainedModel, use: Use) -> str | None:
-        """The reason why the part of `model` does not allow `use`."""
         return None
 
     @classmethod
@@ -195,7 +194,6 @@ class LayerKind(PlugIn):
 
     @property
     def layer_class(self) -> type[LayerMemory]:
-        """What a layer of a `RaggedCache` is."""
         raise NotImplementedError(f"{type(self).__name__} does not implement layer_class.")
 
 
@@ -229,7 +227,6 @@ class LayerKinds:
         return iter(self.layers)
 
     def storing(self, key_dtype: torch.dtype | None) -> LayerKinds:
-        """The same kinds, with keys and values in another dtype."""
         return self if key_dtype == self.key_dtype else replace(self, key_dtype=key_dtype)
 
     @cached_property

@@ -103,12 +103,10 @@ class RaggedCache(Cache):
 
     @property
     def is_allocated(self) -> bool:
-        """Whether a forward pass has allocated the layers' buffers."""
         return any([layer.is_allocated for layer in self.layers])
 
     @property
     def block(self) -> Block:
-        """Positions of the tokens of the pass."""
         if self._block is None:
             self._block = Block.of(self.positions, self.dummy_slot)
         return self._block
@@ -134,7 +132,6 @@ class RaggedCache(Cache):
 
     @property
     def bounds_steps(self) -> bool:
-        """Whether a pass has named bounds of time steps, which are those of tokens of prompts only."""
         return any([layer.bounds_steps for layer in self.layers])
 
     def ring_slots(self, kernel_size: int = 0) -> int:

@@ -45,12 +45,10 @@ class Fence:
             self._event = torch.cuda.current_stream(self._device).record_event()
 
     def wait(self) -> None:
-        """Let the current stream wait for it."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Wait for it on the host."""
         if self._event is not None:
             self._event.synchronize()
 

@@ -101,7 +101,6 @@ def lazy_part(where: str, *names: str, why: str, since: str = "") -> Callable[[]
 
 
 def _code_of(owner: Any) -> Iterator[types.CodeType]:
-    """The code of all functions of a class or a module."""
     for one in vars(owner).values():
         for function in (one, *(getattr(one, name, None) for name in ("fget", "fset", "__func__"))):
             function = inspect.unwrap(function) if callable(function) else None

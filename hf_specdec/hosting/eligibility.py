@@ -203,7 +203,6 @@ def why_no_tree(call: Call, engine: str) -> str | None:
 
 
 def _why_not_invariant(call: Call, engine: str) -> str | None:
-    """The reason why the call cannot be batch-invariant; None if it can."""
     model, name = call.model, type(call.model).__name__
     if not policy_of(model.device).batch_invariant:
         return f"{name} is on a device of type {model.device.type}; expected a GPU, which the kernels are for"

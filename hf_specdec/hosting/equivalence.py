@@ -318,7 +318,6 @@ def why_not_equivalent_with(
 
 
 def _given_again(call: Call, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of a call of `generate()` once more."""
     inputs = {"input_ids": call.prompts.input_ids, **inputs_besides_tokens(model_kwargs)}
     if model_kwargs.get("attention_mask") is not None:
         inputs["attention_mask"] = model_kwargs["attention_mask"]
@@ -360,7 +359,6 @@ def _read_with_every_token(
 
 
 def _changed(values: torch.Tensor) -> torch.Tensor:
-    """`values` with every entry changed."""
     if values.dtype == torch.bool:
         return ~values
     if not values.is_floating_point():

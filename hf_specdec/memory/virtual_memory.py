@@ -52,8 +52,6 @@ def has_virtual_memory(device: torch.device) -> bool:
 
 @dataclass(eq=False)
 class _Memory:
-    """Memory behind a piece of one row or of several."""
-
     users: int = 1
 
 
@@ -201,12 +199,10 @@ class RowMemory:
         return blank.set_(self._pages.storage(offset), 0, (self._rows, self._slots, heads, dim), strides)
 
     def committed_slots(self, row: int) -> int:
-        """Leading slots of `row` that have memory."""
         return min(self._bytes[row] // self.token_bytes, self.capacity)
 
     @property
     def committed(self) -> int:
-        """Bytes that all rows hold."""
         return self.held(range(self._rows))
 
     def bytes_for(self, slots: int) -> int:

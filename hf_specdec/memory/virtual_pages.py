@@ -142,7 +142,6 @@ class DevicePages:
         self._handles[start] = (size, handle)
 
     def zero(self, start: int, size: int) -> None:
-        """Zero memory on the current stream."""
         torch.empty(0, dtype=torch.uint8, device=self._device).set_(self.storage(start), 0, (size,)).zero_()
 
     def take(self, start: int, size: int) -> None:

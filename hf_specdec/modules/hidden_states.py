@@ -105,7 +105,6 @@ class AuxHiddenStateRecorder:
 
     @property
     def records(self) -> bool:
-        """Whether any hidden states are asked for."""
         return self._last_hidden_state or bool(self._layer_ids)
 
     @property

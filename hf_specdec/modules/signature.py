@@ -215,7 +215,6 @@ class Signature:
 
     @cached_property
     def adapters(self) -> Adapters:
-        """The LoRA adapters of the first model."""
         return Adapters.of(self.modules)
 
     @property
@@ -292,7 +291,6 @@ class Signature:
 
     @property
     def versions(self) -> tuple:
-        """`versions_of` parameters and buffers."""
         return versions_of(chain.from_iterable(one.values() for one in self._owned if one))
 
     @property

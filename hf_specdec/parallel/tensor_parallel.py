@@ -219,5 +219,4 @@ class RankAgreement:
         return value if self.is_first else holder[0]
 
     def close(self) -> None:
-        """Destroy the group."""
         dist.destroy_process_group(self._group)

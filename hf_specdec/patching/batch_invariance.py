@@ -214,7 +214,6 @@ _REPLACED: dict[torch._ops.OpOverload, Callable[..., _Result]] = {
 
 
 def _running_module() -> str:
-    """The class of the module whose forward pass runs, for messages."""
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_locals.get("self")
@@ -225,8 +224,6 @@ def _running_module() -> str:
 
 
 class _BatchInvariantMode(TorchDispatchMode):
-    """Replaces or refuses operations while an engine runs."""
-
     def __torch_dispatch__(
         self,
         function: torch._ops.OpOverload,

@@ -48,7 +48,6 @@ class FusedLinear:
         self._last: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = None, ()
 
     def forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """`forward` of layer number `index`."""
         layer = self.layers[index]
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
@@ -68,7 +67,6 @@ class FusedLinear:
         return forward
 
     def _outputs(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The outputs of all layers."""
         out = linear(inputs, self.weight, self.bias)
         if self.update is not None:
             self.update(out, inputs)
@@ -206,7 +204,6 @@ def _groups(models: Sequence[nn.Module]) -> Iterator[list[nn.Linear]]:
 
 
 def _parameters_of(layers: Sequence[nn.Linear]) -> list[list[torch.Tensor]]:
-    """Weights, and biases if there are any, of the layers of a group."""
     parameters = [layer._parameters for layer in layers]  # `Module.__getattr__` is slow
     names = ("weight",) if parameters[0]["bias"] is None else ("weight", "bias")
     return [[one[name] for one in parameters] for name in names]

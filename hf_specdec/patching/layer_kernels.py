@@ -71,7 +71,6 @@ def _given_to_angles(
 
 
 def _fit(frequencies: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> bool:
-    """Whether `layer_ops.rotary_angles` takes `positions`, for `states`."""
     is_on_device = frequencies.device == states.device == positions.device
     is_known = states.dtype in DTYPES and frequencies.dtype in DTYPES and frequencies.is_contiguous()
     return is_on_device and is_known and positions.dim() == 2 and positions.dtype == torch.int64

@@ -83,7 +83,6 @@ class Probes:
         self._found: dict[Hashable, Any] = {}
 
     def norm(self, module: nn.Module) -> Norm | None:
-        """The norm that `module` is; None if it is none."""
         parameters = {name: one for name, one in module._parameters.items() if one is not None}
         if module._modules or module._buffers or not parameters.keys() <= {"weight"}:
             return None
@@ -96,7 +95,6 @@ class Probes:
         return self._try(module, (size,), lambda: _find_norm(module, size))
 
     def gated_mlp(self, module: nn.Module) -> GatedMlp | None:
-        """The gated MLP that `module` is; None if it is none."""
         children = {name: one for name, one in module._modules.items() if one is not None}
         linears = {name: one for name, one in children.items() if _is_linear(one)}
         others = [one for name, one in children.items() if name not in linears]
@@ -150,7 +148,6 @@ def tried(found: dict[Hashable, Any], key: Hashable, find: Callable[[], Any]) ->
 
 
 def _needs(module: nn.Module, count: int) -> bool:
-    """Whether `forward` needs `count` arguments."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     needed = [one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
     return len(needed) == count
@@ -218,7 +215,6 @@ def _are_rounded_alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _layer_types(module: nn.Module) -> list[str]:
-    """The types of layers that a rotary embedding has frequencies for."""
     types = getattr(module, "layer_types", ())
     return sorted(one for one in set(types) if isinstance(one, str)) if isinstance(types, (list, tuple, set)) else []
 
@@ -291,7 +287,6 @@ def _computes_both(name: str, sizes: dict[str, tuple[int, int]]) -> bool:
 
 
 def _candidates(sizes: dict[str, tuple[int, int]]) -> Iterator[GatedMlp]:
-    """All that a module with such layers may be."""
     for names, activation in itertools.product(itertools.permutations(sizes), ACTIVATIONS):
         if len(names) == 3:
             yield GatedMlp(*names, activation)

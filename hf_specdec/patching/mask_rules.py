@@ -38,7 +38,6 @@ class MaskRule(NamedTuple):
     chunk: int | None = None
 
     def sees(self, query: int, key: int) -> bool:
-        """Whether a query at one position sees a key at another."""
         is_near = self.window is None or key > query - self.window
         return key <= query and is_near and (self.chunk is None or key // self.chunk == query // self.chunk)
 
@@ -122,7 +121,6 @@ def _rule_of(mask: _Mask, is_causal: bool) -> MaskRule | None:
 
 
 def _follows(mask: _Mask, rule: MaskRule, is_causal: bool) -> bool:
-    """Whether `mask` is a causal mask with `rule`."""
 
     def is_as_expected(query: int, key: int) -> bool:
         return bool(mask.function(0, 0, torch.tensor(query), torch.tensor(key))) == rule.sees(query, key)

@@ -83,7 +83,6 @@ def _next_state() -> RecurrentState | None:
 
 @functools.cache
 def _is_stateless(kind: type[nn.Module]) -> bool:
-    """Whether modules of a class call a function of `STATELESS`."""
     return not STATELESS.isdisjoint(names_in(kind.forward))
 
 
@@ -298,7 +297,6 @@ class _ExtendedInputs(NamedTuple):
     def update_conv_state(
         self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> torch.Tensor:
-        """See `RecurrentLayer.extended`."""
         return self.cache.layers[layer_idx].extended(inputs, state_idx, conv_kernel_size)
 
 

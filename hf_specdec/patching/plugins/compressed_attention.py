@@ -24,7 +24,6 @@ from ...modules.patch import Replacements, bound, is_unpatched
 
 
 def _functions_of(module: nn.Module) -> dict[str, Any]:
-    """The globals of the file of the `forward` of `module`."""
     return inspect.unwrap(type(module).forward).__globals__
 
 

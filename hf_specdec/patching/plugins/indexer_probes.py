@@ -90,7 +90,6 @@ def _with_random_parameters(module: nn.Module) -> nn.Module:
 
 
 def _probe(module: nn.Module, kind: PooledIndexer) -> Form | None:
-    """See `_form_of`; of a copy with random weights."""
     size = getattr(module, kind.size)
     count = _NUM_POOLS * size + size // 2
     given = _random_inputs(module, kind, count)

@@ -36,7 +36,6 @@ class Pools(NamedTuple):
 
     @classmethod
     def of(cls, cache: RaggedCache, size: int) -> Pools:
-        """Those of a pass at the positions of `cache`."""
         positions = cache.positions
         first = torch.zeros_like(positions[:, :1]) if cache.starts is None else cache.starts[:, None]
         return cls(size, first, positions - first + 1)
@@ -185,7 +184,6 @@ class PooledIndexer(NamedTuple):
 
     @property
     def arguments(self) -> list[str]:
-        """Names of the arguments of `forward`."""
         return _arguments(self.choose)
 
 
