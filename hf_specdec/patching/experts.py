@@ -34,11 +34,6 @@ DEFAULTS = ("eager", "grouped_mm")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def choose_rows(num_pairs: int, num_experts: int) -> int:
-    """Rows (tokens) of a block, which reads its expert's weights once; `num_pairs` are pairs of token and expert."""
-    return 16 if num_pairs <= MAX_TOKENS_OF_SMALL_BLOCKS * num_experts else 64
-
-
 def experts_forward(
     module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -63,7 +58,7 @@ def experts_forward(
     is_many = num_pairs > MAX_TOKENS_OF_KERNEL * num_experts and first.dtype == torch.bfloat16
     if is_many and not ops.is_batch_invariant():
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
-    rows = choose_rows(num_pairs, num_experts)
+    rows = 16 if num_pairs <= MAX_TOKENS_OF_SMALL_BLOCKS * num_experts else 64
     plan = ops.plan_experts(top_k_index, num_experts, rows)
 
     def linear(inputs: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:

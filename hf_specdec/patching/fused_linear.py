@@ -177,15 +177,12 @@ def _move(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _can_be_fused(layers: Sequence[nn.Module]) -> bool:
     """Whether all are plain linear layers of one input width, dtype and device, without hooks or patched forwards."""
-    if not all(type(layer) is nn.Linear and layer._parameters.keys() == {"weight", "bias"} for layer in layers):
-        return False
-    if not all(type(layer.weight) in PLAIN_WEIGHTS for layer in layers):
-        return False
-    forwards = (vars(layer).get("forward") for layer in layers)
-    if not all(forward is None or hasattr(forward, "fused") for forward in forwards):
-        return False
-    if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
-        return False
+    for layer in layers:
+        if type(layer) is not nn.Linear or layer._parameters.keys() != {"weight", "bias"}:
+            return False
+        is_patched = "forward" in vars(layer) and not hasattr(layer.forward, "fused")
+        if type(layer.weight) not in PLAIN_WEIGHTS or is_patched or layer._forward_hooks or layer._forward_pre_hooks:
+            return False
     kinds = {
         (layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None, layer.weight.dim())
         for layer in layers

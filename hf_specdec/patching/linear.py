@@ -98,12 +98,6 @@ def runs_linear(module: nn.Module) -> bool:
     return "forward" in vars(module) and is_unpatched(module, _linear, _stored_linear)
 
 
-def _has_own(device: torch.device) -> bool:
-    """Whether `linear` computes a few rows on `device` in a way of its own."""
-    policy = policy_of(device)
-    return policy.few_row_linear or policy.transposed_linear
-
-
 @fact
 def _quantised_classes(model: PreTrainedModel) -> frozenset[tuple[str, bool]]:
     """Package and class of the quantised linear layers of `model`, each with whether kernels know such a layer."""
@@ -131,10 +125,13 @@ def patched_linear(*models: nn.Module) -> Replacements:
         if not isinstance(module, nn.Linear) or not is_unpatched(module, _linear, _stored_linear):
             return None
         weight = weight_of(module)
+        if weight is None:
+            return None
+        policy = policy_of(module.weight.device)
         if isinstance(weight, StoredWeight):
-            return _stored_linear if policy_of(module.weight.device).few_row_linear else None
-        is_chosen = weight is not None and (_has_own(weight.device) or id(module) in heads)
-        return _linear if is_chosen else None
+            return _stored_linear if policy.few_row_linear else None
+        has_own = policy.few_row_linear or policy.transposed_linear or id(module) in heads
+        return _linear if has_own else None
 
     found = ((module, own_forward(module)) for module in modules)
     return Replacements({"forward": [(module, bound(own)) for module, own in found if own is not None]})
