@@ -187,15 +187,13 @@ def time_recurrence(batch: int, num_queries: int, form: str) -> tuple[float, int
     base = torch.full((batch,), 100, device="cuda")
     first = base + (num_queries - 1) // 2
     positions = first[:, None] + torch.arange(num_queries, device="cuda")
-    keywords = {"delta": delta, "normalize": delta, "scale": dim**-0.5}
-
-    bounds = (base, first + 1, positions, 2**20)
+    bounds, options = (base, first + 1, positions, 2**20), (delta, delta, dim**-0.5, None)
 
     def call(index: int) -> torch.Tensor:
-        return ops.recurrence(*inputs, *memories[index % num_inputs], *bounds, **keywords)
+        return ops.recurrence(*inputs, *memories[index % num_inputs], *bounds, *options)
 
     state, ring = memories[0][0].clone(), RecurrenceRing(*(part.clone() for part in memories[0][1]))
-    expected = recurrence_reference.recurrence(*inputs, state, ring, *bounds, **keywords)
+    expected = recurrence_reference.recurrence(*inputs, state, ring, *bounds, *options)
     require_close(call(0), expected, f"recurrence, {form}")
     require_close(memories[0][0], state, f"recurrence, {form}: state")
     return seconds_per_call([lambda index=index: call(index) for index in range(num_calls)]), size

@@ -3,67 +3,25 @@
 They are chosen and registered as those of `ops`.
 """
 
+# ruff: noqa: F401
+
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
-from .kernels import rms_norm_reference
+from .kernels import row_reductions_reference
 from .kernels.gated_activation_reference import ACTIVATIONS
 from .kernels.types import AnglesKind, NormKind, RotaryKind
-from .op_choice import is_for_triton, kernel_op, register_op
-
-__all__ = [
-    "ACTIVATIONS",
-    "MAX_NORM_WIDTH",
-    "AnglesKind",
-    "NormKind",
-    "RotaryKind",
-    "add_rms_norm",
-    "gated_activation",
-    "gather_rows",
-    "rms_norm",
-    "rotary",
-    "rotary_angles",
-    "rotate_and_store",
-]
+from .op_choice import is_for_triton, kernel_op
 
 # Widest rows that a program of the norm's kernel keeps in its registers.
 MAX_NORM_WIDTH = 65536
 
 
-@register_op(
-    "hf_specdec::rms_norm",
-    schema="(Tensor inputs, Tensor? weight, float eps, bool cast_first, float offset, bool centered) -> Tensor",
-)
-def _rms_norm(inputs, weight, eps, cast_first, offset, centered):
-    from .kernels.rms_norm import rms_norm
-
-    return rms_norm(inputs, weight, eps, NormKind(cast_first, offset, centered))
-
-
-@_rms_norm.register_fake
-def _(inputs, *rest):
-    return inputs.new_empty(inputs.shape)
-
-
-@register_op(
-    "hf_specdec::add_rms_norm",
-    schema="(Tensor inputs, Tensor addend, Tensor? weight, float eps, bool cast_first, float offset, bool centered) "
-    "-> (Tensor, Tensor)",
-)
-def _add_rms_norm(inputs, addend, weight, eps, cast_first, offset, centered):
-    from .kernels.rms_norm import add_rms_norm
-
-    return add_rms_norm(inputs, addend, weight, eps, NormKind(cast_first, offset, centered))
-
-
-@_add_rms_norm.register_fake
-def _(inputs, *rest):
-    return inputs.new_empty(inputs.shape), inputs.new_empty(inputs.shape)
-
-
+_NORM_KIND = "bool cast_first, float offset, bool centered"
 _ROTARY_KIND = ", ".join(f"bool {name}" for name in RotaryKind._fields)
 
 
@@ -77,6 +35,18 @@ def _like_angles(frequencies, positions, dtype, repeats, scaling):
     return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
+rms_norm = kernel_op(
+    "rms_norm.rms_norm",
+    f"(Tensor inputs, Tensor? weight, float eps, {_NORM_KIND}) -> Tensor",
+    lambda inputs, *rest: inputs.new_empty(inputs.shape),
+    groups={3: NormKind},
+)
+add_rms_norm = kernel_op(
+    "rms_norm.add_rms_norm",
+    f"(Tensor inputs, Tensor addend, Tensor? weight, float eps, {_NORM_KIND}) -> (Tensor, Tensor)",
+    lambda inputs, *rest: (inputs.new_empty(inputs.shape), inputs.new_empty(inputs.shape)),
+    groups={4: NormKind},
+)
 rotary = kernel_op(
     "rotary.rotary",
     f"(Tensor cos, Tensor sin, Tensor[] states, {_ROTARY_KIND}) -> Tensor[]",
@@ -109,17 +79,17 @@ gather_rows = kernel_op(
 )
 
 
-def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind) -> torch.Tensor:
-    """See `kernels.rms_norm_reference.rms_norm`; a Triton kernel on GPUs, for rows of up to `MAX_NORM_WIDTH`."""
-    if is_for_triton(inputs) and inputs.shape[-1] <= MAX_NORM_WIDTH:
-        return _rms_norm(inputs, weight, eps, *kind)
-    return rms_norm_reference.rms_norm(inputs, weight, eps, kind)
+def _row_reduction(name: str, values: torch.Tensor, *args: torch.dtype | bool) -> torch.Tensor:
+    if not is_for_triton(values):
+        return getattr(row_reductions_reference, name)(values, *args)
+    from .kernels import row_reductions
+
+    kernel: Callable[..., torch.Tensor] = getattr(row_reductions, name)
+    with torch.cuda.device_of(values):
+        return kernel(values, *args)
 
 
-def add_rms_norm(
-    inputs: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.rms_norm_reference.add_rms_norm`; a Triton kernel on GPUs, for rows of up to `MAX_NORM_WIDTH`."""
-    if is_for_triton(inputs) and inputs.shape[-1] <= MAX_NORM_WIDTH:
-        return _add_rms_norm(inputs, addend, weight, eps, *kind)
-    return rms_norm_reference.add_rms_norm(inputs, addend, weight, eps, kind)
+# Reductions of rows with one order of summation, see `kernels.row_reductions_reference`.
+row_sum = functools.partial(_row_reduction, "row_sum")
+row_softmax = functools.partial(_row_reduction, "row_softmax")
+row_cumsum = functools.partial(_row_reduction, "row_cumsum")

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.library import CustomOpDef
 from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
 from .device_policy import DEFAULT_POLICY, DEVICE_POLICIES
@@ -36,46 +35,40 @@ _choice = _Choice()
 
 
 @contextmanager
-def references(on_reference: Callable[..., object] | None = None) -> Iterator[None]:
+def _choosing(**values: Any) -> Iterator[None]:
+    before = {name: getattr(_choice, name) for name in values}
+    vars(_choice).update(values)
+    try:
+        yield
+    finally:
+        vars(_choice).update(before)
+
+
+def references(on_reference: Callable[..., object] | None = None) -> AbstractContextManager[None]:
     """Context in which this thread's ops run the references, and compile no kernel; `torch.compile` ignores it.
 
-    `on_reference` is told of the ops that `kernel_op` makes: it is called with the name and the arguments of each.
+    `on_reference` is called with the name and the arguments of each op.
     """
-    before = _choice.references_only, _choice.on_reference
-    _choice.references_only, _choice.on_reference = True, on_reference
-    try:
-        yield
-    finally:
-        _choice.references_only, _choice.on_reference = before
+    return _choosing(references_only=True, on_reference=on_reference)
 
 
-@contextmanager
-def capturing() -> Iterator[None]:
+def capturing() -> AbstractContextManager[None]:
     """Context in which what this thread launches is captured, or run before a capture: the host's time is no matter."""
-    before, _choice.capturing = _choice.capturing, True
-    try:
-        yield
-    finally:
-        _choice.capturing = before
+    return _choosing(capturing=True)
 
 
-def is_capturing() -> bool:
-    """Whether this thread is in the context `capturing`."""
-    return not torch.compiler.is_compiling() and _choice.capturing
-
-
-@contextmanager
-def batch_invariant() -> Iterator[None]:
+def batch_invariant() -> AbstractContextManager[None]:
     """Context in which the bits of a row of an op's result depend on that row only, in 16-bit types and float32.
 
     Other rows, their number, and how queries and prompts are divided among passes do not matter. It is of this thread,
     and not for functions that `torch.compile` compiles.
     """
-    before, _choice.batch_invariant = _choice.batch_invariant, True
-    try:
-        yield
-    finally:
-        _choice.batch_invariant = before
+    return _choosing(batch_invariant=True)
+
+
+def is_capturing() -> bool:
+    """Whether this thread is in the context `capturing`."""
+    return not torch.compiler.is_compiling() and _choice.capturing
 
 
 def is_batch_invariant() -> bool:
@@ -99,28 +92,6 @@ def without_dispatch_modes() -> AbstractContextManager[None]:
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-class Op:
-    """A kernel, and the custom op of torch as which it is registered.
-
-    A call runs the kernel, without torch's dispatcher in between, which takes the host several times as long as the
-    launch. The op is called where something has to see it: `torch.compile`, a dispatch mode, a subclass of tensors, and
-    autograd, which refuses to differentiate it.
-
-    Args:
-        op: the op.
-        kernel: which the op runs.
-    """
-
-    def __init__(self, op: CustomOpDef, kernel: Callable):
-        self._op, self._kernel = op, kernel
-        self.register_fake = op.register_fake
-
-    def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or _must_be_dispatched(args):
-            return self._op(*args)
-        return self._kernel(*args)
-
-
 def _must_be_dispatched(args: Iterable[Any]) -> bool:
     """Whether something has to see an op with these arguments."""
     if torch.is_grad_enabled() or _len_torch_dispatch_stack():
@@ -132,22 +103,6 @@ def _must_be_dispatched(args: Iterable[Any]) -> bool:
         elif isinstance(one, (list, tuple)) and _must_be_dispatched(one):
             return True
     return False
-
-
-def register_op(name: str, schema: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], Op]:
-    """Decorator: register a kernel as a custom op of torch, which `torch.compile` calls without tracing it.
-
-    Triton launches on the current device, so the op makes the device of its first argument the current one.
-    """
-
-    def register(function: Callable) -> Op:
-        def launch(tensor: torch.Tensor, *others: Any) -> Any:
-            with torch.cuda.device_of(tensor):
-                return function(tensor, *others)
-
-        return Op(torch.library.custom_op(name, launch, mutates_args=mutates_args, schema=schema), launch)
-
-    return register
 
 
 def _split(args: Sequence[Any], groups: Mapping[int, type[tuple]]) -> list[Any]:
@@ -162,7 +117,6 @@ def _split(args: Sequence[Any], groups: Mapping[int, type[tuple]]) -> list[Any]:
 
 
 def _joined(args: Sequence[Any], groups: Mapping[int, type[tuple]]) -> list[Any]:
-    """The arguments of the function, of those of the op; see `_split`."""
     found, left = [], list(args)
     while left:
         group = groups.get(len(found))
@@ -181,8 +135,13 @@ def kernel_op(
     result: type[tuple] = tuple,
     launch: Callable | None = None,
     groups: Mapping[int, type[tuple]] | None = None,
+    is_opaque: bool = False,
 ) -> Callable:
     """A function that runs a Triton kernel where the device of its first argument has one, elsewhere the reference.
+
+    It calls the kernel without torch's dispatcher in between, which takes the host several times as long as the launch.
+    A custom op of torch is called where something has to see it: `torch.compile`, a dispatch mode, a subclass of
+    tensors, and autograd, which refuses to differentiate it.
 
     Args:
         place: `module.function` of the kernel in `kernels`, which is imported when it is first called.
@@ -191,26 +150,35 @@ def kernel_op(
         mutates_args: names of arguments that it writes.
         reference: `module.function` of the reference, if not `module_reference.function`.
         result: the named tuple that is returned, where it is one: ops of torch return plain ones.
-        launch: calls the kernel with the arguments of the op, if they are not those of the kernel.
+        launch: takes the place of the kernel, with the same arguments.
         groups: arguments that are named tuples, or None, by place; the op has their elements in the schema.
+        is_opaque: whether the reference, too, reads values on the host, which `torch.compile` cannot trace.
     """
     module, _, name = place.partition(".")
     file, _, name_there = (reference or f"{module}_reference.{name}").partition(".")
     plain = getattr(importlib.import_module(f"{__package__}.kernels.{file}"), name_there)
     kernels = functools.cache(functools.partial(importlib.import_module, f"{__package__}.kernels.{module}"))
 
-    def plain_results(*args: Any) -> Any:
-        out = getattr(kernels(), name)(*(_joined(args, groups) if groups else args))
+    def run_kernel(tensor: torch.Tensor, *args: Any) -> Any:
+        with torch.cuda.device_of(tensor):  # Triton launches on the current device
+            return (launch or getattr(kernels(), name))(tensor, *args)
+
+    def run_op(*args: Any) -> Any:
+        args = _joined(args, groups) if groups else args
+        out = (plain if is_opaque and not is_for_triton(args[0]) else run_kernel)(*args)
         return tuple(out) if isinstance(out, tuple) else out
 
-    op = register_op(f"hf_specdec::{name}", schema, mutates_args)(launch or plain_results)
+    op = torch.library.custom_op(f"hf_specdec::{name}", run_op, mutates_args=mutates_args, schema=schema)
     if fake is not None:
         op.register_fake(fake)
 
     @functools.wraps(plain)
     def run(tensor: torch.Tensor, *args: Any) -> Any:
-        if is_for_triton(tensor):
-            out = op(tensor, *(_split(args, groups) if groups else args))
+        if (is_opaque and torch.compiler.is_compiling()) or is_for_triton(tensor):
+            if not (torch.compiler.is_compiling() or _must_be_dispatched((tensor, *args))):
+                out = run_kernel(tensor, *args)
+            else:
+                out = op(tensor, *(_split(args, groups) if groups else args))
         elif torch.compiler.is_compiling() or not (_choice.batch_invariant or _choice.on_reference):
             out = plain(tensor, *args)
         else:

@@ -1,8 +1,11 @@
 """The ops of a round: Triton kernels where the device runs them, else their PyTorch references.
 
-This module, `layer_ops` and `row_ops` are the only ones that import kernels and references; `kernels.types` is
+This module, `layer_ops` and `state_ops` are the only ones that import kernels and references; `kernels.types` is
 imported elsewhere, too. Triton is imported when the first kernel is called.
 """
+
+# ruff: noqa: F401
+# Functions of `kernels` that need no choice are imported for others to call here.
 
 from __future__ import annotations
 
@@ -11,13 +14,7 @@ from typing import Any
 
 import torch
 
-from .kernels import (
-    experts_reference,
-    linear_reference,
-    low_rank_reference,
-    move_slots_reference,
-    recurrence_reference,
-)
+from .kernels import linear_reference, move_slots_reference
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
 from .kernels.float8_reference import FLOAT8, as_bytes, dequantise, quantise
 from .kernels.linear_tiles import (
@@ -37,7 +34,6 @@ from .kernels.stored_weight_reference import dequantise as dequantise_weight
 from .kernels.stored_weight_reference import round_inputs
 from .kernels.types import WORD_BITS, DraftInputs, LinearTiles, RecurrenceRing, StoredWeight, VerificationResult
 from .op_choice import (
-    Op,
     batch_invariant,
     has_kernels,
     is_batch_invariant,
@@ -45,114 +41,15 @@ from .op_choice import (
     is_for_triton,
     kernel_op,
     references,
-    register_op,
-    without_dispatch_modes,
 )
 
-__all__ = [
-    "FLOAT8",
-    "SlotMoves",
-    "add_low_rank",
-    "add_target_noise",
-    "as_bytes",
-    "attention",
-    "batch_invariant",
-    "best_draft",
-    "best_paths",
-    "dequantise",
-    "dequantise_weight",
-    "draw_draft",
-    "expert_linear",
-    "exponential_sample",
-    "gated_linear",
-    "has_fast_linear",
-    "has_gated_linear",
-    "has_kernels",
-    "invert_draft_vocabulary",
-    "is_batch_invariant",
-    "linear",
-    "low_rank_places",
-    "over_vocabulary",
-    "plan_experts",
-    "prepare_inputs",
-    "quantise",
-    "recurrence",
-    "references",
-    "round_inputs",
-    "row_seeds",
-    "short_conv",
-    "suffix_drafts",
-    "token_logprobs",
-    "uniform",
-    "verify_block",
-    "verify_greedy",
-    "verify_sampling",
-    "verify_tree",
-    "write_kv",
-]
 
-
-@register_op(
-    "hf_specdec::recurrence",
-    mutates_args=("state", "ring_keys", "ring_updates", "ring_decays"),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta, Tensor(a!) state, "
-    "Tensor(b!) ring_keys, Tensor(c!) ring_updates, Tensor(d!) ring_decays, Tensor base, Tensor certain, "
-    "Tensor positions, int dummy, bool delta, bool normalize, float scale, Tensor? rates) -> Tensor",
-)
-def _recurrence(query, key, value, decay, beta, state, ring_keys, ring_updates, ring_decays, *args):
-    from .kernels.recurrence import recurrence
-
-    *bounds, delta, normalize, scale, rates = args
-    ring = RecurrenceRing(ring_keys, ring_updates, ring_decays)
-    options = {"delta": delta, "normalize": normalize, "scale": scale, "rates": rates}
-    return recurrence(query, key, value, decay, beta, state, ring, *bounds, **options)
-
-
-@_recurrence.register_fake
-def _(query, key, value, *rest):
-    return value.new_empty(value.shape)
-
-
-@register_op(
-    "hf_specdec::expert_linear",
-    schema="(Tensor inputs, Tensor weight, Tensor? bias, Tensor plan, int rows, bool is_transposed) -> Tensor",
-)
-def _expert_linear(inputs, weight, bias, plan, rows, is_transposed):
-    # The reference reads the plan on the host, which `torch.compile` cannot trace; so it is called inside the op.
-    if not is_for_triton(inputs):
-        return experts_reference.expert_linear(inputs, weight, bias, plan, rows, is_transposed)
-    from .kernels.experts import expert_linear
-
-    return expert_linear(inputs, weight, bias, plan, rows, is_transposed)
-
-
-@_expert_linear.register_fake
-def _(inputs, weight, bias, plan, rows, is_transposed):
-    return inputs.new_empty(plan.shape[1], weight.shape[2 if is_transposed else 1])
-
-
-@register_op(
-    "hf_specdec::add_low_rank",
-    mutates_args=("out",),
-    schema="(Tensor(a!) out, Tensor inputs, Tensor adapters, Tensor[] down, Tensor[] up, Tensor places, Tensor scales, "
-    "int[] sizes) -> ()",
-)
-def _add_low_rank(out, *args):
-    # The reference reads on the host which adapters there are, as that of experts does its plan.
-    if not is_for_triton(out):
-        return low_rank_reference.add_low_rank(out, *args)
-    from .kernels.low_rank import add_low_rank
-
-    return add_low_rank(out, *args)
-
-
-@register_op("hf_specdec::linear", schema="(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor")
 def _linear(inputs, weight, bias):
     if is_batch_invariant():
         tiles = choose_invariant_tiles(len(inputs), *weight.shape, inputs.itemsize)
     else:
         tiles = choose_tiles(len(inputs), *weight.shape)
-    if tiles is None or not len(inputs) or not is_for_triton(inputs):
+    if tiles is None or not len(inputs):
         return linear_reference.linear(inputs, weight, bias)
     by_descriptors = choose_descriptor_tiles(len(inputs), len(weight), tiles)
     if by_descriptors is not None and (is_capturing() or len(inputs) >= ROWS_OF_LONG_PASSES):
@@ -165,43 +62,18 @@ def _linear(inputs, weight, bias):
     return linear(inputs, weight, bias, tiles)
 
 
-@_linear.register_fake
-def _(inputs, weight, bias):
-    return inputs.new_empty(len(inputs), len(weight))
-
-
-@register_op(
-    "hf_specdec::gated_linear", schema="(Tensor inputs, Tensor weight, Tensor? bias, str activation) -> Tensor"
-)
 def _gated_linear(inputs, weight, bias, activation):
     from .kernels.linear import linear
 
     return linear(inputs, weight, bias, choose_gated_tiles(len(inputs), *weight.shape), activation)
 
 
-@_gated_linear.register_fake
-def _(inputs, weight, bias, activation):
-    return inputs.new_empty(len(inputs), len(weight) // 2)
-
-
-@register_op(
-    "hf_specdec::stored_linear",
-    schema="(Tensor inputs, Tensor values, Tensor scales, Tensor? zeros, int rows, int group, bool rounds_inputs, "
-    "Tensor? bias, str? activation) -> Tensor",
-)
-def _stored_linear(inputs, *args):
+def _stored_linear(inputs, weight, bias, activation):
     from .kernels.linear import linear
 
-    *parts, bias, activation = args
-    weight = StoredWeight(*parts)
     if weight.rounds_inputs and weight.group >= inputs.shape[1]:  # no program has a whole row
         inputs, weight = round_inputs(inputs, weight).to(inputs.dtype), weight._replace(rounds_inputs=False)
     return linear(inputs, weight, bias, choose_stored_tiles(len(inputs), weight), activation)
-
-
-@_stored_linear.register_fake
-def _(inputs, values, *rest):
-    return inputs.new_empty(len(inputs), len(values) // (1 if rest[-1] is None else 2))
 
 
 def _attention(*args):
@@ -321,31 +193,52 @@ plan_experts = kernel_op(
 )
 
 
-def recurrence(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor | None,
-    state: torch.Tensor,
-    ring: RecurrenceRing,
-    base: torch.Tensor,
-    certain: torch.Tensor,
-    positions: torch.Tensor,
-    dummy: int,
-    *,
-    delta: bool,
-    normalize: bool,
-    scale: float,
-    rates: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """See `kernels.recurrence_reference.recurrence`; a Triton kernel on GPUs."""
-    inputs, bounds = (query, key, value, decay, beta, state), (base, certain, positions, dummy)
-    if is_for_triton(query):
-        return _recurrence(*inputs, *ring, *bounds, delta, normalize, scale, rates)
-    return recurrence_reference.recurrence(
-        *inputs, ring, *bounds, delta=delta, normalize=normalize, scale=scale, rates=rates
-    )
+recurrence = kernel_op(
+    "recurrence.recurrence",
+    "(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta, Tensor(a!) state, Tensor(b!) ring_keys, "
+    "Tensor(c!) ring_updates, Tensor(d!) ring_decays, Tensor base, Tensor certain, Tensor positions, int dummy, "
+    "bool delta, bool normalize, float scale, Tensor? rates) -> Tensor",
+    lambda query, key, value, *rest: value.new_empty(value.shape),
+    mutates_args=("state", "ring_keys", "ring_updates", "ring_decays"),
+    groups={6: RecurrenceRing},
+)
+expert_linear = kernel_op(
+    "experts.expert_linear",
+    "(Tensor inputs, Tensor weight, Tensor? bias, Tensor plan, int rows, bool is_transposed) -> Tensor",
+    lambda inputs, weight, bias, plan, rows, is_transposed: inputs.new_empty(
+        plan.shape[1], weight.shape[2 if is_transposed else 1]
+    ),
+    is_opaque=True,  # the plan
+)
+add_low_rank = kernel_op(
+    "low_rank.add_low_rank",
+    "(Tensor(a!) out, Tensor inputs, Tensor adapters, Tensor[] down, Tensor[] up, Tensor places, Tensor scales, "
+    "int[] sizes) -> ()",
+    None,
+    mutates_args=("out",),
+    is_opaque=True,  # which adapters there are
+)
+_plain_linear = kernel_op(
+    "linear.linear",
+    "(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor",
+    lambda inputs, weight, bias: inputs.new_empty(len(inputs), len(weight)),
+    launch=_linear,
+)
+_plain_gated_linear = kernel_op(
+    "linear.gated_linear",
+    "(Tensor inputs, Tensor weight, Tensor? bias, str activation) -> Tensor",
+    lambda inputs, weight, bias, activation: inputs.new_empty(len(inputs), len(weight) // 2),
+    launch=_gated_linear,
+)
+_linear_of_stored = kernel_op(
+    "linear.stored_linear",
+    "(Tensor inputs, Tensor values, Tensor scales, Tensor? zeros, int rows, int group, bool rounds_inputs, "
+    "Tensor? bias, str? activation) -> Tensor",
+    lambda inputs, values, *rest: inputs.new_empty(len(inputs), len(values) // (1 if rest[-1] is None else 2)),
+    reference="linear_reference.gated_linear",  # never called
+    launch=_stored_linear,
+    groups={1: StoredWeight},
+)
 
 
 class SlotMoves:
@@ -368,16 +261,6 @@ class SlotMoves:
             if key != self._key:  # not while a round is captured, which was run before
                 self._key, self._table = key, SlotTable.of(buffers)
             move_slots(self._table, path, lengths, committed)
-
-
-def expert_linear(inputs: torch.Tensor, *args: torch.Tensor | int | None) -> torch.Tensor:
-    """See `kernels.experts_reference.expert_linear`; a Triton kernel on GPUs."""
-    return _expert_linear(inputs, *args)
-
-
-def add_low_rank(out: torch.Tensor, *args: torch.Tensor | list[torch.Tensor] | list[int]) -> None:
-    """See `kernels.low_rank_reference.add_low_rank`; a Triton kernel on GPUs."""
-    _add_low_rank(out, *args)
 
 
 def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:
@@ -403,28 +286,29 @@ def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) 
     return len(inputs) <= MAX_GATED_ROWS and len(weight) % 2 == 0 and _has_tiles(choose_gated_tiles, inputs, weight)
 
 
+def _is_16_bit(inputs: torch.Tensor) -> bool:
+    """Whether the kernels of 16-bit floating point take `inputs` as they are."""
+    is_taken = inputs.dtype in (torch.bfloat16, torch.float16) and is_for_triton(inputs) and inputs.stride(1) == 1
+    return is_taken and not torch.is_autocast_enabled(inputs.device.type)
+
+
 def _is_fast_stored(inputs: torch.Tensor, weight: StoredWeight) -> bool:
-    if inputs.dtype not in (torch.bfloat16, torch.float16) or not is_for_triton(inputs) or inputs.stride(1) != 1:
-        return False
     is_aligned = weight.values.stride(0) % 16 == 0 and weight.values.data_ptr() % 16 == 0
-    return is_aligned and len(inputs) > 0 and not torch.is_autocast_enabled(inputs.device.type)
+    return len(inputs) > 0 and _is_16_bit(inputs) and is_aligned
 
 
 def _has_tiles(
     choose_for: Callable[[int, int, int], LinearTiles | None], inputs: torch.Tensor, weight: torch.Tensor
 ) -> bool:
-    if inputs.dtype not in (torch.bfloat16, torch.float16) or not is_for_triton(inputs):
-        return False
-    if inputs.dtype != weight.dtype or not inputs.stride(1) == weight.stride(1) == 1:
-        return False
-    return choose_for(len(inputs), *weight.shape) is not None and not torch.is_autocast_enabled(inputs.device.type)
+    is_like = inputs.dtype == weight.dtype and weight.stride(1) == 1
+    return is_like and _is_16_bit(inputs) and choose_for(len(inputs), *weight.shape) is not None
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """See `kernels.linear_reference.linear`; a Triton kernel on GPUs, where `has_fast_linear` says so."""
     if isinstance(weight, StoredWeight) and is_for_triton(inputs):
-        return _stored_linear(inputs, *weight, bias, None)
-    return _run(_linear, linear_reference.linear, inputs, weight, bias)
+        return _linear_of_stored(inputs, weight, bias, None)
+    return _plain_linear(inputs, weight, bias)
 
 
 def gated_linear(
@@ -432,12 +316,5 @@ def gated_linear(
 ) -> torch.Tensor:
     """See `kernels.linear_reference.gated_linear`; a Triton kernel, where `has_gated_linear` says so."""
     if isinstance(weight, StoredWeight) and is_for_triton(inputs):
-        return _stored_linear(inputs, *weight, bias, activation)
-    return _run(_gated_linear, linear_reference.gated_linear, inputs, weight, bias, activation)
-
-
-def _run(op: Op, reference: Callable[..., torch.Tensor], inputs: torch.Tensor, *args: object) -> torch.Tensor:
-    if is_for_triton(inputs):
-        return op(inputs, *args)
-    with without_dispatch_modes():
-        return reference(inputs, *args)
+        return _linear_of_stored(inputs, weight, bias, activation)
+    return _plain_gated_linear(inputs, weight, bias, activation)

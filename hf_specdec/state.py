@@ -12,8 +12,7 @@ import torch
 from . import state_ops
 from .cache.hidden_states import HiddenStates
 from .cache.layer_kinds import LayerKinds
-from .cache.packed_cache import PackedCache
-from .cache.ragged_cache import RaggedCache
+from .cache.ragged_cache import PackedCache, RaggedCache
 from .kernels.types import NO_TOKEN, Nodes, Proposal, SamplingSettings, VerificationResult
 from .row_buffers import NEW_ROW, NUMBERS, blank_numbers, numbers_of, set_rows, upload
 

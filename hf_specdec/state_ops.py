@@ -10,8 +10,6 @@ import torch
 from .kernels.types import VerificationResult
 from .op_choice import kernel_op
 
-__all__ = ["block", "commit", "next_slots", "position_ids", "row_uniform", "tree_block"]
-
 next_slots = kernel_op(
     "round_state.next_slots",
     "(Tensor lengths, Tensor limits, Tensor finished, int first, int count, int dummy) -> Tensor",

@@ -269,7 +269,7 @@ def choose_value_block(dim: int, value_dim: int) -> int:
 
 @implements(recurrence_reference.recurrence)
 def recurrence(
-    query, key, value, decay, beta, state, ring, base, certain, positions, dummy, *, delta, normalize, scale, rates=None
+    query, key, value, decay, beta, state, ring, base, certain, positions, dummy, delta, normalize, scale, rates=None
 ):
     """See `recurrence_reference.recurrence`; computes in float32. One launch that depends on shapes and strides only.
 

@@ -33,7 +33,6 @@ def recurrence(
     certain: torch.Tensor,
     positions: torch.Tensor,
     dummy: int,
-    *,
     delta: bool,
     normalize: bool,
     scale: float,

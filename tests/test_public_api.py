@@ -21,7 +21,6 @@ ORDER = [
     "op_choice",
     "ops",
     "layer_ops",
-    "row_ops",
     "state_ops",
     "memory",
     "modules",
@@ -119,9 +118,9 @@ def test_packages_import_in_layers():
             continue  # see the next test
         seen += 1
         assert below in ORDER and ORDER.index(below) < ORDER.index(layer), f"{name} imports {imported}"
-        assert (
-            below != "kernels" or layer in ("ops", "layer_ops", "row_ops", "state_ops") or imported == "kernels.types"
-        ), f"{name} imports {imported}"
+        assert below != "kernels" or layer in ("ops", "layer_ops", "state_ops") or imported == "kernels.types", (
+            f"{name} imports {imported}"
+        )
     assert seen > 100
 
 

@@ -62,7 +62,7 @@ def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
     torch.manual_seed(0)  # All ranks of a tensor-parallel target draw the same drafter.
     with torch.device(target.device):
         # In the target's dtype from the start, since stacked experts take gigabytes, in float32 twice as many.
-        drafter = with_random_weights(found.family, found.config, target.dtype).to(target.dtype).eval()
+        drafter = with_random_weights(found.family, found.config, dtype=target.dtype).to(target.dtype).eval()
     drafter.requires_grad_(False)
     drafter.bind(target)
     return drafter

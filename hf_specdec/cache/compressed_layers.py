@@ -1,11 +1,9 @@
 """Cache layers of compressed attention (DeepSeek-V4): keys of windows of tokens beside those of single tokens.
 
-A compressor makes one entry of every window of `rate` tokens, and attention sees it from the window's last token on. An
-entry is a function of what the compressor has projected of the tokens of its window, and of the window before if
-windows overlap. So a layer keeps the projections of the last tokens in a ring, slot == position mod its size, and the
-entries in slots of their own, slot == number of the window. A pass makes the entries of the windows that its tokens
-complete. The tokens that take the place of rejected drafts make those entries again before a query sees them, so
-nothing is rolled back.
+A compressor makes one entry of every window of `rate` tokens, of the projections of its tokens and, if windows overlap,
+of those of the window before. Attention sees it from the window's last token on. A layer keeps projections in a ring,
+slot == position mod its size, and entries in slots of their own, slot == number of the window. The tokens that take the
+place of rejected drafts make their entries again before a query sees them, so nothing is rolled back.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ from .layer_kinds import LayerKind
 
 
 class CompressedWindows:
-    """What a layer keeps for one compressor, allocated at the first pass.
+    """What a layer of `cache` keeps for one compressor, allocated at the first pass.
 
     Args:
-        cache: that the layer is one of.
         rate: tokens of a window.
         overlaps: whether an entry is made of two windows, its own and the one before.
 
@@ -40,8 +37,8 @@ class CompressedWindows:
 
         Returns:
             values and gates of the windows that the tokens may complete, `[B, W, rate, C]` each, and the numbers of
-            these windows, `[B, W]` int64. If windows overlap, `[B, W + 1, rate, C]`, with the window before the first
-            one; gates are -inf before the text. What is not known of windows that are not complete is any number.
+            these windows, `[B, W]` int64. If windows overlap, `[B, W + 1, rate, C]`, with the window before; gates are
+            -inf before the text.
         """
         tokens = torch.cat([values, gates], dim=-1)
         if self.ring is None:
@@ -64,10 +61,13 @@ class CompressedWindows:
     def store(self, entries: torch.Tensor, numbers: torch.Tensor) -> None:
         """Store those `entries` `[B, W, D]` of the windows `numbers` `[B, W]` int64 that are complete."""
         if self.entries is None:
-            self.entries = entries.new_zeros(len(entries), self._cache.slots // self.rate + 1, entries.shape[-1])
+            self._allocate_entries(entries, len(entries))
         is_complete = (numbers + 1) * self.rate <= self._cache.block.last + 1
         rows = torch.arange(len(entries), device=entries.device)[:, None]
         self.entries[rows, torch.where(is_complete, numbers, self.entries.shape[1] - 1)] = entries
+
+    def _allocate_entries(self, like: torch.Tensor, batch: int) -> None:
+        self.entries = like.new_zeros(batch, self._cache.slots // self.rate + 1, like.shape[-1])
 
     def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The entries of the cache's `span`, `[B, S, D]`, and which of them a query may see, `[B, n, S]` bool."""
@@ -77,12 +77,9 @@ class CompressedWindows:
         return self.entries[:, :count], is_seen
 
     def copy_rows(self, rows: torch.Tensor, source: CompressedWindows, taken: slice | torch.Tensor, slots: int) -> None:
-        """Copy rows of the windows of another cache, see `RaggedCache.copy_rows`."""
         if self.ring is None:
-            batch = self._cache.batch
-            self.ring = source.ring.new_zeros(batch, *source.ring.shape[1:])
-            count = self._cache.slots // self.rate + 1
-            self.entries = source.entries.new_zeros(batch, count, source.entries.shape[-1])
+            self.ring = source.ring.new_zeros(self._cache.batch, *source.ring.shape[1:])
+            self._allocate_entries(source.entries, self._cache.batch)
         count = slots // self.rate
         self.ring[rows] = source.ring[taken]
         self.entries[rows, :count] = source.entries[taken, :count]

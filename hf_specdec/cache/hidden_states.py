@@ -9,12 +9,11 @@ import torch
 
 class HiddenStates:
     """Keeps hidden states of the target at every slot, for `output_hidden_states=True`, or for a drafter that learns.
-
-    What a slot holds of a rejected draft is overwritten when the token that takes its place is run, as keys are.
+    Those of a rejected draft are overwritten, as keys are.
 
     Attributes:
-        buffers: `[B, slots, streams, width]` of each kind of hidden states, of models with several streams; of others
-            `[B, slots, 1, width]`. None before the first pass.
+        buffers: `[B, slots, streams, width]` of each kind of hidden states, 1 stream in most models; none before a
+            pass.
     """
 
     def __init__(self) -> None:

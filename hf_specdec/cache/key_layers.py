@@ -75,8 +75,8 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
 
         Returns:
             the keys and values to attend to, `[B, kv_heads, span, head_dim]`: views of the cache, or copies where
-            attention takes a mask. That of modeling files copies others to multiply them, or requires contiguous ones.
-            Of float8 tensors that our attention reads as they are stored, and that others read dequantised.
+            attention takes a mask, as that of modeling files may require contiguous ones. Float8 ones are dequantised
+            when others read them.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -145,12 +145,8 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
 
 
 class PackedLayer(RaggedLayer):
-    """Keys and values of a layer of another cache as those of one row, `[1, B * slots, kv_heads, head_dim]`.
-
-    Args:
-        cache: of this layer.
-        layer: of the other cache.
-        batch: rows of the other cache.
+    """Keys and values of `layer` of another cache of `batch` rows as those of one row, `[1, B * slots, kv_heads,
+    head_dim]`.
     """
 
     def __init__(self, cache: Cache, layer: RaggedLayer, batch: int):

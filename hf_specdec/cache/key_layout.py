@@ -1,7 +1,5 @@
-"""Where the keys and values of a token are, of all layers of target and drafter, one after the other.
-
-So a row grows in one place. The keys, or the values, of a layer are a view of all rows, `[B, slots, kv_heads,
-head_dim]`, with large strides; kernels know no difference.
+"""Where the keys and values of a token are, of all layers of target and drafter, one after the other: so a row grows in
+one place. The buffers of a layer are views of all rows with large strides.
 """
 
 from __future__ import annotations
@@ -51,7 +49,6 @@ class KeyLayout(NamedTuple):
         return cls(size, layers)
 
     def place(self, caches: Sequence[RaggedCache], memory: RowMemory) -> None:
-        """Let the layers of `caches` have their buffers in `memory`."""
         for cache, layers in zip(caches, self.layers, strict=True):
             cache.row_memory = memory
             for layer, parts in zip(cache.layers, layers, strict=True):

@@ -1,7 +1,5 @@
 """Kinds of memory of layers, and other parts of models that run by code of their own on an engine: the two registries.
-
-A kind of memory is a `LayerKind`: it is found from the layers of transformers' cache, and has a class of layers of a
-`RaggedCache`. Other parts are a `PlugIn`. Engines know these interfaces only.
+Engines know these interfaces only.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ class PlugIn:
     """A part of some models that runs by code of its own. A plug-in is a class without instances.
 
     Attributes:
-        patches: given models, a context in which the part of them runs on a `RaggedCache`; on other caches, and in
-            other models, it runs as it is. None if nothing is patched.
+        patches: given models, a context in which the part of them runs on a `RaggedCache`; elsewhere it runs as it is.
     """
 
     patches: ClassVar[Callable[..., Patch] | None] = None
@@ -56,22 +53,21 @@ class PlugIn:
 
     @classmethod
     def why_not_same(cls, model: PreTrainedModel, limit: float) -> str | None:
-        """The reason why `model`, not patched yet and run on a few tokens, computes something else where it is patched:
-        logits that differ by more than `limit`, relative to their spread.
+        """The reason why `model`, not patched yet and run on a few tokens, has logits that differ by more than `limit`,
+        relative to their spread, where it is patched.
         """
         return None
 
     @classmethod
     def why_not_used(cls, model: PreTrainedModel, use: Use) -> str | None:
-        """The reason why the part of `model` does not allow `use`."""
         return None
 
     @classmethod
     def why_not_texts(
         cls, model: PreTrainedModel, width: int, longest: int, cached: int, is_chunked: bool
     ) -> str | None:
-        """The reason why texts of `model` cannot run on the static engine: prompts of `width` columns, `cached` of them
-        in the call's cache, the others run in chunks or not, and texts of which up to `longest` columns are run.
+        """The reason why texts of which up to `longest` columns are run cannot run on the static engine; of prompts of
+        `width` columns `cached` are in the call's cache, the others are run in chunks or not.
         """
         return None
 
@@ -170,14 +166,12 @@ class LayerKind(PlugIn):
 
     Attributes:
         layer_types: entries of `layer_types` of configurations that name layers of the kind.
-        sources: classes of layers of transformers' caches that it is read from where a call continues a cache. A
-            subclass may store things in another form.
+        sources: classes of layers of transformers' caches, not subclasses, that it is read from where a call continues
+            one.
         is_written: whether layers of transformers' caches take what it holds; else the model fills them.
         obstacles: reasons why a `Use` is not allowed; each follows "it has".
-        is_empty: whether it stores nothing.
-        stores_keys: whether it stores keys and values.
+        is_empty, stores_keys, is_by_slot: whether it stores nothing, keys and values, and all of it by slot.
         keeps_states: whether it keeps states of one position of each row, from which no token can be removed.
-        is_by_slot: whether all of what it stores is stored by slot.
         reads_mask: whether what reads it takes a mask over slots, and cannot be called by the attention interface.
         window: tokens of the windows that it keeps something of; 0 without windows.
     """
@@ -200,7 +194,6 @@ class LayerKind(PlugIn):
 
     @property
     def layer_class(self) -> type[LayerMemory]:
-        """What a layer of a `RaggedCache` is."""
         raise NotImplementedError(f"{type(self).__name__} does not implement layer_class.")
 
 
@@ -213,12 +206,10 @@ _MASK_OBSTACLES = dict.fromkeys(
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """The kinds of the layers of a model's cache.
+    """The kinds of the `layers` of a model's cache.
 
     Attributes:
-        layers: kind by layer.
-        takes_mask: whether attention is that of the modeling file, which adds a mask to its scores, and not
-            `ragged_attention_forward`.
+        takes_mask: whether attention is that of the modeling file, which adds a mask to its scores.
         key_dtype: in which keys and values are stored: that of the model if None, else float8, with scales.
     """
 
@@ -236,7 +227,6 @@ class LayerKinds:
         return iter(self.layers)
 
     def storing(self, key_dtype: torch.dtype | None) -> LayerKinds:
-        """The same kinds, with keys and values in another dtype."""
         return self if key_dtype == self.key_dtype else replace(self, key_dtype=key_dtype)
 
     @cached_property
@@ -266,10 +256,8 @@ class LayerKinds:
 
     def why_not(self, use: Use) -> str | None:
         """The reason why `use` is not allowed: what the model has, and what was expected. None if it is allowed."""
-        reasons = [kind.obstacles.get(use) for kind in dict.fromkeys(self.layers)]
-        if self.takes_mask:
-            reasons.append(_MASK_OBSTACLES.get(use))
-        return next(filter(None, reasons), None)
+        of_mask = _MASK_OBSTACLES.get(use) if self.takes_mask else None
+        return first_reason([*(kind.obstacles.get(use) for kind in dict.fromkeys(self.layers)), of_mask])
 
 
 _P = TypeVar("_P", bound=type[PlugIn])
@@ -315,6 +303,6 @@ def known_layer_types() -> frozenset[str]:
     return frozenset().union(*(kind.layer_types for kind in layer_kinds()))
 
 
-def first_reason(reasons: Iterator[str | None]) -> str | None:
+def first_reason(reasons: Iterable[str | None]) -> str | None:
     """The first of `reasons` that is one."""
     return next((reason for reason in reasons if reason is not None), None)

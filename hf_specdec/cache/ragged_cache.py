@@ -12,8 +12,7 @@ from ..kernels.types import Nodes
 from ..memory.virtual_memory import RowMemory
 from .hidden_states import HiddenStates
 from .layer_kinds import LayerKind, LayerKinds, LayerMemory
-from .recurrent_positions import RecurrencePositions
-from .rings import Block
+from .rings import Block, RecurrencePositions
 
 
 class RaggedCache(Cache):
@@ -104,12 +103,10 @@ class RaggedCache(Cache):
 
     @property
     def is_allocated(self) -> bool:
-        """Whether a forward pass has allocated the layers' buffers."""
         return any([layer.is_allocated for layer in self.layers])
 
     @property
     def block(self) -> Block:
-        """Positions of the tokens of the pass."""
         if self._block is None:
             self._block = Block.of(self.positions, self.dummy_slot)
         return self._block
@@ -134,13 +131,7 @@ class RaggedCache(Cache):
         return (layer for layer in self.layers if hasattr(layer, "indexer_position_ids"))
 
     @property
-    def can_be_copied(self) -> bool:
-        """Whether transformers' caches can be given what layers hold."""
-        return all([kind.is_written for kind in self.kinds])
-
-    @property
     def bounds_steps(self) -> bool:
-        """Whether a pass has named bounds of time steps, which are those of tokens of prompts only."""
         return any([layer.bounds_steps for layer in self.layers])
 
     def ring_slots(self, kernel_size: int = 0) -> int:
@@ -197,12 +188,10 @@ class RaggedCache(Cache):
     def copy_rows(
         self, rows: torch.Tensor, source: RaggedCache, slots: int, source_rows: torch.Tensor | None = None
     ) -> None:
-        """Copy rows of another cache of the same layers, and of the same K, whose layers hold some; so do this one's
-        with keys and values.
+        """Copy rows of `source`, a cache of the same layers and of the same K, both of which have run a pass.
 
         Args:
             rows: `[n]` int64, where to.
-            source: whose rows are copied.
             slots: how many leading slots of them; with 0 the states only, and what else is not in slots.
             source_rows: `[n]` int64, which rows; the first n if None.
         """
@@ -231,8 +220,8 @@ class RaggedCache(Cache):
         """Bring the states of the first rows to the positions `ends`, up to which the target has run all tokens.
 
         Returns:
-            whether that was done: not with tokens in the states that the text does not have, as those after a stop
-            string, nor if what rings hold does not suffice.
+            whether that was done: not with tokens in the states that the text does not have, nor if the rings do not
+            suffice.
         """
         recurrence, bases = self.recurrence, self.state_positions(len(ends))
         if any(base > end for base, end in zip(bases, ends, strict=True)):
@@ -255,7 +244,7 @@ class RaggedCache(Cache):
         Args:
             positions: `[B, n]` int64 slots.
             live: upper bound of the slots in use, known without synchronizing with the device.
-            num_before: see the attribute; used where no layer keeps states, and there are no mask and no starts.
+            num_before: see the attribute.
         """
         self.positions, self._block = positions, None
         self.num_before = num_before = num_before if self._takes_num_before else None
@@ -269,3 +258,30 @@ class RaggedCache(Cache):
     def show(self, live: int) -> None:
         """Set how many leading slots queries may attend to; see `advance`."""
         self.span = (self.kernel_span if self._shows_all else min(live + 1, self.slots)) - self.takes_mask
+
+
+class PackedCache(RaggedCache):
+    """All `batch` rows of `cache` as one, in which that of row b begins at slot b * slots: for packed prompts.
+
+    It has the buffers of the other cache, see `Use.PACKING`, and its dummy slot is that of the last row. A query
+    attends to slots of its own row only.
+    """
+
+    def __init__(self, cache: RaggedCache, batch: int):
+        super().__init__(LayerKinds(), batch * cache.slots)
+        self.kinds, self.layers = cache.kinds, [layer.packed(self, batch) for layer in cache.layers]
+        self.hidden_states = cache.hidden_states
+        self._row_slots, self._row_starts = cache.slots, cache.starts
+
+    def attention_mask(self, slots: torch.Tensor) -> torch.Tensor:
+        """`[1, 2, n, 1]` int64: the slots, and the first slot that each query attends to."""
+        return torch.stack((slots, self.starts_of(slots)), dim=1)[..., None]
+
+    def starts_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """The first slot that queries at `slots` `[1, n]` int64 attend to, likewise."""
+        rows = slots // self._row_slots
+        starts = rows * self._row_slots
+        return starts if self._row_starts is None else starts + self._row_starts[rows]
+
+    def advance(self, positions: torch.Tensor, live: int, num_before: int | None = None) -> None:
+        self.positions, self.span, self._block = positions, self.slots, None

@@ -1,28 +1,26 @@
 """Cache layers of recurrent layers: linear attention, state-space models and short convolutions.
 
-A recurrent state cannot be indexed by position, so rejected tokens cannot be left behind in it as in keys and values.
-Instead a layer keeps the state of position `base`, which has all tokens below `base` in it, and the inputs of later
-tokens in a ring, slot == position mod its size. A pass over a block of tokens first replays the ring from `base` to the
-position at which the block begins. Tokens that are certain (below the row's length) become part of the stored state on
-the way; draft tokens are only put into the ring. So the position of the next block shows how many drafts were accepted,
-nothing is rolled back or copied, and the state is read and written once a pass.
+A layer keeps the state of position `base`, which has all tokens below `base` in it, and the inputs of later tokens in a
+ring, slot == position mod its size. A pass over a block of tokens first replays the ring from `base` to where the block
+begins. Tokens that are certain (below the row's length) become part of the stored state on the way; draft tokens are
+only put into the ring. So nothing is rolled back or copied, and the state is read and written once a pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import ops
-from ..host.caches import Cache, LinearAttentionCacheLayerMixin
+from ..host.caches import OUTPUT_NAME, Cache, LinearAttentionCacheLayerMixin
 from ..kernels.types import RecurrenceRing
 from .key_layers import RaggedLayer
 from .layer_kinds import LayerKind, LayerMemory
 from .rings import like
-from .state_forms import StateForm, check_shape, held_states
 
 # Blocks of more columns, which are chunks of a prefill, run through the model's own chunked functions: a recurrence
 # takes one step a column.
@@ -31,13 +29,60 @@ MOST_STEPS = 256
 UNBOUNDED = (0.0, float("inf"))
 
 
+class StateForm(Enum):
+    """How a layer of transformers' cache holds a state `[B, H, K, V]`."""
+
+    KEYS_FIRST = auto()  # [B, H, K, V]: linear attention
+    VALUES_FIRST = auto()  # [B, H, V, K]: Mamba-2
+    CHANNELS = auto()  # [B, V, K], and [B, heads, V, K] of heads that run one by one: Mamba-1
+
+    def read(self, held: torch.Tensor) -> torch.Tensor:
+        """`[B, H, K, V]`, from what a layer holds."""
+        if self is StateForm.KEYS_FIRST:
+            return held
+        return (held[:, None] if self is StateForm.CHANNELS else held).transpose(-1, -2)
+
+    def write(self, state: torch.Tensor) -> torch.Tensor:
+        """What a layer holds, from `[B, H, K, V]`; a copy."""
+        if self is not StateForm.KEYS_FIRST:
+            state = state.transpose(-1, -2)
+        return (state[:, 0] if self is StateForm.CHANNELS else state).clone(memory_format=torch.contiguous_format)
+
+
+def _held_states(layer: LinearAttentionCacheLayerMixin, name: str, index: int) -> torch.Tensor:
+    """The entry `index` of `name`, `"recurrent_states"` or `"conv_states"`, of a layer of transformers' cache.
+
+    Raises:
+        ValueError: it has none.
+    """
+    held = getattr(layer, name, {}).get(index)
+    if held is None:
+        raise ValueError(
+            f"A {type(layer).__name__} of {OUTPUT_NAME} has no {name}[{index}]; expected those of the cached text. "
+            "Pass a cache that this target has filled."
+        )
+    return held
+
+
+def _check_shape(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Check that states found in a cache have the shape of those of the target, rows aside.
+
+    Raises:
+        ValueError: they have another one.
+    """
+    if found.shape[1:] != expected.shape[1:]:
+        raise ValueError(
+            f"{OUTPUT_NAME} holds {what} of shape {list(found.shape[1:])} a row; expected "
+            f"{list(expected.shape[1:])}. Pass a cache that this target has filled."
+        )
+
+
 class RecurrentState:
     """One recurrent state of a layer, in the place of the tensor that a model's functions take as initial state.
 
     Attributes:
-        cache: whose layer's state it is.
         state: `[B, H, K, V]` float32, of position `base`; None before the first pass.
-        ring: inputs of the tokens from there on; None before the first pass.
+        ring: inputs of the tokens from there on, likewise.
         form: how transformers holds such a state.
         normalizes, has_rates: options of `ops.recurrence` that it is run with.
         step_limits: bounds of the time step of a state-space model, as far as a pass has named them.
@@ -73,27 +118,31 @@ class RecurrentState:
         beta: torch.Tensor | None,
         chunked: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
         form: StateForm = StateForm.KEYS_FIRST,
-        **options: Any,
+        delta: bool = False,
+        normalize: bool = False,
+        scale: float = 1.0,
+        rates: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Outputs `[B, n, H, V]` of a block at the cache's positions; the state and the ring are updated.
 
         Args:
-            query, key, value, decay, beta, options: see `ops.recurrence`.
-            chunked: the model's own function, for blocks of more than `MOST_STEPS` columns, all of them certain. It is
-                given `[B, n]` bool, which columns hold tokens, and the initial state `[B, H, K, V]`, and returns
-                outputs and the final state. None if there is none: then all blocks take one step a column.
+            query, key, value, decay, beta, delta, normalize, scale, rates: see `ops.recurrence`.
+            chunked: the model's own function, for blocks of more than `MOST_STEPS` columns, all of them certain, if it
+                has one: given `[B, n]` bool, which columns hold tokens, and the initial state, it returns outputs and
+                the final state.
             form: see the attribute.
         """
         cache = self.cache
         if self.state is None:
             self._allocate(key, value, decay)
-            self.form, self.normalizes, self.has_rates = form, options["normalize"], "rates" in options
+            self.form, self.normalizes, self.has_rates = form, normalize, rates is not None
         if chunked is not None and value.shape[1] > MOST_STEPS:
             out, final = chunked(cache.positions < cache.dummy_slot, self.state)
             self.state.copy_(final)
             return out
-        inputs, bounds = (query, key, value, decay, beta), (cache.recurrence.base, cache.recurrence.certain)
-        return ops.recurrence(*inputs, self.state, self.ring, *bounds, cache.positions, cache.dummy_slot, **options)
+        bounds = cache.recurrence.base, cache.recurrence.certain, cache.positions, cache.dummy_slot
+        memory, options = (self.state, self.ring), (delta, normalize, scale, rates)
+        return ops.recurrence(query, key, value, decay, beta, *memory, *bounds, *options)
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor) -> None:
         batch, _, heads, width = value.shape
@@ -135,8 +184,8 @@ class RecurrentState:
         for one in self._by_head:
             keys, updates, decays = (part.new_zeros(len(part), 1, *part.shape[2:]) for part in one.ring)
             bounds = self.cache.recurrence.base, positions[:, 0], positions, self.cache.dummy_slot
-            options = {"delta": False, "normalize": one.normalizes, "scale": 1.0}
-            ops.recurrence(keys, keys, updates, decays, None, one.state, one.ring, *bounds, **options)
+            options = False, one.normalizes, 1.0, None
+            ops.recurrence(keys, keys, updates, decays, None, one.state, one.ring, *bounds, *options)
 
     def read(self, held: torch.Tensor, ends: torch.Tensor) -> None:
         """Take the states of the first rows, of positions `ends` `[n]` int64, from what transformers holds of them.
@@ -147,7 +196,7 @@ class RecurrentState:
         parts = held.unbind(1) if self.heads else [held]
         for one, part in zip(self._by_head, parts, strict=True):
             state = one.form.read(part)
-            check_shape("recurrent states", state, one.state)
+            _check_shape("recurrent states", state, one.state)
             one.state[: len(ends)] = torch.where(ends[:, None, None, None] > 0, state.to(one.state), 0)
 
     def written(self, count: int) -> torch.Tensor:
@@ -158,12 +207,8 @@ class RecurrentState:
 
 @dataclass
 class ConvolutionInputs:
-    """Inputs of a short convolution, in the place of the tensor that a model's function takes.
-
-    Attributes:
-        cache: see `RecurrentState`.
-        ring: `[B, slots, C]`, inputs of earlier tokens.
-        inputs: `[B, C, n]`.
+    """`inputs` `[B, C, n]` of a short convolution, in the place of the tensor that a model's function takes; and those
+    of earlier tokens, `ring` `[B, slots, C]`.
     """
 
     cache: Cache
@@ -188,11 +233,8 @@ class _Inputs(NamedTuple):
 
 
 class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
-    """Recurrent states and inputs of short convolutions of one layer, allocated at the first pass.
-
-    Args:
-        cache: that it is a layer of.
-        kind: `num_states` of it is how many recurrent states and how many convolutions the layer has.
+    """Recurrent states and inputs of short convolutions of one layer, allocated at the first pass; `kind.num_states` of
+    each.
     """
 
     def __init__(self, cache: Cache, kind: LayerKind):
@@ -233,12 +275,11 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
     def with_former(
         self, inputs: torch.Tensor, state_idx: int, count: int, fill: float = 0, width: int | None = None
     ) -> torch.Tensor:
-        """Store inputs of a block, and give them with those of the tokens before it.
+        """Store inputs `[B, n, ...]` of a block, of the cache's positions, and give them with those of `count` tokens
+        before it.
 
         Args:
-            inputs: `[B, n, ...]`, of the cache's positions.
             state_idx: of the state that they are, which no other method stores.
-            count: how many inputs before them.
             fill: what stands before the first token of a row.
             width: of how many tokens transformers' layer holds inputs; `count` if None.
 
@@ -253,8 +294,8 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
         return torch.where(like(positions >= 0, whole), whole, self._inputs[state_idx].fill)
 
     def extended(self, inputs: torch.Tensor, state_idx: int, kernel_size: int) -> torch.Tensor:
-        """The `inputs` `[B, C, n]` of a short convolution with those before them, `[B, C, kernel_size - 1 + n]`; they
-        are stored.
+        """The inputs `[B, C, n]` of a convolution with those before them, `[B, C, kernel_size - 1 + n]`; they are
+        stored.
         """
         former = self.with_former(inputs.transpose(1, 2), state_idx, kernel_size - 1, width=kernel_size)
         return former.transpose(1, 2)
@@ -310,11 +351,11 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
 
     def read_states(self, layer: LinearAttentionCacheLayerMixin, ends: torch.Tensor) -> None:
         for index, state in self._used_states().items():
-            state.read(held_states(layer, "recurrent_states", index), ends)
+            state.read(_held_states(layer, "recurrent_states", index), ends)
         rows = torch.arange(len(ends), device=ends.device)[:, None]
         for index, (ring, _, width) in self._inputs.items():
-            inputs = held_states(layer, "conv_states", index)[..., -width:].movedim(-1, 1)
-            check_shape("inputs of a convolution", inputs[:, 0], ring[:, 0])
+            inputs = _held_states(layer, "conv_states", index)[..., -width:].movedim(-1, 1)
+            _check_shape("inputs of a convolution", inputs[:, 0], ring[:, 0])
             positions = ends[:, None] + torch.arange(-inputs.shape[1], 0, device=ends.device)
             slots = positions % ring.shape[1]
             ring[rows, slots] = torch.where(like(positions >= 0, ring), inputs.to(ring), ring[rows, slots])

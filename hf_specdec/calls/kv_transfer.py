@@ -143,7 +143,7 @@ class FinishedCall:
         was.
         """
         ragged, ends = self.ragged, self.prompts.ends(self.columns)
-        if not ragged.can_be_copied:
+        if not all(kind.is_written for kind in ragged.kinds):
             return
         if ragged.recurrence is not None and not (self.columns == self._most and ragged.replay(ends)):
             return

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import torch
 from transformers import logging as hf_logging
 
-from ..host.hub import cached_file, extract_commit_hash
+from ..host.serving import cached_file, extract_commit_hash
 from .limits import check_settings
 from .quantised import dequantise, find_scale, is_unused, stated_block
 from .weight_files import StoredTensor, read_headers, read_stored

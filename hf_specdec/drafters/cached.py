@@ -10,8 +10,7 @@ import torch
 from .. import ops
 from ..cache.key_layers import attention_layers
 from ..cache.layer_kinds import LayerKinds, Use
-from ..cache.packed_cache import PackedCache
-from ..cache.ragged_cache import RaggedCache
+from ..cache.ragged_cache import PackedCache, RaggedCache
 from ..config import DrafterConfig
 from ..kernels.types import WORD_BITS, DraftInputs, Nodes, Proposal, VerificationResult
 from ..ops import draw_draft

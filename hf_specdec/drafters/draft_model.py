@@ -17,7 +17,6 @@ from ..config import DraftModelConfig
 from ..modules.hidden_states import decoder_of
 from ..modules.stored_linear import keep_stored
 from ..patching.attention import set_ragged_attention
-from ..patching.implementations import registered_attention
 from ..patching.masked_attention import why_not_masked
 from ..patching.support import (
     cache_layers,
@@ -25,6 +24,7 @@ from ..patching.support import (
     cache_windows,
     num_positions,
     position_markers,
+    registered_attention,
     uses_attention_interface,
     why_not_supported,
     why_not_used,

@@ -15,7 +15,7 @@ from ..config import DFlash2Config, DFlashConfig, DraftLayersConfig, Eagle3Confi
 from ..host.modeling import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 from ..layer_ops import RotaryKind
 from ..modules.deferred import residual_stream, rotated
-from ..modules.layer_choice import uses_layer_kernels
+from ..modules.patch import uses_layer_kernels
 
 
 class Attend(Protocol):

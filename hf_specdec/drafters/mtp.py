@@ -23,7 +23,7 @@ from ..kernels.types import DraftInputs, Proposal, VerificationResult
 from ..modules.hidden_states import NUM_PROBE_TOKENS, check_aux_hidden_states
 from ..modules.stored_linear import keep_stored
 from ..patching.experts import original_experts_implementation
-from ..patching.implementations import registered_attention
+from ..patching.support import registered_attention
 from ..state import DecodeState
 from .cached import CachedDrafter, DraftMemory
 from .mtp_layers import MtpFrame, build_decoder

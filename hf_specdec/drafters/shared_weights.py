@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from .. import layer_ops
 from ..checkpoints.tensors import is_plain, plain_weight
-from ..modules.layer_choice import uses_layer_kernels
+from ..modules.patch import uses_layer_kernels
 from ..modules.signature import places_of, versions_of
 from ..patching.linear import linear
 

@@ -45,12 +45,10 @@ class Fence:
             self._event = torch.cuda.current_stream(self._device).record_event()
 
     def wait(self) -> None:
-        """Let the current stream wait for it."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Wait for it on the host."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -76,10 +74,8 @@ class RoundClock:
 
 @functools.cache
 def _streams(device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream, threading.Lock]:
-    """The streams of a GPU for warm-up runs and for captures, and a lock to be held during a capture.
-
-    One of each: cuBLAS keeps a workspace for every stream that it ever ran on, and torch has a pool of 32 streams. The
-    default capture stream of `torch.cuda.graph` belongs to the device of the first capture.
+    """The streams of a GPU for warm-up runs and for captures, and a lock to be held during a capture: one of each,
+    since cuBLAS keeps a workspace for every stream that it ever ran on.
     """
     return torch.cuda.Stream(device), torch.cuda.Stream(device), threading.Lock()
 
@@ -88,8 +84,7 @@ def _streams(device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream, threadi
 class GraphPool:
     """A CUDA-graph memory pool that several graphs share: temporary tensors of one are overwritten by the next.
 
-    The graphs must not run at the same time, and what a replay returns must have been read when another graph is
-    replayed. Results that live longer are written to tensors allocated before the capture.
+    The graphs must not run at the same time, and what a replay returns must have been read before the next one.
 
     Attributes:
         owner: the graph captured last, which keeps the pool alive; None before the first.
@@ -102,8 +97,7 @@ class CudaGraph:
     """A function of no arguments as a CUDA graph of the current device; a replay is launched on the current stream.
 
     The function must read and write tensors at fixed addresses, and read nothing on the host. It is run `WARM_UPS`
-    times before it is captured, so that kernels are built and libraries allocate their workspaces; the caller makes
-    sure that these runs have no effect.
+    times before it is captured; the caller makes sure that these runs have no effect.
 
     Attributes:
         result: what the function returned when it was captured; every replay overwrites its tensors.

@@ -5,6 +5,6 @@ What differs between versions is settled here; the rest of the package asks. A p
 """
 
 # All of the table, before anything asks what of it is missing.
-from . import caches, generation, hub, modeling, serving
+from . import caches, generation, modeling, quantised, serving
 
-__all__ = ["caches", "generation", "hub", "modeling", "serving"]
+__all__ = ["caches", "generation", "modeling", "quantised", "serving"]

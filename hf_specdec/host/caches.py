@@ -9,7 +9,7 @@ from dataclasses import fields
 from functools import cache as cached
 from typing import Any
 
-from .parts import about, any_of, in_modeling_files, part, uses
+from .parts import about, any_of, attribute, in_modeling_files, part, uses
 
 _FILE = "transformers.cache_utils"
 
@@ -32,10 +32,9 @@ StaticLayer = _class("StaticLayer")
 StaticSlidingWindowLayer = _class("StaticSlidingWindowLayer")
 
 
-@uses("transformers.generation.utils:GenerationMixin", "_is_user_defined", why="marks a cache that the caller passed")
-def is_of_caller(cache: Any) -> bool:
-    """Whether the caller of `generate()` passed `cache`."""
-    return getattr(cache, "_is_user_defined", False)
+is_of_caller = attribute(
+    "transformers.generation.utils:GenerationMixin", "_is_user_defined", why="marks a cache that the caller passed"
+)
 
 
 @uses(f"{_FILE}:QuantizedLayer", "_quantize", why="tells caches that round keys and values")
@@ -89,12 +88,8 @@ def given_cache(arguments: Mapping[str, Any]) -> Any:
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
-def given_cache_name(arguments: Mapping[str, Any]) -> str:
-    """The name of the cache among `arguments`, see `given_cache`; that of outputs if there is none."""
-    return next((name for name in CACHE_NAMES if arguments.get(name) is not None), OUTPUT_NAME)
-
-
-def _parameters_of(kind: type) -> dict[str, inspect.Parameter]:
+@cached
+def _parameters_of(kind: type, forward: Callable) -> dict[str, inspect.Parameter]:
     """Parameters of `forward` of a class, and of those of its bases that it may hand others on to."""
     found: dict[str, inspect.Parameter] = {}
     for function in (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)):
@@ -113,12 +108,7 @@ def _is_own(parameter: inspect.Parameter) -> bool:
 
 def model_cache_name(kind: type) -> str | None:
     """The parameter by which models of class `kind` take a `Cache`; None if they do not."""
-    return _name_in(kind, kind.forward)
-
-
-@cached
-def _name_in(kind: type, forward: Callable) -> str | None:
-    parameters = _parameters_of(kind)
+    parameters = _parameters_of(kind, kind.forward)
     return next((name for name in CACHE_NAMES if name in parameters and not _is_own(parameters[name])), None)
 
 
@@ -128,7 +118,7 @@ def why_no_cache(kind: type) -> str | None:
         return None
     own = [
         name
-        for name, parameter in _parameters_of(kind).items()
+        for name, parameter in _parameters_of(kind, kind.forward).items()
         if name in _OWN_CACHES or (name in CACHE_NAMES and _is_own(parameter))
     ]
     if own:

@@ -10,12 +10,11 @@ import torch
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
-    PrefixConstrainedLogitsProcessor,
     PreTrainedModel,
     StoppingCriteriaList,
 )
 
-from .parts import part, uses
+from .parts import attribute, method, part, uses
 
 _UTILS = "transformers.generation.utils"
 _MIXIN = f"{_UTILS}:GenerationMixin"
@@ -36,18 +35,14 @@ BaseStreamer = part("transformers.generation.streamers", "BaseStreamer", why="ba
 ModelOutput = part("transformers.utils.generic", "ModelOutput", why="output of a forward pass")
 
 
-def _replaced(owner: str, *names: str) -> dict[str, Any]:
-    return {name: part(owner, name, why="replaced, so that calls accept a drafter") for name in names}
-
-
 # By owner and name: the methods that are replaced, as they are.
 REPLACED_METHODS: dict[tuple[Any, str], Any] = {
-    (owner, name): method
-    for owner, methods in (
+    (owner, name): part(where, name, why="replaced, so that calls accept a drafter")
+    for owner, where, names in (
         (
             GenerationMixin,
-            _replaced(
-                _MIXIN,
+            _MIXIN,
+            (
                 "_assisted_decoding",
                 "_extract_generation_mode_kwargs",
                 "_get_candidate_generator",
@@ -59,31 +54,23 @@ REPLACED_METHODS: dict[tuple[Any, str], Any] = {
         ),
         (
             ContinuousMixin,
-            _replaced(
-                f"{_MANAGER}:ContinuousMixin",
-                "generate_batch",
-                "init_continuous_batching",
-                "continuous_batching_context_manager",
-            ),
+            f"{_MANAGER}:ContinuousMixin",
+            ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"),
         ),
-        (ContinuousBatchingManager, _replaced(f"{_MANAGER}:ContinuousBatchingManager", "add_request", "add_requests")),
+        (ContinuousBatchingManager, f"{_MANAGER}:ContinuousBatchingManager", ("add_request", "add_requests")),
     )
-    for name, method in methods.items()
+    for name in names
 }
 # The loop of transformers' own assisted generation.
 assisted_decoding = REPLACED_METHODS[GenerationMixin, "_assisted_decoding"]
 
 
-@uses("transformers:GenerationConfig", "_get_default_generation_params", why="tells what a caller has asked for")
-def default_settings(config: GenerationConfig | type[GenerationConfig]) -> dict[str, Any]:
-    """The settings that `GenerationConfig` has if nobody sets them."""
-    return config._get_default_generation_params()
-
-
-@uses(_MIXIN, "_supports_default_dynamic_cache", why="tells whether a call would make a cache")
-def makes_dynamic_cache(model: PreTrainedModel) -> bool:
-    """Whether `generate()` would make a `DynamicCache` for `model`."""
-    return model._supports_default_dynamic_cache()
+# Of a configuration or its class: the settings that it has if nobody sets them.
+default_settings = method(
+    "transformers:GenerationConfig", "_get_default_generation_params", why="tells what a caller has asked for"
+)
+# Of a model: whether `generate()` would make a `DynamicCache`.
+makes_dynamic_cache = method(_MIXIN, "_supports_default_dynamic_cache", why="tells whether a call would make a cache")
 
 
 def make_cache(model: PreTrainedModel, config: GenerationConfig, inputs: dict[str, Any], *args: Any, **kw: Any) -> None:
@@ -140,18 +127,10 @@ def logits_processors(
     )
 
 
-@uses(_MIXIN, "_supports_logits_to_keep", why="computes the logits that are needed only")
-def keeps_logits(model: PreTrainedModel) -> bool:
-    """Whether `forward` of `model` takes `logits_to_keep`."""
-    return model._supports_logits_to_keep()
-
-
-@uses(_MIXIN, "_prefill", why="runs prompts as plain generate() does")
-def prefill(
-    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, inputs: dict[str, Any]
-) -> ModelOutput:
-    """Run `model` over prompts `[B, P]` as plain `generate()` does, with the prepared `inputs`."""
-    return model._prefill(input_ids, config, inputs)
+# Of a model: whether its `forward` takes `logits_to_keep`.
+keeps_logits = method(_MIXIN, "_supports_logits_to_keep", why="computes the logits that are needed only")
+# Of a model: its output for prompts `[B, P]`, a configuration and prepared inputs.
+prefill = method(_MIXIN, "_prefill", why="runs prompts as plain generate() does")
 
 
 @uses(_MIXIN, "_update_model_kwargs_for_generation", why="inputs after a pass, as plain generate() has them")
@@ -162,25 +141,17 @@ def inputs_after(
     return model._update_model_kwargs_for_generation(outputs, dict(inputs), num_new_tokens=num_new_tokens)
 
 
-@uses(_MIXIN, "_pad_token_tensor", why="token of finished rows")
-def pad_token(config: GenerationConfig) -> torch.Tensor | None:
-    """The token that finished rows go on with, as prepared by `generate()`."""
-    return config._pad_token_tensor
-
-
-@uses(
+# Of a configuration: the tensor of the token that finished rows go on with, as prepared by `generate()`.
+pad_token = attribute(_MIXIN, "_pad_token_tensor", why="token of finished rows")
+# Likewise: the columns of the attention mask that `generate()` has dropped; None if it has not.
+mask_length = attribute(
     _MIXIN,
     "_mask_length",
     why="columns of a mask that was dropped since it is all ones",
     since="after 5.17",
     is_needed=False,
 )
-def mask_length(config: GenerationConfig) -> int | None:
-    """Columns of the attention mask that `generate()` has dropped, since all are ones; None if it has not."""
-    return getattr(config, "_mask_length", None)
-
-
-@uses("transformers:PrefixConstrainedLogitsProcessor", "_prefix_allowed_tokens_fn", why="runs for rows that live only")
-def allowed_tokens_of(processor: PrefixConstrainedLogitsProcessor) -> Callable[[int, torch.Tensor], list[int]]:
-    """The function of a constraint, of the number of a row and its text `[n]`."""
-    return processor._prefix_allowed_tokens_fn
+# Of a `PrefixConstrainedLogitsProcessor`: its function of the number of a row and its text `[n]`.
+allowed_tokens_of = attribute(
+    "transformers:PrefixConstrainedLogitsProcessor", "_prefix_allowed_tokens_fn", why="runs for rows that live only"
+)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
-from .parts import in_modeling_files, lazy_part, named_in, part, uses
+from .parts import attribute, in_modeling_files, lazy_part, method, named_in, part
 
 _MODEL = "transformers:PreTrainedModel"
 _LLAMA = "transformers.models.llama.modeling_llama"
@@ -160,34 +158,19 @@ LAYER_TYPES = {
 }
 
 
-@uses(_MODEL, "_supports_attention_backend", why="states that all layers of a class use the attention interface")
-def states_attention_interface(model: PreTrainedModel) -> bool:
-    """Whether the class of `model` states that all its layers use the attention interface."""
-    return getattr(model, "_supports_attention_backend", False)
-
-
-@uses("transformers:PreTrainedConfig", "_attn_implementation", why="which attention a model runs")
-def attention_of(config: PreTrainedConfig) -> str | None:
-    """The name of the attention that models with `config` run."""
-    return config._attn_implementation
-
-
-@uses(_MODEL, "_can_set_experts_implementation", why="tells whether a model's experts can be switched")
-def switches_experts(model: PreTrainedModel) -> bool:
-    """Whether the implementation of experts of `model` can be set."""
-    return model._can_set_experts_implementation()
-
-
-@uses("transformers.integrations.moe", "_apply_gate", why="gated activation of experts")
-def apply_gate(module: nn.Module, inner: torch.Tensor) -> torch.Tensor:
-    """The gated activation of a module of experts."""
-    return module._apply_gate(inner)
-
-
-@uses(_MODEL, "_from_config", why="drafters with random weights")
-def with_random_weights(kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of class `kind` with new weights."""
-    return kind._from_config(config, dtype=dtype)
+# Of a model: whether its class states that all its layers use the attention interface.
+states_attention_interface = attribute(
+    _MODEL, "_supports_attention_backend", why="states that all layers of a class use the attention interface"
+)
+# Of a configuration: the name of the attention that models with it run.
+attention_of = attribute("transformers:PreTrainedConfig", "_attn_implementation", why="which attention a model runs")
+switches_experts = method(
+    _MODEL, "_can_set_experts_implementation", why="tells whether a model's experts can be switched"
+)
+# Of a module of experts, and what is `[..., 2 * inner]`.
+apply_gate = method("transformers.integrations.moe", "_apply_gate", why="gated activation of experts")
+# Of a class of models, and a configuration and a `dtype`.
+with_random_weights = method(_MODEL, "_from_config", why="drafters with random weights")
 
 
 def accelerate_hook(module: nn.Module) -> Any:

@@ -101,7 +101,6 @@ def lazy_part(where: str, *names: str, why: str, since: str = "") -> Callable[[]
 
 
 def _code_of(owner: Any) -> Iterator[types.CodeType]:
-    """The code of all functions of a class or a module."""
     for one in vars(owner).values():
         for function in (one, *(getattr(one, name, None) for name in ("fget", "fset", "__func__"))):
             function = inspect.unwrap(function) if callable(function) else None
@@ -130,6 +129,18 @@ def uses(where: str, name: str, *, why: str, since: str = "", is_needed: bool = 
     """Decorator of a function that reads or calls an attribute: declares it, see `named_in`."""
     named_in(where, name, why=why, since=since, is_needed=is_needed)
     return lambda function: function
+
+
+def method(where: str, name: str, *, why: str) -> Callable[..., Any]:
+    """Declare a method, and return a function that calls it of its first argument."""
+    named_in(where, name, why=why)
+    return lambda owner, *args, **kwargs: getattr(owner, name)(*args, **kwargs)
+
+
+def attribute(where: str, name: str, *, why: str, since: str = "", is_needed: bool = True) -> Callable[..., Any]:
+    """Declare an attribute, and return a function of its owner, and of what it returns if that has none."""
+    named_in(where, name, why=why, since=since, is_needed=is_needed)
+    return lambda owner, default=None: getattr(owner, name, default)
 
 
 def in_modeling_files(*names: str, why: str, since: str = "") -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""transformers' server, and tensor parallel models."""
+"""transformers' server, tensor parallel models, and files of checkpoints, by folder or Hub repository."""
 
 from __future__ import annotations
 
@@ -42,6 +42,9 @@ SERVER_NAMES = {
 CHAT_HANDLER = named_in(f"{_SERVER}.chat_completion", "ChatCompletionHandler", why=_HANDLER, is_needed=False)
 COMPLETION_HANDLER = named_in(f"{_SERVER}.completion", "CompletionHandler", why=_HANDLER, is_needed=False)
 RESPONSE_HANDLER = named_in(f"{_SERVER}.response", "ResponseHandler", why=_HANDLER, is_needed=False)
+
+cached_file = part("transformers.utils.hub", "cached_file", why="downloads the files of a checkpoint")
+extract_commit_hash = part("transformers.utils.hub", "extract_commit_hash", why="revision of a downloaded checkpoint")
 
 # What lists the models of a server, the newest first.
 MODEL_LISTS = ("list_models", "get_gen_models")

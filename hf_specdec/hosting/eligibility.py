@@ -14,7 +14,7 @@ from ..calls.prompts import Prompts
 from ..device_policy import policy_of
 from ..host.caches import given_cache, is_of_caller
 from ..host.modeling import attention_of
-from ..modules.layer_choice import DTYPES
+from ..modules.patch import DTYPES
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.linear import computed_by_libraries
 from ..patching.mask_rules import why_not_kept
@@ -137,11 +137,13 @@ def _why_not_call(
     return None
 
 
+def _other_engine(call: Call, engine: str) -> str:
+    return f"the call runs on the {engine} engine ({call.reason}); expected the static engine"
+
+
 def check_batch_invariant(call: Call, engine: str) -> None:
     """Raise `ValueError` unless a call that is to be batch-invariant can be, on the `engine` that is to run it.
-
-    The first one for a class and configuration runs the target on a few tokens. Operations that are not known to be
-    batch-invariant are refused where they are called, see `patching.batch_invariance`.
+    Operations that are not known to be are refused where they are called, see `patching.batch_invariance`.
     """
     reason = _why_not_invariant(call, engine)
     if reason is not None:
@@ -156,7 +158,7 @@ def check_key_dtype(call: Call, engine: str) -> None:
     model, name = call.model, type(call.model).__name__
     device, reason = model.device, None
     if engine != "static":
-        reason = f"the call runs on the {engine} engine ({call.reason}); expected the static engine"
+        reason = _other_engine(call, engine)
     elif not cache_layers(model).stores_keys:
         reason = f"{name} stores no keys and values; expected a target with attention"
     elif device.type == "cuda" and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
@@ -183,7 +185,7 @@ def why_no_tree(call: Call, engine: str) -> str | None:
     """The reason why drafts of the call cannot be trees; None if they can."""
     model, drafter, name = call.model, call.drafter, type(call.model).__name__
     if engine != "static":
-        return f"the call runs on the {engine} engine ({call.reason}); expected the static engine"
+        return _other_engine(call, engine)
     if (reason := why_not_used(model, Use.TREES)) is not None:
         return f"{name} has {reason}"
     windows = {name: cache_windows(model), type(drafter).__name__: (drafter.smallest_window,)}
@@ -201,7 +203,6 @@ def why_no_tree(call: Call, engine: str) -> str | None:
 
 
 def _why_not_invariant(call: Call, engine: str) -> str | None:
-    """The reason why the call cannot be batch-invariant; None if it can."""
     model, name = call.model, type(call.model).__name__
     if not policy_of(model.device).batch_invariant:
         return f"{name} is on a device of type {model.device.type}; expected a GPU, which the kernels are for"
@@ -210,7 +211,7 @@ def _why_not_invariant(call: Call, engine: str) -> str | None:
     if (reason := cache_layers(model).why_not(Use.BATCH_INVARIANCE)) is not None:
         return f"{name} has {reason}"
     if engine != "static":
-        return f"the call runs on the {engine} engine ({call.reason}); expected the static engine"
+        return _other_engine(call, engine)
     if call.inputs is not None:
         return f"{name} itself runs the prompts of this call, in one padded batch; expected prompts of tokens only"
     longest = call.config.max_length - 1

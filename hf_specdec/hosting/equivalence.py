@@ -1,7 +1,7 @@
 """The equivalence check: whether an engine generates what plain `generate()` does, found by running the target.
 
-What a class does with masks, caches and windows cannot be told from its configuration. So when an engine first runs a
-target, it generates a few tokens with drafts of which some are wrong, and the logits are compared with those of plain
+What a class does with masks, caches and windows cannot be told from its configuration. So an engine that first runs a
+target generates a few tokens with drafts of which some are wrong, and logits are compared with those of plain
 `generate()`. The outcome is kept for the class and its configuration.
 """
 
@@ -83,12 +83,9 @@ _GIVEN_WITH_EVERY_TOKEN = "are read with every token, also in rounds"
 
 
 class ScriptedDrafter(Drafter):
-    """Drafts the known continuations of the prompts, with wrong tokens at known positions.
+    """Drafts the known `answers` `[B, n]` int64 to prompts of these `lengths`, with wrong tokens at known positions.
 
-    Args:
-        target: to bind to.
-        answers: `[B, n]` int64, the continuations of prompts of these `lengths`.
-        packs_prompts: whether prompts are packed where the target allows it.
+    `packs_prompts` says whether prompts are packed where the target allows it.
     """
 
     config_class = DrafterConfig
@@ -186,11 +183,8 @@ def why_not_equivalent(
     The first call for a class and configuration runs the model on a few tokens.
 
     Args:
-        model: the target.
-        engine: to check.
         prompts_by_target: whether the static engine lets the target itself run the prompts, see `first_pass`.
-        is_padded: whether rows are to be what plain `generate()` generates with their padding, where that is not the
-            same as without it.
+        is_padded: whether rows are to be what plain `generate()` generates with their padding, where that differs.
     """
 
     def why_not(is_padded: bool) -> str | None:
@@ -269,15 +263,12 @@ def why_not_equivalent_with(
     """As `why_not_equivalent` for a call with inputs besides tokens, such as images, or of a model with forward hooks;
     None for other calls.
 
-    What a model takes for images is not known, nor what hooks do with a block of drafts, of which they may change the
-    last token only. So the first call with them is itself run, for a few tokens. If plain `generate()` fails, the
-    inputs may be wrong, and nothing is kept of that.
+    What a model takes for images is not known, nor what hooks do with a block of drafts. So the first such call is
+    itself run, for a few tokens. If plain `generate()` fails, the inputs may be wrong, and nothing is kept of that.
 
     Args:
-        call: the call.
-        model_kwargs: its inputs as prepared by `generate()`.
+        model_kwargs: the call's inputs as prepared by `generate()`.
         following: what the model is given with the first new token, see `first_pass.inputs_after_prompts`.
-        engine: to check.
     """
     model, besides = call.model, inputs_besides_tokens(model_kwargs)
     hooks = hooks_of(signature_of(model).hooked)
@@ -327,7 +318,6 @@ def why_not_equivalent_with(
 
 
 def _given_again(call: Call, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of a call of `generate()` once more."""
     inputs = {"input_ids": call.prompts.input_ids, **inputs_besides_tokens(model_kwargs)}
     if model_kwargs.get("attention_mask") is not None:
         inputs["attention_mask"] = model_kwargs["attention_mask"]
@@ -369,7 +359,6 @@ def _read_with_every_token(
 
 
 def _changed(values: torch.Tensor) -> torch.Tensor:
-    """`values` with every entry changed."""
     if values.dtype == torch.bool:
         return ~values
     if not values.is_floating_point():
@@ -403,8 +392,7 @@ def check_stock(call: Call, model_kwargs: Mapping[str, Any]) -> None:
 def why_not_batch_invariant(model: PreTrainedModel) -> str | None:
     """The reason why logits of `model` are not the same bits alone and in a batch where they should be; None if not.
 
-    The first call for a class and configuration runs the model on a few tokens: a row alone without drafts, and the
-    same in a padded batch with drafts, which takes other sizes of tiles.
+    The first call for a class and configuration runs a row alone without drafts, and in a padded batch with drafts.
 
     Raises:
         ValueError: an operation is not known to be batch-invariant, see `patching.batch_invariance`.

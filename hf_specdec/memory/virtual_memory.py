@@ -1,11 +1,8 @@
 """Memory for the keys and values of rows: addresses for the longest texts, and memory for the texts that there are.
 
-Addresses of all rows are reserved at once, and memory is put behind the leading part of each row as it grows. So
-buffers keep their addresses, which CUDA graphs and views need, while memory follows the texts. vAttention (arXiv
-2405.04437) does the same.
-
-What texts have in common is in memory once, where the device can put the same memory behind several addresses; see
-`virtual_pages` for how devices do that.
+Addresses of all rows are reserved at once, and memory is put behind the leading part of each row as it grows, as
+vAttention (arXiv 2405.04437) does. So buffers keep their addresses, which CUDA graphs and views need. What texts have
+in common is in memory once, where the device can put the same memory behind several addresses (`virtual_pages`).
 """
 
 from __future__ import annotations
@@ -55,8 +52,6 @@ def has_virtual_memory(device: torch.device) -> bool:
 
 @dataclass(eq=False)
 class _Memory:
-    """Memory behind a piece of one row or of several."""
-
     users: int = 1
 
 
@@ -110,10 +105,8 @@ _unasked: dict[torch.device, int] = {}
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that rows on `device` may still get.
-
-    `DevicePolicy.cache_bytes` limits what they hold together. On a GPU also what is free, `1 / 32` of its memory left
-    out, and what `torch.cuda.set_per_process_memory_fraction` has left to this process.
+    """Bytes that rows on `device` may still get: `DevicePolicy.cache_bytes` limits what they hold together; on a GPU so
+    do what is free, `1 / 32` of its memory left out, and what `torch.cuda.set_per_process_memory_fraction` has left.
     """
     found = _within_limit(device)
     if device.type == "cuda":
@@ -159,16 +152,12 @@ def _take_bytes(device: torch.device, wanted: int) -> None:
 class RowMemory:
     """Rows of slots, of which the leading ones of each row have memory; a slot holds a token of all layers.
 
-    Rows may share the memory of leading slots, which none of them writes then.
-
-    The last slot of each row, the dummy slot, always has memory. On a GPU that is the same in all rows, since it is
-    written only.
+    Rows may share the memory of leading slots, which none of them writes then. The last slot of each row, the dummy
+    slot, always has memory, on a GPU the same in all rows.
 
     Args:
-        rows: how many.
-        slots: of each; a multiple of `slot_unit`.
+        slots: of each row; a multiple of `slot_unit`.
         token_bytes: least bytes of a slot.
-        device: of the memory.
 
     Attributes:
         capacity: slots of a row that can have memory.
@@ -210,12 +199,10 @@ class RowMemory:
         return blank.set_(self._pages.storage(offset), 0, (self._rows, self._slots, heads, dim), strides)
 
     def committed_slots(self, row: int) -> int:
-        """Leading slots of `row` that have memory."""
         return min(self._bytes[row] // self.token_bytes, self.capacity)
 
     @property
     def committed(self) -> int:
-        """Bytes that all rows hold."""
         return self.held(range(self._rows))
 
     def bytes_for(self, slots: int) -> int:
@@ -263,9 +250,8 @@ class RowMemory:
         return self._pages.can_alias and row != source and bool(self._shareable(row, source, slots))
 
     def share(self, row: int, source: int, slots: int) -> bool:
-        """Let `row`, which then holds nothing else, have memory of leading slots of `source`, `slots` of them at most.
-
-        The device must not use what `row` has held.
+        """Let `row`, which then holds nothing else, have memory of up to `slots` leading slots of `source`. The device
+        must not use what `row` has held.
 
         Returns:
             whether it has; if not, it holds nothing.
@@ -288,23 +274,23 @@ class RowMemory:
         return True
 
     def unshare(self, row: int, slots: int) -> int:
-        """Let `row` give back memory from `slots` on that it shares, and all after that.
-
-        The device must not use it any more.
+        """Let `row` give back memory from `slots` on that it shares, and all after that, which the device must not use.
 
         Returns:
             how many of the leading `slots` slots it still has.
         """
-        for piece in self._pieces[row]:
-            if piece.memory.users > 1 and piece.start + piece.size > slots * self.token_bytes:
-                self._take(row, piece.start)
-                break
+        shared = self._shared(row, slots)
+        if shared:
+            self._take(row, shared[0].start)
         return min(slots, self.committed_slots(row))
 
     def is_shared(self, row: int, slots: int) -> bool:
         """Whether `row` shares memory from `slots` on."""
+        return bool(self._shared(row, slots))
+
+    def _shared(self, row: int, slots: int) -> list[_Piece]:
         end = slots * self.token_bytes
-        return any(one.memory.users > 1 and one.start + one.size > end for one in self._pieces[row])
+        return [one for one in self._pieces[row] if one.memory.users > 1 and one.start + one.size > end]
 
     def _shareable(self, row: int, source: int, slots: int) -> list[_Piece]:
         """The pieces of `source` within its leading `slots` slots, behind what `row` always has memory for."""
@@ -348,8 +334,9 @@ def allocating(rows: int, slots: int, device: torch.device) -> Iterator[None]:
     """Context in which buffers for texts, of `rows` times `slots` tokens, are allocated on `device`.
 
     Raises:
-        torch.OutOfMemoryError: there is no memory for them, also on a CPU, where torch raises another error, or the
-            system gives more than there is and ends the process when it is written.
+        torch.OutOfMemoryError: there is no memory for them, also on a CPU, where torch raises another error or the
+            system
+            gives more than there is.
     """
     wanted, available = 8 * rows * slots, total_bytes(device) // _SHARE_FOR_TOKENS
     if wanted > available:

@@ -1,7 +1,7 @@
 """Ranges of addresses on a device, parts of which have memory: the pages behind `virtual_memory.RowMemory`.
 
-On a GPU this is CUDA's virtual memory management (`cuMemAddressReserve`, `cuMemMap`; CUDA driver API, "Virtual Memory
-Management"). On a CPU it is a mapping of the operating system, whose pages take memory when they are first written.
+On a GPU this is CUDA's virtual memory management (CUDA driver API). On a CPU it is a mapping of the operating system,
+whose pages take memory when they are first written.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ def _checked(driver: Any, result: tuple) -> Any:
 
 
 class HostPages:
-    """A range of addresses on a CPU: anonymous memory of the operating system, which is there, as zeros, when written.
-
-    It is private to the process, so a child that was forked does not write to its parent's: there is no `alias`.
+    """A range of addresses on a CPU: memory of the operating system, which is there, as zeros, when written. It is
+    private to the process, also to one that was forked, so there is no `alias`.
     """
 
     can_alias = False
@@ -143,7 +142,6 @@ class DevicePages:
         self._handles[start] = (size, handle)
 
     def zero(self, start: int, size: int) -> None:
-        """Zero memory on the current stream."""
         torch.empty(0, dtype=torch.uint8, device=self._device).set_(self.storage(start), 0, (size,)).zero_()
 
     def take(self, start: int, size: int) -> None:

@@ -54,8 +54,7 @@ class Adapters:
         layers: PEFT's layers with LoRA on a linear layer.
         names: of their adapters, sorted; that at place a has bit a.
         active: bits of those that are active.
-        why_not_by_row: why rows cannot have adapters of their own, so that PEFT's layers run themselves, with those
-            that are active; None if they can, or if there are none.
+        why_not_by_row: why rows cannot have adapters of their own, so that PEFT's layers run themselves.
         state: what is active in each layer, to be compared.
     """
 
@@ -75,7 +74,9 @@ class Adapters:
         lora = next(filter(is_lora_linear, kinds), None)
         layers = [module for module in modules if type(module) is lora]
         others = sorted(f"{kind.__module__}.{kind.__name__}" for kind in kinds if not is_lora_linear(kind))
-        state = tuple([(_hashable(layer._active_adapter), layer._disable_adapters) for layer in layers])
+        active = [layer._active_adapter for layer in layers]
+        active = [one if isinstance(one, str) else tuple(one) for one in active]
+        state = tuple([(one, layer._disable_adapters) for one, layer in zip(active, layers, strict=True)])
         names = tuple(sorted(set(chain.from_iterable(layer._modules["lora_A"]._modules for layer in layers))))
         reason, head = f"it has layers of the class {others[0]}" if others else None, _head_of(modules[0])
         if len(names) > MOST_ADAPTERS:
@@ -109,10 +110,6 @@ class Adapters:
 
 
 _NONE = Adapters()
-
-
-def _hashable(active: Any) -> Hashable:
-    return active if isinstance(active, str) else tuple(active)
 
 
 def _head_of(model: nn.Module) -> nn.Module | None:
@@ -188,12 +185,8 @@ def names_of_rows(
 ) -> list[str] | None:
     """The adapter that each of `count` rows of a call is to have, which an engine's state holds then.
 
-    None for those that are active, and where PEFT's own hooks have to be called.
-
-    Args:
-        adapters: of the target.
-        hooked: its modules with hooks.
-        names: that the call was given; None for those that PEFT has put into hooks.
+    None for those that are active, and where PEFT's own hooks have to be called, as with other `hooked` modules.
+    `names` are those that the call was given; None for those that PEFT has put into hooks.
 
     Raises:
         ValueError: there are not as many names as rows, an adapter is unknown, or rows cannot have their own.

@@ -1,21 +1,20 @@
 """Tensors whose elements are computed when something reads them: together with what reads them, where that is an op.
 
-Modules add to the residual stream and norm the sum, or rotate keys and store them, in Python of their own. So what
-computes such a tensor waits until its reader is known: an op that computes both in one kernel takes it over
-(`layer_ops.add_rms_norm`, `rotate_and_store`), and before anything else reads the tensor, it runs by itself. Nobody
-else notices: torch calls `Deferred.__torch_function__` before any of its functions reads one.
+Modules add to the residual stream and norm the sum, or rotate keys and store them, in Python of their own. An op that
+computes both in one kernel takes such a tensor over (`layer_ops.add_rms_norm`, `rotate_and_store`); before anything
+else reads it, torch calls `Deferred.__torch_function__`, which computes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from .. import layer_ops, ops
 from ..layer_ops import RotaryKind
-from .layer_choice import DTYPES, uses_layer_kernels
+from .patch import DTYPES, uses_layer_kernels
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -27,13 +26,6 @@ _OF_METADATA = frozenset(
 _SUMS = frozenset([torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__])
 
 
-class Pending(Protocol):
-    """What computes tensors when one is needed. It does not know the `Deferred` that stand for them."""
-
-    def result(self, index: int) -> torch.Tensor:
-        """Tensor number `index`."""
-
-
 class Deferred(torch.Tensor):
     """Stands for a tensor that may not be computed yet; sums of one with another tensor are deferred, too.
 
@@ -41,15 +33,15 @@ class Deferred(torch.Tensor):
 
     Attributes:
         value: the tensor, a plain one; None if it is not computed.
-        pending: what computes it, as its result number `index`; None if it is computed.
+        pending: what computes it, as `result(index)`; None if it is computed.
     """
 
     value: torch.Tensor | None
-    pending: Pending | None
+    pending: Sum | Rotation | Stored | None
     index: int
 
     @staticmethod
-    def of(like: torch.Tensor, value: torch.Tensor | None, pending: Pending | None = None, index: int = 0) -> Deferred:
+    def of(like: torch.Tensor, value: torch.Tensor | None, pending: Any = None, index: int = 0) -> Deferred:
         """For `value`, or for what `pending` computes: a tensor like `like`."""
         deferred = torch.Tensor._make_subclass(Deferred, like)
         deferred.value, deferred.pending, deferred.index = value, pending, index
@@ -90,11 +82,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Sum:
-    """A sum of two tensors of one shape and dtype.
-
-    Attributes:
-        terms: of the sum.
-    """
+    """A sum of two tensors, its `terms`, of one shape and dtype."""
 
     def __init__(self, *terms: torch.Tensor):
         self.terms = terms
@@ -125,7 +113,7 @@ def residual_stream(states: torch.Tensor) -> torch.Tensor:
 def normed(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: layer_ops.NormKind) -> torch.Tensor:
     """`layer_ops.rms_norm`; computes `inputs`, too, if they are a sum that is not computed."""
     pending = inputs.pending if isinstance(inputs, Deferred) else None
-    if not isinstance(pending, Sum) or inputs.shape[-1] > layer_ops.MAX_NORM_WIDTH:
+    if not isinstance(pending, Sum):
         return layer_ops.rms_norm(plain(inputs), weight, eps, kind)
     inputs.value, out = layer_ops.add_rms_norm(*pending.terms, weight, eps, kind)
     inputs.pending = None
@@ -133,11 +121,7 @@ def normed(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: 
 
 
 class Rotation:
-    """Rotary embedding of query and key, or of one of them.
-
-    Args:
-        cos, sin, states, kind: of `layer_ops.rotary`.
-    """
+    """Rotary embedding of query and key, or of one of them; arguments as of `layer_ops.rotary`."""
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind):
         self._cos, self._sin, self._states, self._kind = cos, sin, states, kind
@@ -152,11 +136,8 @@ class Rotation:
         return self._results[index]
 
     def store(self, index: int, keys: torch.Tensor, values: torch.Tensor, *new: torch.Tensor | None) -> bool:
-        """Compute all but the key, tensor number `index`, which goes to the cache with its value.
-
-        Args:
-            index: of the key; the last one.
-            keys, values, new: of `ops.write_kv`, but for the key.
+        """Compute all but the key, tensor number `index`, which goes to the cache with its value as `ops.write_kv` has
+        it.
 
         Returns:
             whether it did so; not if anything is computed already, or the cache is of another dtype without scales.
@@ -194,9 +175,7 @@ class Stored:
 def read_by_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The query, computed, and keys and values as attention reads them: with their scales, if they are stored so and
-    nothing has read them.
-    """
+    """The query, computed, and keys, values and scales as attention reads them: as stored, if nothing has read them."""
     if isinstance(query, Deferred):
         query = plain(query)
     if not (isinstance(key, Deferred) or isinstance(value, Deferred)):

@@ -27,8 +27,8 @@ def modules_of(*models: nn.Module) -> list[nn.Module]:
 def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     """The decoder layers of `model`, first to last; None if they are not found.
 
-    They are `get_decoder().layers`, or else the one list in the decoder with as many modules as the configuration has
-    layers; lists inside of such a list, of experts for example, do not count.
+    They are `get_decoder().layers`, or else the one list in the decoder, not inside of another such list, with as many
+    modules as the configuration has layers.
     """
     decoder = model.get_decoder()
     layers = getattr(decoder, "layers", None)
@@ -86,12 +86,9 @@ LAST_HIDDEN_STATE = sys.maxsize
 
 
 class AuxHiddenStateRecorder:
-    """Context in which every forward pass of `target` records its auxiliary hidden states.
-
-    If an engine enters the context, only the passes of that engine are recorded.
+    """Context in which forward passes of `target`, of the engine that enters it only, record auxiliary hidden states.
 
     Args:
-        target: the model whose hidden states are recorded.
         layer_ids: which ones, ascending. Id b is the residual stream that enters layer b, transformers'
             `hidden_states[b]`; id n, of n layers, is the stream that leaves the last layer, *before* the final norm.
         last_hidden_state: record the decoder's output, after the final norm, too, as the last one.
@@ -108,7 +105,6 @@ class AuxHiddenStateRecorder:
 
     @property
     def records(self) -> bool:
-        """Whether any hidden states are asked for."""
         return self._last_hidden_state or bool(self._layer_ids)
 
     @property
@@ -144,22 +140,17 @@ class AuxHiddenStateRecorder:
         self.recorded.clear()
 
     def _register_hook(self, module: nn.Module, key: int):
-        def record_input(module, args, kwargs):
-            if self._is_recording():
-                self.recorded[key] = args[0] if args else kwargs["hidden_states"]
+        def record(module, args, kwargs, output=None):
+            if not (torch.compiler.is_compiling() or this_thread.engine is self._engine):
+                return
+            if key == 0:
+                output = args[0] if args else kwargs["hidden_states"]
+            elif not isinstance(output, (tuple, torch.Tensor)):
+                output = output.last_hidden_state
+            self.recorded[key] = output[0] if isinstance(output, tuple) else output
 
-        def record_output(module, args, output):
-            if self._is_recording():
-                if not isinstance(output, (tuple, torch.Tensor)):
-                    output = output.last_hidden_state
-                self.recorded[key] = output[0] if isinstance(output, tuple) else output
-
-        if key == 0:
-            return module.register_forward_pre_hook(record_input, with_kwargs=True)
-        return module.register_forward_hook(record_output)
-
-    def _is_recording(self) -> bool:
-        return torch.compiler.is_compiling() or this_thread.engine is self._engine
+        register = module.register_forward_pre_hook if key == 0 else module.register_forward_hook
+        return register(record, with_kwargs=True)
 
 
 # Tokens of the pass that checks the shapes. More than one, since some layers of some models process the last one only.
@@ -169,13 +160,11 @@ NUM_PROBE_TOKENS = 3
 def check_aux_hidden_states(
     target: PreTrainedModel, layer_ids: list[int], last_hidden_state: bool, width: int, name: str
 ) -> None:
-    """Run `target` over a few tokens and check the shapes of its auxiliary hidden states.
+    """Run `target`, unless it is on the meta device, over a few tokens and check its auxiliary hidden states.
 
     Args:
-        target: the model; on the meta device nothing is checked.
         layer_ids, last_hidden_state: as for `AuxHiddenStateRecorder`.
-        width: size of each hidden state that the drafter expects.
-        name: of the drafter, for the message.
+        width: size of each hidden state that the drafter `name` expects.
 
     Raises:
         ValueError: a layer's output is not `[1, tokens, width]`, such as several streams or the last token only.

@@ -28,12 +28,10 @@ class TargetLock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread has it."""
         return self._owner == threading.get_ident()
 
     @property
     def is_wanted(self) -> bool:
-        """Whether another thread waits for it."""
         return bool(self._waiting)
 
     def __enter__(self) -> TargetLock:

@@ -34,9 +34,8 @@ def has_hooks(modules: Iterable[nn.Module], of_engines: bool = True) -> bool:
 def hooks_of(modules: Iterable[nn.Module], of_engines: bool = False) -> tuple[int, ...]:
     """The numbers that torch gives to each forward hook of `modules` or of all modules when it is registered.
 
-    Hooks that transformers installs for good when a call asks for hidden states do not count: they do nothing in
-    others. Nor do those of a drafter that learns, which do nothing without gradients, and those that ask for gradients,
-    see `asks_for_gradients`. Those that engines register for the time of a call count if `of_engines`.
+    Hooks of transformers that record hidden states, those of a drafter that learns, and those that ask for gradients do
+    not count: they do nothing in an engine's passes. Those that engines register for a call count if `of_engines`.
     """
     harmless = (output_capturing.__name__, f"{_PACKAGE}.training." if of_engines else f"{_PACKAGE}.")
     hooks = [
@@ -54,10 +53,7 @@ def _ask(module, args, output):
 
 
 def asks_for_gradients(hook: Callable) -> bool:
-    """Whether `hook` only sets `requires_grad` of an output, which changes nothing in a pass without gradients.
-
-    transformers registers another one whenever gradient checkpointing is turned on, as PEFT and TRL do.
-    """
+    """Whether `hook` only sets `requires_grad` of an output, as transformers' for gradient checkpointing does."""
     code, asking = getattr(hook, "__code__", None), _ask.__code__
     names = ("co_code", "co_consts", "co_names")
     return code is not None and all(getattr(code, name) == getattr(asking, name) for name in names)

@@ -6,6 +6,7 @@ streamers. Replaced functions call `runs_engine` and behave as the original ones
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +14,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+
+from ..device_policy import DEFAULT_POLICY, DEVICE_POLICIES
 
 _HOST = torch.device("cpu")
 
@@ -58,10 +61,8 @@ def engine() -> Iterator[None]:
 
 @contextmanager
 def user_code() -> Iterator[None]:
-    """Context, within `engine`, for functions of the user, such as logits processors.
-
-    Replaced functions behave as the original ones, and inference mode and the default device are those of where
-    `engine` was entered.
+    """Context, within `engine`, for functions of the user: replaced functions behave as the original ones, and
+    inference mode and the default device are those of where `engine` was entered.
     """
     before = this_thread.engine
     # Tensors that were made in inference mode cannot be modified outside of it.
@@ -84,6 +85,20 @@ def _with_default(device: torch.device, now: torch.device) -> AbstractContextMan
     return nullcontext() if device == now else device
 
 
+# Dtypes that the ops of `layer_ops` take.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def uses_layer_kernels(states: torch.Tensor) -> bool:
+    """Whether the layers that compute with `states` run the ops of `layer_ops`.
+
+    Not in code that is to be compiled: the compiler fuses small operations with their neighbours, residual sums, too.
+    """
+    if torch.compiler.is_compiling() or this_thread.engine is None:
+        return False
+    return DEVICE_POLICIES.get(states.device.type, DEFAULT_POLICY).layer_kernels
+
+
 # By the `id` of an owner and the name of an attribute that contexts have replaced: the owner, the original value, and
 # theirs by context, latest last.
 _replaced: dict[tuple[int, str], tuple[object, Any, dict[object, Any]]] = {}
@@ -92,15 +107,11 @@ _lock = threading.Lock()
 
 @contextmanager
 def replaced(name: str, values: Iterable[tuple[object, Any]]) -> Iterator[None]:
-    """Context in which the attribute `name` of each owner in `values` has the value given with it.
+    """Context in which the attribute `name` of each owner in `values`, in its `__dict__`, is what is given with it.
 
-    On exit the original value is restored, or the attribute removed if the owner's `__dict__` had none. Contexts may
-    overlap in any order, as those of several threads do: the value of the context entered last applies, and the
-    original value is restored when the last one exits. A value that other code sets inside the context stays.
-
-    Args:
-        name: of an attribute that is stored in the owners' `__dict__`.
-        values: pairs of an owner, each once, and its value; `ABSENT` removes the attribute.
+    `ABSENT` removes it. Contexts may overlap in any order, as those of several threads do: the value of the context
+    entered last applies, and the original value is restored when the last one exits. A value that other code sets
+    inside the context stays.
     """
     values, token = list(values), object()
     try:
@@ -131,10 +142,9 @@ def replaced(name: str, values: Iterable[tuple[object, Any]]) -> Iterator[None]:
 
 
 class Patch(AbstractContextManager[None]):
-    """A context that patches objects which were looked up when it was constructed.
+    """A context that patches objects which were looked up when it was constructed, and keeps none of them alive.
 
-    It keeps none of them alive. Each is entered once; copies (`copy.copy`) share what was looked up and are contexts of
-    their own, which may overlap.
+    It is entered once; copies (`copy.copy`) share what was looked up and may overlap.
 
     Attributes:
         is_empty: whether there is nothing to patch.
@@ -173,6 +183,17 @@ class Replacements(Patch):
 def constant(value: Any) -> Callable[[object], Any]:
     """For `Replacements`: makes `value` from any owner."""
     return lambda owner: value
+
+
+def bound(function: Callable, *args: Any) -> Callable[[object], Callable]:
+    """For `Replacements`: makes `function` of an owner and `args`, which come before the arguments of a call."""
+    return lambda owner: functools.partial(function, owner, *args)
+
+
+def is_unpatched(owner: object, *functions: Callable, name: str = "forward") -> bool:
+    """Whether `owner` has no attribute `name` but one that contexts of other calls have `bound` to `functions`."""
+    value = vars(owner).get(name)
+    return value is None or getattr(value, "func", None) in functions
 
 
 def is_anything_replaced() -> bool:

@@ -1,8 +1,7 @@
 """What a model is now: whether what was found out about it earlier still holds.
 
-A `Signature` reads a model from one walk over its modules, part by part as it is asked. What was found out by running a
-model is kept by its `kind`, which other models of its class and configuration share; patches, layouts of keys and
-captured graphs by its `Fingerprint`; keys and values of prompts by that and by its `versions`.
+A `Signature` reads a model from one walk over its modules. What was found out by running a model is kept by its `kind`,
+patches and captured graphs by its `Fingerprint`, keys and values of prompts by that and by its `versions`.
 """
 
 from __future__ import annotations
@@ -67,14 +66,8 @@ _facts: dict[Hashable, dict[Hashable, Any]] = {}
 _keeping = threading.Lock()
 
 
-class _Signatures(dict):
-    def __missing__(self, model: nn.Module) -> Signature:
-        self[model] = found = Signature(model)
-        return found
-
-
 class _Thread(threading.local):
-    signatures: _Signatures | None = None  # None outside of `looked_at_once`
+    signatures: dict[nn.Module, Signature] | None = None  # None outside of `looked_at_once`
 
 
 _thread = _Thread()
@@ -83,7 +76,7 @@ _thread = _Thread()
 @contextmanager
 def looked_at_once() -> Iterator[None]:
     """Context in which this thread looks once at what each model is: a call. It ignores changes meanwhile."""
-    before, _thread.signatures = _thread.signatures, _Signatures()
+    before, _thread.signatures = _thread.signatures, {}
     try:
         yield
     finally:
@@ -113,8 +106,7 @@ def note_step(*_: Any) -> None:
 def versions_of(tensors: Iterable[torch.Tensor | None]) -> tuple[int, list[int | None]]:
     """How often tensors were written to in place; None for tensors of inference mode, which do not count it.
 
-    Writes through `.data` are not counted. Those of fused optimizers are by the first number, which is another one
-    after each step, of whatever optimizer.
+    Writes through `.data` are not counted; those of fused optimizers are by the first number, another after each step.
     """
     return _last_step, [None if one.is_inference() else one._version for one in tensors if one is not None]
 
@@ -122,7 +114,11 @@ def versions_of(tensors: Iterable[torch.Tensor | None]) -> tuple[int, list[int |
 def signature_of(model: nn.Module) -> Signature:
     """The signature of `model` as it is now, or was when `looked_at_once` first asked."""
     known = _thread.signatures
-    return Signature(model) if known is None else known[model]
+    if known is None:
+        return Signature(model)
+    if model not in known:
+        known[model] = Signature(model)
+    return known[model]
 
 
 def fact(function: Callable[..., _T]) -> Callable[..., _T]:
@@ -148,9 +144,7 @@ def keep(results: dict[Hashable, _T], key: Hashable, result: _T) -> _T:
 
 
 class Identity:
-    """Equals another one of the same object, and nothing that comes later. The object is not kept alive, unless it
-    cannot have weak references.
-    """
+    """Equals another one of the same object, and nothing later; it keeps only objects without weak references alive."""
 
     def __init__(self, value: Any):
         self._id = id(value)
@@ -180,8 +174,7 @@ class _Code(NamedTuple):
     """What modules compute with besides weights and attributes, of which nothing is kept alive.
 
     Attributes:
-        classes: of the modules, by first appearance.
-        forwards, calls: `forward` and `__call__` of each class.
+        classes, forwards, calls: of the modules, by first appearance; `forward` and `__call__` of each.
         own: each `forward` that a module has as an attribute.
         functions: globals of the files that define the classes.
         attention: each implementation that a configuration names, and its function if it has one.
@@ -198,11 +191,8 @@ class _Code(NamedTuple):
 class Signature:
     """What models are at one moment. Parts are read when they are first asked for, while nothing is patched.
 
-    Args:
-        models: to look at; parts that name one are of the first.
-
     Attributes:
-        modules: of all models, each once.
+        modules: of all models, each once; parts that name one model are of the first.
         attributes: their `__dict__`, not copied.
     """
 
@@ -225,7 +215,6 @@ class Signature:
 
     @cached_property
     def adapters(self) -> Adapters:
-        """The LoRA adapters of the first model."""
         return Adapters.of(self.modules)
 
     @property
@@ -251,10 +240,7 @@ class Signature:
 
     @cached_property
     def kind(self) -> Hashable:
-        """Class, configuration and code of the model: equal for models that are made of the same.
-
-        It does not tell weights, nor the order and number of modules.
-        """
+        """Class, configuration and code of the model, not its weights: equal for models that are made of the same."""
         model, code = self.modules[0], self.code
         pairs = zip(code.classes, code.forwards, strict=True)
         return (
@@ -279,9 +265,9 @@ class Signature:
     def behaviour(self) -> tuple:
         """How modules compute except for their weights: code, names of children and attributes, values of attributes.
 
-        Compared by value are numbers, strings and the like, containers of them, and the attributes of objects such as
-        configurations; functions (a `forward` set on a module) are compared by identity. A class may list attributes
-        that no forward pass reads in `unread_attributes`. Which adapters are active is in `adapters`.
+        Compared by value are numbers, strings and the like, containers of them, and the attributes of objects;
+        functions are compared by identity. A class may list attributes that no forward pass reads in
+        `unread_attributes`. Which adapters are active is in `adapters`.
         """
         contents, kinds = _Contents(), list(map(type, self.modules))
         by_kind: defaultdict[type, list[dict]] = defaultdict(list)
@@ -305,7 +291,6 @@ class Signature:
 
     @property
     def versions(self) -> tuple:
-        """`versions_of` parameters and buffers."""
         return versions_of(chain.from_iterable(one.values() for one in self._owned if one))
 
     @property
@@ -314,9 +299,7 @@ class Signature:
 
 
 class Fingerprint(NamedTuple):
-    """What a captured graph has baked in; equal to a later one if none of it has changed.
-
-    It keeps no module, function or weight alive. What is compared by identity never equals an object created later.
+    """What a captured graph has baked in; equal to a later one if none of it has changed. It keeps no part alive.
 
     Attributes:
         modules, behaviour, weights: of each signature; weak references to modules.
@@ -332,10 +315,7 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device, *signatures: Signature, by_row: Signature | None = None) -> Fingerprint:
-        """The fingerprint of modules that compute on `device`; rows have adapters of their own in those of `by_row`.
-
-        To be taken while they are not patched: patching changes how they compute, and may move weights for good.
-        """
+        """That of modules on `device`, which are not patched; rows have adapters of their own in those of `by_row`."""
         return cls(
             tuple([tuple(map(weakref.ref, one.modules)) for one in signatures]),
             tuple([one.behaviour for one in signatures]),
@@ -383,6 +363,24 @@ def files_of(kinds: Iterable[type]) -> list[ModuleType]:
     """The files that define the classes `kinds`, but for torch's."""
     names = dict.fromkeys([kind.__module__ for kind in kinds])
     return [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
+
+
+def replacing_functions(
+    names: Iterable[str], make: Callable[[str, ModuleType], Any], *models: nn.Module
+) -> dict[str, list[tuple[ModuleType, Callable[[ModuleType], Any]]]]:
+    """For `Replacements`: what `make` returns in the place of the functions `names` of the files of `models`."""
+    files = files_of(map(type, modules_of(*models)))
+    return {name: [(file, functools.partial(make, name)) for file in files if name in vars(file)] for name in names}
+
+
+def code_of(function: Callable) -> types.CodeType | None:
+    """The code of `function` without its decorators; None if it is none of Python."""
+    return getattr(inspect.unwrap(function), "__code__", None)
+
+
+def names_in(function: Callable) -> tuple[str, ...]:
+    """Names of globals and attributes in the code of `function`."""
+    return getattr(code_of(function), "co_names", ())
 
 
 def functions_of(files: Iterable[ModuleType]) -> list[types.FunctionType]:
@@ -441,7 +439,7 @@ def _mentioned(kind: type[nn.Module]) -> frozenset[str]:
     functions: list[Any] = functions_of(files_of(classes))
     for value in chain.from_iterable(vars(one).values() for one in classes):
         functions += [value, *(getattr(value, name, None) for name in ("fget", "fset", "__func__"))]
-    codes = [getattr(inspect.unwrap(one), "__code__", None) for one in functions if callable(one)]
+    codes = [code_of(one) for one in functions if callable(one)]
     found: set[str] = set()
     while codes:
         if (code := codes.pop()) is not None:

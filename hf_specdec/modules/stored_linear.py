@@ -22,8 +22,6 @@ from .weights import is_known, register_weight_kind
 class StoredLinear(nn.Linear):
     """A linear layer with `weight` or `weight_packed`, and `weight_scale`, as compressed-tensors names them.
 
-    Its own `forward` dequantises the weight in every pass.
-
     Attributes:
         block, rounds_inputs: `(rows, group)` and `rounds_inputs` of its `StoredWeight`.
     """
@@ -58,7 +56,7 @@ def keep_stored(model: PreTrainedModel) -> PreTrainedModel:
     """Make `StoredLinear`s of the layers of compressed-tensors of `model`, and return it.
 
     A model with a layer in a form that the kernels do not know, or with a quantised embedding or head, gets plain
-    weights now. Of other models nothing is changed.
+    weights now.
     """
     compressor = compressor_of(model)
     if compressor is None:

@@ -6,6 +6,7 @@ the library's, and there is no second copy. What no kind reads is computed by th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -39,8 +40,8 @@ def register_weight_kind(name: str) -> Callable[[_Reader], _Reader]:
         name: package and class, such as `torchao.Int8Tensor`, of a layer that is no `nn.Linear`, or of the weight of
             one that is.
 
-    The decorated function is given a layer, and returns its weight, or None if it is of another form. It may run
-    between any two passes, and when it is captured: what it reads on the host it has read before.
+    The decorated function returns the weight of a layer, or None if it is of another form. It may run when a pass is
+    captured: what it reads on the host it has read before.
     """
 
     def register(read: _Reader) -> _Reader:
@@ -95,33 +96,25 @@ def is_known(stored: StoredWeight) -> bool:
     )
 
 
-@register_weight_kind("torchao.Int8Tensor")
-def _int8(module: nn.Linear) -> StoredWeight | None:
+def _of_torchao(quantises_inputs: tuple[str, ...], module: nn.Linear) -> StoredWeight | None:
+    """What torchao stores, unless one of the attributes says that it quantises inputs, too."""
     weight = module.weight
-    if weight.act_quant_kwargs is not None or weight.act_pre_scale is not None or _has_zeros(weight):
+    if any(getattr(weight, name) is not None for name in quantises_inputs) or _has_zeros(weight):
         return None
     return StoredWeight(weight.qdata, weight.scale, None, *weight.block_size)
 
 
-@register_weight_kind("torchao.Float8Tensor")
-def _float8(module: nn.Linear) -> StoredWeight | None:
-    weight = module.weight
-    if weight.act_quant_kwargs is not None:
-        return None
-    return StoredWeight(weight.qdata, weight.scale, None, *weight.block_size)
-
-
-@register_weight_kind("torchao.IntxUnpackedToInt8Tensor")
-def _intx(module: nn.Linear) -> StoredWeight | None:
-    weight = module.weight
-    if weight.activation_quantization is not None or _has_zeros(weight):
-        return None
-    return StoredWeight(weight.qdata, weight.scale, None, *weight.block_size)
+for _name, _inputs in {
+    "Int8Tensor": ("act_quant_kwargs", "act_pre_scale"),
+    "Float8Tensor": ("act_quant_kwargs",),
+    "IntxUnpackedToInt8Tensor": ("activation_quantization",),
+}.items():
+    register_weight_kind(f"torchao.{_name}")(functools.partial(_of_torchao, _inputs))
 
 
 def _has_zeros(weight: torch.Tensor) -> bool:
     """Whether a weight of torchao has zero points other than 0, which symmetric configurations have."""
-    zeros = weight.zero_point
+    zeros = getattr(weight, "zero_point", None)
     if zeros is None:
         return False
     known = _zeros.get(zeros)

@@ -80,14 +80,10 @@ def allocate(size: int, device: torch.device, group: dist.ProcessGroup) -> torch
 
 
 class SymmetricMemoryBuffer:
-    """Symmetric memory in which the ranks of a group sum up tensors.
+    """Symmetric memory in which the ranks of a `group`, which construct it together, sum up tensors.
 
     One buffer serves all-reduces that follow each other: torch's operator waits for the other ranks before it reads,
     and returns when all have read. Every rank adds the addends in the order of the ranks, so results are bit-identical.
-
-    Args:
-        group: whose ranks construct it together.
-        device: of this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
@@ -127,10 +123,7 @@ _buffers: weakref.WeakKeyDictionary[dist.ProcessGroup, SymmetricMemoryBuffer | N
 
 
 def symmetric_memory_of(model: PreTrainedModel) -> SymmetricMemoryBuffer | None:
-    """The buffer of the ranks that run `model`; None if they cannot have one.
-
-    The first call allocates it, so all ranks must call this together. All get the same result.
-    """
+    """The buffer of the ranks that run `model`; on all of them None if they have none. They call this together."""
     group = tensor_parallel_group(model)
     if group is None or not policy_of(model.device).symmetric_memory:
         return None
@@ -255,10 +248,10 @@ def _all_reducing_forward(group_name: str, module: nn.Module) -> Callable[..., t
 
 
 def symmetric_memory_all_reduce(model: PreTrainedModel) -> Replacements:
-    """Context in which small all-reduces of `model` go through its `symmetric_memory_of`.
+    """Context in which small all-reduces (see `fits`) of `model` go through its `symmetric_memory_of`; others, and
+    those of other modules than row-parallel linear layers and experts, go through the process group.
 
-    All ranks enter it together, within `local_linears` and without gradients. Larger all-reduces (see `fits`), and
-    those of other modules than row-parallel linear layers and experts, go through the process group as before.
+    All ranks enter it together, within `local_linears` and without gradients.
     """
     if symmetric_memory_of(model) is None:
         return Replacements({})

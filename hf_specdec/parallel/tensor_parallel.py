@@ -6,8 +6,9 @@ import hashlib
 import inspect
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -65,8 +66,7 @@ class Wrapper(NamedTuple):
 
     Attributes:
         forward: the wrapped `forward`, which the module has as an attribute.
-        style: how the module is sharded.
-        mesh: the devices it is sharded over.
+        style, mesh: how the module is sharded, and over which devices.
         wrapped: the `forward` of the module without the wrapper.
     """
 
@@ -106,9 +106,9 @@ def _shard_without_view(parameter: nn.Parameter) -> torch.Tensor:
 class local_linears(Replacements):
     """Context in which sharded linear layers of `model` have this rank's shards of their weights as plain tensors.
 
-    Without gradients transformers computes with these shards too, but extracts them from the `DTensor`s at every call
-    of a layer, which costs time on the host, and more in a compiler, which traces it in every layer. The wrappers of
-    column-parallel layers whose outputs stay sharded are removed, since they have nothing left to do.
+    Without gradients transformers computes with these shards too, but extracts them from the `DTensor`s in every call,
+    which costs time on the host and in a compiler. Wrappers of column-parallel layers whose outputs stay sharded are
+    removed: they have nothing left to do.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -134,13 +134,10 @@ class local_linears(Replacements):
 
 
 def find_differences(model: PreTrainedModel, values: dict[str, Any]) -> list[str]:
-    """Names of `values` that differ between the ranks that run `model`; every rank gets the same list.
+    """Names of `values` that differ between the ranks that run `model`, the same list on all, by one all-gather of
+    hashes.
 
-    It costs one small all-gather of hashes.
-
-    Args:
-        model: the target.
-        values: tensors, or objects that are equal if their `repr` is; by names that are the same on all ranks.
+    `values` are tensors, or objects that are equal if their `repr` is, by names that are the same on all ranks.
     """
     group = tensor_parallel_group(model)
     if group is None:
@@ -155,13 +152,9 @@ def find_differences(model: PreTrainedModel, values: dict[str, Any]) -> list[str
 def check_same_call(model: PreTrainedModel, criteria: StoppingCriteriaList, values: dict[str, Any]) -> None:
     """Check that all ranks that run `model` make the same call; with different ones they would hang.
 
-    Args:
-        model: the target, sharded over ranks.
-        criteria: of the call.
-        values: the arguments of the call, by name; see `find_differences`.
-
     Raises:
-        ValueError: the arguments differ, or `criteria` have a time limit, which ranks would reach at different tokens.
+        ValueError: the arguments `values` differ, or `criteria` have a time limit, which ranks would reach at different
+            tokens.
     """
     if any(isinstance(rule, MaxTimeCriteria) for rule in criteria):
         raise ValueError(
@@ -189,3 +182,41 @@ def check_same_tokens(model: PreTrainedModel, sequences: torch.Tensor) -> None:
 def _digest(value: Any) -> int:
     content = value.cpu().numpy().tobytes() + repr(tuple(value.shape)).encode() if torch.is_tensor(value) else b""
     return int.from_bytes(hashlib.sha256(content or repr(value).encode()).digest()[:8], "little", signed=True)
+
+
+class RankAgreement:
+    """A process group of the CPUs of the ranks that run `model`, which one thread of each uses.
+
+    All ranks make one at the same time, and call the same methods in the same order. A rank waits for another one for
+    `timeout` seconds; None for torch's own number.
+
+    Attributes:
+        is_first: whether this is the first of the ranks.
+    """
+
+    def __init__(self, model: PreTrainedModel, timeout: float | None):
+        ranks = dist.get_process_group_ranks(tensor_parallel_group(model))
+        self.is_first = is_first_rank(model)
+        self._first = ranks[0]
+        self._group = dist.new_group(
+            ranks,
+            timeout=None if timeout is None else timedelta(seconds=timeout),
+            backend="gloo",
+            # Other ranks of the world run other copies of the model, or none.
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        )
+
+    def most(self, values: Sequence[int]) -> list[int]:
+        """The largest that any rank has of each of `values`."""
+        shared = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
+        return shared.tolist()
+
+    def from_first(self, value: Any) -> Any:
+        """A copy of the first rank's `value`, which can be pickled; `value` itself on that rank."""
+        holder = [value if self.is_first else None]
+        dist.broadcast_object_list(holder, src=self._first, group=self._group, device=torch.device("cpu"))
+        return value if self.is_first else holder[0]
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)

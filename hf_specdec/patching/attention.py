@@ -18,10 +18,10 @@ from ..cache.ragged_cache import RaggedCache
 from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ATTENTION_ENTRY, eager_mask
 from ..modules.deferred import read_by_attention
 from ..modules.patch import Replacements, constant, original, runs_engine
-from .implementations import runs_flash_attention, submodel_configs
+from ..modules.signature import signature_of
 from .mask_rules import MaskRule, rules_by_module
 from .plugins.relative_bias import biased_attention
-from .support import uses_attention_interface
+from .support import runs_flash_attention, uses_attention_interface
 
 ATTENTION_NAME, MASKED_NAME = "hf_specdec", "hf_specdec_masked"
 # The attribute of an attention layer that holds its `MaskRule`.
@@ -38,13 +38,11 @@ def ragged_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention interface over a `RaggedCache`.
 
-    Which keys a query sees is a function of positions alone, so `attention_mask` is `RaggedCache.attention_mask`: the
-    positions, int64. transformers passes a 4-D mask on to every layer unchanged, sliding-window layers included. Masks
-    of transformers are bool or floating point, so a call with any mask but an int64 one, or with none, does not come
-    from an engine: it runs the attention that the module has outside of `ragged_attention`.
+    `attention_mask` is `RaggedCache.attention_mask`: positions, int64, which are passed on to every layer unchanged. A
+    call with any other mask, or with none, does not come from an engine: it runs the attention that the module has
+    otherwise.
 
     Args:
-        module: the attention layer.
         query: `[B, heads, n, head_dim]`.
         key, value: `[B, kv_heads, slots, head_dim]`, as `RaggedLayer.update` returns them.
         attention_mask: `[B, 1, n, 0, 1, 2 or 2 + W]` int64, or `[1, 2, n, 1]` of a `PackedCache`.
@@ -181,9 +179,8 @@ def _original_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Te
 
 
 def original_mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.Tensor | None:
-    """transformers' mask interface: the mask of the attention implementation that `config` had before it was patched.
-
-    It makes masks for calls by others while `ragged_attention` is active; engines bring their own masks.
+    """transformers' mask interface for calls by others while `ragged_attention` is active: the mask of the attention
+    that `config` had before it was patched.
     """
     name = original(config, ATTENTION_ENTRY)
     if name == ATTENTION_NAME or name not in ALL_MASK_ATTENTION_FUNCTIONS:
@@ -194,9 +191,8 @@ def original_mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.
 def eager_mask_over_slots(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.Tensor | None:
     """transformers' mask interface for models with attention of their own, outside of the attention interface.
 
-    Passes of an engine, which are recognised by `RaggedCache.get_query_offset`, get `slot_mask`. Calls by others while
-    `ragged_attention` is active get the mask that eager attention adds to its scores: the modules that read the
-    implementation's name from the configuration, to call another attention, do not find it.
+    Passes of an engine, recognised by `RaggedCache.get_query_offset`, get `slot_mask`; others the mask of eager
+    attention: modules that read the name of another attention from the configuration do not find it.
     """
     slots = kwargs.get("q_offset")
     if isinstance(slots, torch.Tensor) and slots.dim() == 2:
@@ -211,10 +207,9 @@ def slot_mask(
 
     Args:
         slots: `[B, n]` int64, of the queries.
-        span: slots of the keys, the first ones of the cache.
-        mask_function: of transformers, whether a query sees a key; called with slots, so it may be of any kind.
+        span: leading slots of the cache that are the keys.
+        mask_function: of transformers, whether a query sees a key; called with slots.
         seen: `[B, span]` bool, false for slots that no query of the row sees.
-        dtype: of the mask.
 
     Returns:
         `[B, 1, n, span]`, to be added to scores: 0 where a query sees a key, elsewhere the smallest number.
@@ -259,29 +254,26 @@ def set_ragged_attention(
     name = _name_for(model)
     for module, rule in _rules_of(model) if rules is None else rules:
         vars(module)[_RULE] = rule
-    for config in submodel_configs(model):
+    for config in signature_of(model).configs:
         vars(config)[ATTENTION_ENTRY] = name
 
 
 def ragged_attention(target: PreTrainedModel) -> Replacements:
-    """Context in which `target` runs on a `RaggedCache`.
-
-    Its attention layers run `ragged_attention_forward` instead of their implementation, by the rules of their masks;
-    those outside of transformers' attention interface run as they are, with `slot_mask`.
+    """Context in which `target` runs on a `RaggedCache`: its attention layers run `ragged_attention_forward` by the
+    rules of their masks; those outside of transformers' attention interface run as they are, with `slot_mask`.
     """
     make_name = constant(_name_for(target))
     return Replacements(
         {
-            ATTENTION_ENTRY: [(config, make_name) for config in submodel_configs(target)],
+            ATTENTION_ENTRY: [(config, make_name) for config in signature_of(target).configs],
             _RULE: [(module, constant(rule)) for module, rule in _rules_of(target)],
         }
     )
 
 
 def _rules_of(model: PreTrainedModel) -> list[tuple[torch.nn.Module, MaskRule]]:
-    """The rules that attention layers of `model` have besides the sliding windows that they state.
-
-    Flash attention is given no masks, but the windows only.
+    """The rules that attention layers of `model` have besides the windows that they state; flash attention has no
+    others.
     """
     if runs_flash_attention(model) or not uses_attention_interface(model):
         return []

@@ -1,9 +1,8 @@
 """Passes of which the bits of a row's results depend on that row only.
 
-Linear layers, experts and attention of an engine run kernels of the project. Whatever else a model or a drafter
-computes goes through `batch_invariant`, a dispatch mode of torch: products and reductions run kernels that add in one
-order, and an operation of which that is not known is refused by its name. Operations on each element, copies, and exact
-ones (comparisons, largest elements, integers) run as they are. The user's own calls of torch are not changed.
+Linear layers, experts and attention of an engine run kernels of the project. All else goes through `batch_invariant`, a
+dispatch mode of torch: products and reductions run kernels that add in one order, operations on each element, copies
+and exact ones run as they are, and others are refused by name. The user's own calls of torch are not changed.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .. import ops
+from ..layer_ops import row_cumsum, row_softmax, row_sum
 from ..modules.patch import runs_engine
-from ..row_ops import row_cumsum, row_softmax, row_sum
 
 _aten = torch.ops.aten
 _Result = torch.Tensor | tuple[torch.Tensor, ...]
@@ -215,7 +214,6 @@ _REPLACED: dict[torch._ops.OpOverload, Callable[..., _Result]] = {
 
 
 def _running_module() -> str:
-    """The class of the module whose forward pass runs, for messages."""
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_locals.get("self")
@@ -226,8 +224,6 @@ def _running_module() -> str:
 
 
 class _BatchInvariantMode(TorchDispatchMode):
-    """Replaces or refuses operations while an engine runs."""
-
     def __torch_dispatch__(
         self,
         function: torch._ops.OpOverload,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,8 +14,8 @@ from .. import ops
 from ..host.modeling import ALL_EXPERTS_FUNCTIONS, EXPERTS_ENTRY, apply_gate
 from ..modules.hidden_states import modules_of
 from ..modules.patch import Replacements, constant, original, runs_engine
+from ..modules.signature import signature_of
 from ..modules.weights import PLAIN_WEIGHTS
-from .implementations import submodel_configs
 
 EXPERTS_NAME = "hf_specdec"
 BATCHED_NAME = "hf_specdec_batched"
@@ -33,26 +34,19 @@ DEFAULTS = ("eager", "grouped_mm")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def choose_rows(num_pairs: int, num_experts: int) -> int:
-    """Rows (tokens) of a block, which reads its expert's weights once; `num_pairs` are pairs of token and expert."""
-    return 16 if num_pairs <= MAX_TOKENS_OF_SMALL_BLOCKS * num_experts else 64
-
-
 def experts_forward(
     module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """transformers' experts interface: outputs of the routed experts for every token, weighted and summed.
 
-    Of transformers' implementations, "eager" loops over experts and synchronizes with the device to learn which of them
-    have tokens; "batched_mm" copies the weights of its experts for every token; "grouped_mm" (bfloat16 only when
-    compiled) sorts tokens and outputs in a dozen kernel launches. This one reads the weights of the routed experts
-    once, in three launches besides the activation and the sum.
+    Of transformers' implementations "eager" synchronizes with the device, "batched_mm" copies weights for every token,
+    "grouped_mm" sorts tokens in a dozen launches. This one reads the weights of the routed experts once, in three
+    launches besides the activation and the sum.
 
     Args:
         module: of a class decorated with transformers' `use_experts_implementation`.
         hidden_states: `[n, H]`.
-        top_k_index: `[n, k]` int64, the experts of each token; an index of at least the number of the module's experts
-            adds nothing.
+        top_k_index: `[n, k]` int64, the experts of each token; one of at least the number of experts adds nothing.
         top_k_weights: `[n, k]`.
 
     Returns:
@@ -64,7 +58,7 @@ def experts_forward(
     is_many = num_pairs > MAX_TOKENS_OF_KERNEL * num_experts and first.dtype == torch.bfloat16
     if is_many and not ops.is_batch_invariant():
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
-    rows = choose_rows(num_pairs, num_experts)
+    rows = 16 if num_pairs <= MAX_TOKENS_OF_SMALL_BLOCKS * num_experts else 64
     plan = ops.plan_experts(top_k_index, num_experts, rows)
 
     def linear(inputs: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
@@ -114,16 +108,19 @@ def original_experts_implementation(model: PreTrainedModel) -> str | None:
     return original(model.config.get_text_config(), EXPERTS_ENTRY)
 
 
+def _with_experts(name: str, models: Iterable[PreTrainedModel], entry_of: Callable[[Any, str], Any]) -> Replacements:
+    """Context in which the implementation `name` takes the place of `DEFAULTS`, where `entry_of` gives those."""
+    configs = (config for model in models for config in signature_of(model).configs)
+    chosen = (config for config in configs if entry_of(config, EXPERTS_ENTRY) in DEFAULTS)
+    return Replacements({EXPERTS_ENTRY: [(config, constant(name)) for config in chosen]})
+
+
 def triton_experts(*models: PreTrainedModel) -> Replacements:
     """Context in which mixture-of-experts layers in `models` compute by `experts_forward`.
 
     Models keep their implementation if the user has set another one than `DEFAULTS`, or if a weight is quantised.
     """
-    configs = [config for model in models if _is_suitable(model) for config in submodel_configs(model)]
-    make_name = constant(EXPERTS_NAME)
-    return Replacements(
-        {EXPERTS_ENTRY: [(one, make_name) for one in configs if original(one, EXPERTS_ENTRY) in DEFAULTS]}
-    )
+    return _with_experts(EXPERTS_NAME, filter(_is_suitable, models), original)
 
 
 def copies_experts(*models: PreTrainedModel) -> bool:
@@ -134,11 +131,7 @@ def copies_experts(*models: PreTrainedModel) -> bool:
 def capturable_experts(*models: PreTrainedModel) -> Replacements:
     """Context, within `triton_experts`, in which mixture-of-experts layers in `models` can be captured in a CUDA graph.
 
-    transformers' "eager" implementation synchronizes with the device to learn which experts have tokens, and so does
-    "grouped_mm" in any dtype but bfloat16. Where `experts_forward` cannot be used, "batched_mm" takes their place.
+    "eager", and "grouped_mm" in any dtype but bfloat16, synchronize with the device: where `experts_forward` cannot be
+    used, "batched_mm" takes their place.
     """
-    configs = [config for model in models for config in submodel_configs(model)]
-    make_name = constant(BATCHED_NAME)
-    return Replacements(
-        {EXPERTS_ENTRY: [(one, make_name) for one in configs if getattr(one, EXPERTS_ENTRY) in DEFAULTS]}
-    )
+    return _with_experts(BATCHED_NAME, models, getattr)

@@ -48,7 +48,6 @@ class FusedLinear:
         self._last: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = None, ()
 
     def forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """`forward` of layer number `index`."""
         layer = self.layers[index]
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
@@ -68,7 +67,6 @@ class FusedLinear:
         return forward
 
     def _outputs(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The outputs of all layers."""
         out = linear(inputs, self.weight, self.bias)
         if self.update is not None:
             self.update(out, inputs)
@@ -80,9 +78,7 @@ class FusedLinear:
 
 
 def fused_parameters(gate: nn.Module, up: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Weight `[2 N, in]` and bias of the matmul that computes `gate` and then `up`, which may be one layer; None if
-    none does.
-    """
+    """Weight `[2 N, in]` and bias of the matmul that computes `gate` and then `up`, which may be one layer; or None."""
     if gate is up:
         weight = weight_of(gate) if runs_linear(gate) and not has_hooks([gate]) else None
         return None if weight is None else (weight, gate.bias)
@@ -139,10 +135,8 @@ def _num_references(tensor: torch.Tensor) -> int:
 
 
 def _is_movable(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` alone uses its storage, so that its memory may be replaced.
-
-    False for a part of a larger buffer, for memory that another library allocated or that processes share, and for a
-    tensor of which there are views, such as those of a `state_dict` or of other parameters.
+    """Whether `tensor` alone uses its storage, so that its memory may be replaced: not a part of a larger buffer,
+    memory that another library allocated or that processes share, or a tensor of which there are views.
     """
     if not tensor.is_contiguous() or tensor.is_inference():
         return False
@@ -159,8 +153,8 @@ def adjacent_storages(*groups: Sequence[torch.Tensor]) -> list[torch.Tensor] | N
     """The memory of each group's tensors, which have equal trailing shapes, as one tensor; those that are not adjacent
     yet are moved. None, with nothing moved, if a tensor shares its memory with others (see `_is_movable`).
 
-    Tensors stay the same objects with the same values. Each gets a storage of its own, which is a slice of the common
-    memory and keeps that alive: saving, copying or moving one tensor does so with its slice only.
+    Tensors stay the same objects. Each gets a storage of its own, a slice of the common memory that keeps that alive:
+    saving, copying or moving one tensor does so with its slice only.
     """
     found = [_find_fused(tensors) for tensors in groups]
     missing = [tensors for tensors, fused in zip(groups, found, strict=True) if fused is None]
@@ -183,15 +177,12 @@ def _move(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _can_be_fused(layers: Sequence[nn.Module]) -> bool:
     """Whether all are plain linear layers of one input width, dtype and device, without hooks or patched forwards."""
-    if not all(type(layer) is nn.Linear and layer._parameters.keys() == {"weight", "bias"} for layer in layers):
-        return False
-    if not all(type(layer.weight) in PLAIN_WEIGHTS for layer in layers):
-        return False
-    forwards = (vars(layer).get("forward") for layer in layers)
-    if not all(forward is None or hasattr(forward, "fused") for forward in forwards):
-        return False
-    if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
-        return False
+    for layer in layers:
+        if type(layer) is not nn.Linear or layer._parameters.keys() != {"weight", "bias"}:
+            return False
+        is_patched = "forward" in vars(layer) and not hasattr(layer.forward, "fused")
+        if type(layer.weight) not in PLAIN_WEIGHTS or is_patched or layer._forward_hooks or layer._forward_pre_hooks:
+            return False
     kinds = {
         (layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None, layer.weight.dim())
         for layer in layers
@@ -210,7 +201,6 @@ def _groups(models: Sequence[nn.Module]) -> Iterator[list[nn.Linear]]:
 
 
 def _parameters_of(layers: Sequence[nn.Linear]) -> list[list[torch.Tensor]]:
-    """Weights, and biases if there are any, of the layers of a group."""
     parameters = [layer._parameters for layer in layers]  # `Module.__getattr__` is slow
     names = ("weight",) if parameters[0]["bias"] is None else ("weight", "bias")
     return [[one[name] for one in parameters] for name in names]
@@ -219,10 +209,9 @@ def _parameters_of(layers: Sequence[nn.Linear]) -> list[list[torch.Tensor]]:
 class fused_linears(Patch):
     """Context in which each group of layers (`GROUPS`) of `models` computes as one matmul.
 
-    The weights of such layers are moved next to each other when it is constructed, and stay there afterwards: there is
-    no second copy, and the parameters can be used and saved as before (see `adjacent_storages`). Of LoRA layers these
-    are the base layers. Layers that are not plain `nn.Linear` (quantised weights), and those with hooks, are left as
-    they are.
+    The weights of such layers, of LoRA layers those of the base layers, are moved next to each other when it is
+    constructed, and stay there (see `adjacent_storages`). Layers that are not plain `nn.Linear` and those with hooks
+    are left as they are.
     """
 
     def __init__(self, *models: nn.Module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +11,8 @@ from .. import layer_ops
 from ..device_policy import policy_of
 from ..modules.deferred import normed, residual_stream
 from ..modules.hidden_states import modules_of
-from ..modules.layer_choice import DTYPES, uses_layer_kernels
 from ..modules.module_hooks import has_hooks
-from ..modules.patch import Replacements
+from ..modules.patch import DTYPES, Replacements, bound, is_unpatched, uses_layer_kernels
 from ..modules.weights import PLAIN_WEIGHTS
 from .fused_linear import fused_parameters
 from .layer_probes import Angles, GatedMlp, Norm, Probes
@@ -25,7 +22,8 @@ from .linear import computes, gated_linear
 def _norm_forward(module: nn.Module, norm: Norm, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if len(args) == 1 and not kwargs and uses_layer_kernels(args[0]):
         weight, inputs = module._parameters.get("weight"), args[0]
-        if inputs.dtype in DTYPES and (weight is None or weight.dtype == inputs.dtype):
+        is_narrow = inputs.shape[-1] <= layer_ops.MAX_NORM_WIDTH
+        if is_narrow and inputs.dtype in DTYPES and (weight is None or weight.dtype == inputs.dtype):
             return normed(inputs, weight, *norm)
     return type(module).forward(module, *args, **kwargs)
 
@@ -73,7 +71,6 @@ def _given_to_angles(
 
 
 def _fit(frequencies: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> bool:
-    """Whether `layer_ops.rotary_angles` takes `positions`, for `states`."""
     is_on_device = frequencies.device == states.device == positions.device
     is_known = states.dtype in DTYPES and frequencies.dtype in DTYPES and frequencies.is_contiguous()
     return is_on_device and is_known and positions.dim() == 2 and positions.dtype == torch.int64
@@ -82,34 +79,30 @@ def _fit(frequencies: torch.Tensor, states: torch.Tensor, positions: torch.Tenso
 _FORWARDS = (_norm_forward, _mlp_forward, _embedding_forward, _angles_forward)
 
 
-def _is_unchanged(module: nn.Module) -> bool:
-    """Whether `module` has neither hooks nor a `forward` attribute but one that another call's context has set."""
-    forward = vars(module).get("forward")
-    return not has_hooks([module]) and (forward is None or getattr(forward, "func", None) in _FORWARDS)
-
-
 def layer_kernels(*models: nn.Module) -> Replacements:
     """Context in which norms and gated MLPs of `models` run the ops of `layer_ops`, on devices whose policy says so.
 
     Sums of outputs of embeddings and MLPs with other tensors, the residual stream, are computed by the norms that read
-    them. A module is recognised by what it computes, see `layer_probes`. Modules with hooks or a `forward` attribute,
-    and norms whose weight is quantised or sharded, are left as they are; children of MLPs are called as before.
+    them. Modules are recognised by what they compute, see `layer_probes`; those with hooks or a `forward` attribute,
+    and norms whose weight is quantised or sharded, are left as they are.
     """
     modules = modules_of(*models)
     if not any_has_layer_kernels(modules):
         return Replacements({})
     probes, chosen = Probes(), []
-    for module in filter(_is_unchanged, modules):
+    for module in modules:
+        if has_hooks([module]) or not is_unpatched(module, *_FORWARDS):
+            continue
         norm = probes.norm(module)
         mlp = probes.gated_mlp(module) if norm is None else None
         if norm is not None:
-            chosen.append((module, _maker(_norm_forward, norm)))
+            chosen.append((module, bound(_norm_forward, norm)))
         elif mlp is not None:
-            chosen.append((module, _maker(_mlp_forward, mlp)))
+            chosen.append((module, bound(_mlp_forward, mlp)))
         elif angles := probes.angles(module):
-            chosen.append((module, _maker(_angles_forward, angles)))
+            chosen.append((module, bound(_angles_forward, angles)))
         elif isinstance(module, nn.Embedding):
-            chosen.append((module, _maker(_embedding_forward)))
+            chosen.append((module, bound(_embedding_forward)))
     return Replacements({"forward": chosen})
 
 
@@ -117,7 +110,3 @@ def any_has_layer_kernels(modules: list[nn.Module]) -> bool:
     """Whether any of `modules` has a weight on a device where layers may run the ops of `layer_ops`."""
     devices = {one.device for module in modules for one in module._parameters.values() if one is not None}
     return any(policy_of(one).layer_kernels for one in devices)
-
-
-def _maker(forward: Callable, *found: Norm | GatedMlp | dict[str | None, Angles]) -> Callable[[nn.Module], Callable]:
-    return lambda module: functools.partial(forward, module, *found)

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import layer_ops, ops
-from ..layer_ops import ACTIVATIONS, MAX_NORM_WIDTH, AnglesKind, NormKind
-from ..modules.layer_choice import DTYPES
+from ..layer_ops import ACTIVATIONS, AnglesKind, NormKind
 from ..modules.module_hooks import has_hooks
+from ..modules.patch import DTYPES
 from ..modules.signature import OF_EVERY_MODULE, PLAIN_VALUES
 from ..modules.weights import PLAIN_WEIGHTS
 
@@ -83,20 +83,18 @@ class Probes:
         self._found: dict[Hashable, Any] = {}
 
     def norm(self, module: nn.Module) -> Norm | None:
-        """The norm that `module` is; None if it is none."""
         parameters = {name: one for name, one in module._parameters.items() if one is not None}
         if module._modules or module._buffers or not parameters.keys() <= {"weight"}:
             return None
         weight = parameters.get("weight")
-        if weight is not None:
-            is_plain = type(weight) in PLAIN_WEIGHTS and weight.dim() == 1 and weight.is_floating_point()
-            if not is_plain or len(weight) > MAX_NORM_WIDTH:
-                return None
+        if weight is not None and (
+            type(weight) not in PLAIN_WEIGHTS or weight.dim() != 1 or not weight.is_floating_point()
+        ):
+            return None
         size = None if weight is None else len(weight)
         return self._try(module, (size,), lambda: _find_norm(module, size))
 
     def gated_mlp(self, module: nn.Module) -> GatedMlp | None:
-        """The gated MLP that `module` is; None if it is none."""
         children = {name: one for name, one in module._modules.items() if one is not None}
         linears = {name: one for name, one in children.items() if _is_linear(one)}
         others = [one for name, one in children.items() if name not in linears]
@@ -109,8 +107,7 @@ class Probes:
 
     def angles(self, module: nn.Module) -> dict[str | None, Angles]:
         """The rotary embeddings that `module` is, by the `layer_type` that it is called with; None where it has none.
-
-        None of those whose frequencies depend on the positions.
+        Those whose frequencies depend on the positions are left out.
         """
         buffers = {name: one for name, one in module._buffers.items() if one is not None}
         has_others = module._modules or any(one is not None for one in module._parameters.values())
@@ -134,17 +131,23 @@ class Probes:
         None if `forward` needs another number of arguments than `count`.
         """
         key = (*_settings(module), *others)
-        if key not in self._found:
-            try:
-                with torch.no_grad(), ops.references():
-                    self._found[key] = find() if count is None or _needs(module, count) else None
-            except Exception:  # a module may raise anything, such as on a CPU
-                self._found[key] = None
-        return self._found[key]
+        return tried(self._found, key, lambda: find() if count is None or _needs(module, count) else None)
+
+
+def tried(found: dict[Hashable, Any], key: Hashable, find: Callable[[], Any]) -> Any:
+    """The entry `key` of `found`; if there is none, first what `find` returns without gradients and kernels, or None if
+    it fails: a module may raise anything, such as on a CPU.
+    """
+    if key not in found:
+        try:
+            with torch.no_grad(), ops.references():
+                found[key] = find()
+        except Exception:
+            found[key] = None
+    return found[key]
 
 
 def _needs(module: nn.Module, count: int) -> bool:
-    """Whether `forward` needs `count` arguments."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     needed = [one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
     return len(needed) == count
@@ -212,7 +215,6 @@ def _are_rounded_alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _layer_types(module: nn.Module) -> list[str]:
-    """The types of layers that a rotary embedding has frequencies for."""
     types = getattr(module, "layer_types", ())
     return sorted(one for one in set(types) if isinstance(one, str)) if isinstance(types, (list, tuple, set)) else []
 
@@ -248,23 +250,24 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.dtype == expected.dtype and torch.equal(found, expected)
 
 
-class _Stub(nn.Module):
-    """A linear layer with random weights `[out, in]`."""
+class RandomLinear(nn.Module):
+    """A linear layer with random weights `[out, in]` on a CPU."""
 
-    def __init__(self, size_in: int, size_out: int, seed: int):
+    def __init__(self, in_features: int, out_features: int, weight: torch.Tensor | None = None):
         super().__init__()
-        self.in_features, self.out_features = size_in, size_out
-        self.weight = _draw(size_out, size_in, seed=seed) * size_in**-0.5
+        self.in_features, self.out_features = in_features, out_features
+        weight = torch.randn(out_features, in_features, device="cpu") if weight is None else weight
+        self.weight = weight * in_features**-0.5
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return F.linear(inputs, self.weight)
 
 
 def _find_gated_mlp(module: nn.Module, sizes: dict[str, tuple[int, int]]) -> GatedMlp | None:
-    stubs = {
-        name: _Stub(_WIDTH, 2 * _WIDTH if _computes_both(name, sizes) else _WIDTH, seed)
-        for seed, name in enumerate(sizes, start=1)
-    }
+    stubs = {}
+    for seed, name in enumerate(sizes, start=1):
+        size = 2 * _WIDTH if _computes_both(name, sizes) else _WIDTH
+        stubs[name] = RandomLinear(_WIDTH, size, _draw(size, _WIDTH, seed=seed))
     inputs = _draw(len(_MLP_SCALES), _WIDTH, seed=0) * _column(_MLP_SCALES, torch.bfloat16)
     found = _copy(module, _modules={**module._modules, **stubs})(inputs)
     if not isinstance(found, torch.Tensor):
@@ -284,7 +287,6 @@ def _computes_both(name: str, sizes: dict[str, tuple[int, int]]) -> bool:
 
 
 def _candidates(sizes: dict[str, tuple[int, int]]) -> Iterator[GatedMlp]:
-    """All that a module with such layers may be."""
     for names, activation in itertools.product(itertools.permutations(sizes), ACTIVATIONS):
         if len(names) == 3:
             yield GatedMlp(*names, activation)

@@ -14,7 +14,7 @@ from .. import layer_ops, ops
 from ..device_policy import DEFAULT_POLICY, DEVICE_POLICIES, policy_of
 from ..kernels.types import StoredWeight
 from ..modules.hidden_states import modules_of
-from ..modules.patch import Replacements, this_thread
+from ..modules.patch import Replacements, bound, is_unpatched, this_thread
 from ..modules.signature import fact
 from ..modules.weights import quantised_class, weight_of
 
@@ -36,10 +36,8 @@ def _linear(
 
     On a CPU, matmuls that are bound by reading the weight run about twice as fast when transposed: on two cores the
     linear layers of a 135M-parameter model take 31 ms instead of 71 ms at 5 rows (torch 2.13, SmolLM2 shapes). One row
-    is computed as two for the same reason.
-
-    Rows are flattened first, because `F.linear` of a non-contiguous `[B, n, in]` by a weight without gradient runs one
-    matmul for each of the B batch rows and reads the weight B times.
+    is computed as two for the same reason. Rows are flattened first: else `F.linear` may run one matmul for each of the
+    B batch rows.
     """
     if module is not None:
         if not torch.compiler.is_compiling() and this_thread.engine is None:
@@ -97,13 +95,7 @@ def gated_linear(
 
 def runs_linear(module: nn.Module) -> bool:
     """Whether a forward pass of `module` is one of `linear` with its weight and bias."""
-    return getattr(vars(module).get("forward"), "func", None) in (_linear, _stored_linear)
-
-
-def _has_own(device: torch.device) -> bool:
-    """Whether `linear` computes a few rows on `device` in a way of its own."""
-    policy = policy_of(device)
-    return policy.few_row_linear or policy.transposed_linear
+    return "forward" in vars(module) and is_unpatched(module, _linear, _stored_linear)
 
 
 @fact
@@ -120,9 +112,8 @@ def computed_by_libraries(model: PreTrainedModel) -> list[str]:
 
 
 def patched_linear(*models: nn.Module) -> Replacements:
-    """Context in which the linear layers of `models` compute by `linear`.
-
-    On devices for which `linear` has nothing of its own these are the heads only.
+    """Context in which the linear layers of `models` compute by `linear`; on devices without a way of its own the
+    heads.
 
     Layers whose weights are sharded or quantised in a way that the kernels do not know, and layers with a `forward`
     attribute, are left as they are.
@@ -131,15 +122,16 @@ def patched_linear(*models: nn.Module) -> Replacements:
     heads = {id(module.get_output_embeddings()) for module in modules if isinstance(module, PreTrainedModel)}
 
     def own_forward(module: nn.Module) -> Callable | None:
-        if not isinstance(module, nn.Linear) or not ("forward" not in vars(module) or runs_linear(module)):
+        if not isinstance(module, nn.Linear) or not is_unpatched(module, _linear, _stored_linear):
             return None
         weight = weight_of(module)
+        if weight is None:
+            return None
+        policy = policy_of(module.weight.device)
         if isinstance(weight, StoredWeight):
-            return _stored_linear if policy_of(module.weight.device).few_row_linear else None
-        is_chosen = weight is not None and (_has_own(weight.device) or id(module) in heads)
-        return _linear if is_chosen else None
+            return _stored_linear if policy.few_row_linear else None
+        has_own = policy.few_row_linear or policy.transposed_linear or id(module) in heads
+        return _linear if has_own else None
 
     found = ((module, own_forward(module)) for module in modules)
-    return Replacements(
-        {"forward": [(module, functools.partial(functools.partial, own)) for module, own in found if own is not None]}
-    )
+    return Replacements({"forward": [(module, bound(own)) for module, own in found if own is not None]})

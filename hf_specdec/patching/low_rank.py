@@ -51,8 +51,8 @@ class RowAdapters:
 class low_rank_updates(Patch):
     """Context in which the LoRA layers of `model` add, in a pass of the target, the updates of its rows' adapters.
 
-    Weights stay where PEFT has them: the kernel is given their addresses, so what trains them in place counts at once.
-    Layers whose base layers are fused are updated together.
+    The kernel is given the addresses of PEFT's weights, so what trains them in place counts at once. Layers whose base
+    layers are fused are updated together.
 
     Attributes:
         rows: which adapters they add; what an engine's pass sets.

@@ -1,8 +1,7 @@
 """Which keys a query sees in each attention layer, learnt from the masks that a model has transformers make.
 
-On a `RaggedCache` positions take the place of masks (see `attention`). A layer may state its sliding window when it
-calls attention; other windows, and chunks, are in its mask only. So a pass over a few tokens, in which attention does
-nothing, tells which mask every layer is given, and what it was made of.
+A layer may state its sliding window when it calls attention; other windows, and chunks, are in its mask only. So a pass
+over a few tokens, in which attention does nothing, tells which mask every layer is given, and what it was made of.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from transformers import PreTrainedModel
 from ..errors import first_line
 from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from ..modules.signature import fact
-from .implementations import registered_attention
-from .support import cache_windows
+from .support import cache_windows, registered_attention
 
 # Lengths of prompts, unequal so that wrong treatment of padding shows.
 PROMPT_LENGTHS = (7, 4)
@@ -40,7 +38,6 @@ class MaskRule(NamedTuple):
     chunk: int | None = None
 
     def sees(self, query: int, key: int) -> bool:
-        """Whether a query at one position sees a key at another."""
         is_near = self.window is None or key > query - self.window
         return key <= query and is_near and (self.chunk is None or key // self.chunk == query // self.chunk)
 
@@ -88,8 +85,7 @@ class _Mask(NamedTuple):
 
 
 class _Attention(NamedTuple):
-    """A call of attention: the layer, the sliding window that it states, and the mask if transformers made it; whether
-    it has another one."""
+    """A call of attention: the layer, the sliding window that it states, and transformers' mask or another."""
 
     module: nn.Module
     window: int | None
@@ -97,13 +93,8 @@ class _Attention(NamedTuple):
     has_own_mask: bool
 
 
-class _Probe(threading.local):
-    def __init__(self) -> None:
-        self.calls: list[_Attention] = []
-        self.masks: list[_Mask] = []
-
-
-_probe = _Probe()
+# Calls of attention and masks of the pass that this thread probes.
+_probe = threading.local()
 
 
 def _probing_attention(module, query, key, value, attention_mask, sliding_window=None, **kwargs):
@@ -130,7 +121,6 @@ def _rule_of(mask: _Mask, is_causal: bool) -> MaskRule | None:
 
 
 def _follows(mask: _Mask, rule: MaskRule, is_causal: bool) -> bool:
-    """Whether `mask` is a causal mask with `rule`."""
 
     def is_as_expected(query: int, key: int) -> bool:
         return bool(mask.function(0, 0, torch.tensor(query), torch.tensor(key))) == rule.sees(query, key)
@@ -160,20 +150,20 @@ class _Rules(NamedTuple):
 
 @fact
 def _rules(model: PreTrainedModel) -> tuple[_Rules | str, _Rules | str]:
-    """The rules of the attention layers of `model`, or the reason why they cannot be told: of masks that are causal,
-    and of those that are after the prompt.
+    """The rules of the attention layers of `model`, or why they cannot be told: of causal masks, and of masks that are
+    causal after the prompt.
     """
-    _probe.__init__()
+    _probe.calls, _probe.masks = [], []
     try:
         with torch.no_grad(), registered_attention(model, PROBE_NAME):
             model(**ordinary_prompts(model), use_cache=False)
-        calls = list(_probe.calls)
+        calls = _probe.calls
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model may raise anything
         return (f"its masks cannot be told ({type(error).__name__}: {first_line(error)})",) * 2
     finally:
-        _probe.__init__()
+        vars(_probe).clear()
     return _rules_of(model, calls, is_causal=True), _rules_of(model, calls, is_causal=False)
 
 
@@ -201,21 +191,15 @@ def _rules_of(model: PreTrainedModel, calls: Sequence[_Attention], is_causal: bo
 
 
 def why_not_rules(model: PreTrainedModel, is_causal: bool = True) -> str | None:
-    """The reason why it cannot be told which keys the queries of `model` see; None if it can.
-
-    Args:
-        model: to run on a few tokens, once for a class and configuration.
-        is_causal: whether the tokens of a prompt, too, must see none after them: not if the target itself runs prompts.
+    """The reason why it cannot be told which keys the queries of `model` see; None if it can. With `is_causal` the
+    tokens of a prompt, too, must see none after them: not if the target itself runs prompts.
     """
     rules = _rules(model)[0 if is_causal else 1]
     return rules if isinstance(rules, str) else None
 
 
 def rules_by_module(model: PreTrainedModel) -> list[tuple[nn.Module, MaskRule]]:
-    """The attention layers of `model` whose rule is not the window that they state; none if that cannot be told.
-
-    The first call for a class and configuration runs the model on a few tokens.
-    """
+    """The attention layers of `model` whose rule is not the window that they state; none if that cannot be told."""
     rules = "there are no weights" if model.device.type == "meta" else _rules(model)[1]
     if isinstance(rules, str):
         return []
@@ -223,14 +207,10 @@ def rules_by_module(model: PreTrainedModel) -> list[tuple[nn.Module, MaskRule]]:
 
 
 def why_not_kept(model: PreTrainedModel, columns: int | None) -> str | None:
-    """The reason why texts of `model` depend on how many tokens it runs at once; None if they do not.
+    """The reason why texts of `model` of up to `columns` (None: any number) depend on how many tokens it runs at once.
 
     In some classes the configuration has a window that the cache heeds and attention does not. A prompt then sees all
     of itself, and later passes what the cache has kept, which is more for the last tokens of a block.
-
-    Args:
-        model: the target.
-        columns: of the longest text that is run; None for any number.
     """
     if not any(cache_windows(model)):
         return None

@@ -1,8 +1,8 @@
 """Whether attention of a modeling file, outside of transformers' attention interface, can run on a `RaggedCache`.
 
-Such attention is given a mask over the cache's slots (`attention.slot_mask`). It may still have a rule of its own for
-what a query sees, made of the numbers of queries and keys: GPT-Neo's is that queries are the last of the keys. On a
-`RaggedCache` they are not, so one pass with many more slots than tokens, and tokens in another order, shows it.
+Such attention is given a mask over slots (`attention.slot_mask`), and may still have a rule of its own, made of the
+numbers of queries and keys: GPT-Neo's is that queries are the last of the keys. One pass with many more slots than
+tokens, and tokens in another order, shows it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..cache.ragged_cache import RaggedCache
 from ..errors import first_line
 from .attention import ragged_attention
 from .mask_rules import ordinary_tokens
-from .support import cache_layers, cache_name, parts, stated_positions
+from .support import cache_layers, cache_name, difference_of_logits, parts, stated_positions
 
 # Slots of the pass: as many as the model states positions, which is more than any window, but no more than the second
 # number, since keys and values of one layer take memory; the first number where it states none.
@@ -28,13 +28,8 @@ NUM_TOKENS = 64
 
 @torch.no_grad()
 def why_not_masked(model: PreTrainedModel, limit: float) -> str | None:
-    """The reason why the attention of `model` does not follow a mask over slots; None if it does.
-
-    Runs the model, which must not be patched yet, on a few tokens twice.
-
-    Args:
-        model: whose layers take a mask, see `LayerKinds`.
-        limit: largest difference of logits, relative to their spread.
+    """The reason why the attention of `model`, which is not patched, does not follow a mask over slots; None if it
+    does. Logits of a few tokens may differ by `limit`, relative to their spread.
     """
     is_training = model.training
     model.eval()
@@ -79,8 +74,7 @@ def _compare(model: PreTrainedModel, limit: float) -> str | None:
             **{cache_name(model): cache},
             use_cache=True,
         ).logits.double()
-    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-12)
-    difference = float(((found - expected[:, order]).norm(dim=-1) / spread[:, order]).max())
+    difference = difference_of_logits(found, expected[:, order])
     if difference <= limit:
         return None
     return f"its own attention does not do what a mask over {span} slots says (its logits differ by {difference:.2g})"

@@ -1,14 +1,14 @@
 """Recurrences and short convolutions of transformers' models over a `RaggedCache`.
 
-transformers' mixers call functions that are globals of their modeling file, so that kernels can take the place of the
-PyTorch code. Inside `recurrent_functions` they are replaced by ones that run the engine's ops where they are given what
-a `RecurrentLayer` hands out, and the original function otherwise.
+transformers' mixers call functions that are globals of their modeling file. Inside `recurrent_functions` they are
+replaced by ones that run the engine's ops where they are given what a `RecurrentLayer` hands out.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -29,8 +29,8 @@ from ..cache.recurrent_layers import (
     KeyedRecurrentLayer,
     RecurrentLayer,
     RecurrentState,
+    StateForm,
 )
-from ..cache.state_forms import StateForm
 from ..host.caches import (
     Cache,
     CacheLayerMixin,
@@ -41,21 +41,76 @@ from ..host.caches import (
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
     given_cache,
-    given_cache_name,
 )
 from ..host.modeling import ACT2FN, LAYER_TYPES, RECURRENCES, RECURRENT_MASK, UPDATE_CONV_STATE
 from ..host.parts import any_of
 from ..modules.hidden_states import modules_of
-from ..modules.patch import Replacements, original
-from ..modules.signature import files_of
+from ..modules.patch import Replacements, bound, is_unpatched, original
+from ..modules.signature import files_of, names_in, replacing_functions
 from .plugins.former_inputs import former_inputs
-from .running_layer import is_stateless, next_state, running_layer_forwards
+
+# Mixers of Mamba-1 hand their state to the function for a single token only. While such a layer runs over a
+# `RaggedCache`, the function over several tokens finds its state here.
+# Functions over several tokens that are given no state.
+STATELESS = frozenset(RECURRENCES["mamba"][:1])
+
+
+class _Running(threading.local):
+    """The layer that this thread runs.
+
+    Attributes:
+        state: its recurrent state; None outside of such a layer.
+        calls: how many functions have taken it.
+    """
+
+    state: RecurrentState | None = None
+    calls: int = 0
+
+
+_running = _Running()
+
+
+def _next_state() -> RecurrentState | None:
+    """The state for a function that is given none: in the i-th call of a layer that of its i-th head; None if no layer
+    runs over a `RaggedCache`.
+    """
+    state, head = _running.state, _running.calls
+    if state is None:
+        return None
+    _running.calls = head + 1
+    return state[:, head]
+
+
+@functools.cache
+def _is_stateless(kind: type[nn.Module]) -> bool:
+    return not STATELESS.isdisjoint(names_in(kind.forward))
+
+
+def _running_layer_forwards(*models: nn.Module) -> list[tuple[nn.Module, Callable[[Any], Any]]]:
+    """For `Replacements` of `forward`: the modules of `models` that call a function of `STATELESS`."""
+    return [(module, _make_forward) for module in modules_of(*models) if _is_stateless(type(module))]
+
+
+def _make_forward(module: nn.Module) -> Callable[..., Any]:
+    own = original(module, "forward")
+    return functools.partial(_run_layer, module, type(module).forward.__get__(module) if own is None else own)
+
+
+def _run_layer(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a layer by its own `forward`, with its state where functions find it."""
+    cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, RaggedCache)), None)
+    if cache is None:
+        return forward(*args, **kwargs)
+    _running.state, _running.calls = cache.layers[module.layer_idx].recurrent_states[0], 0
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _running.state = None
 
 
 def _where(name: str, kind: type) -> Callable[[Callable], Callable]:
-    """Decorator of a replacement, which runs where the argument `name` is of `kind`; elsewhere the model's own does.
-
-    The replacement has the parameters of the model's own function, behind that function.
+    """Decorator of a replacement, which is given the model's own function first, and runs where the argument `name` is
+    of `kind`; elsewhere that function does.
     """
 
     def decorate(run: Callable) -> Callable:
@@ -165,14 +220,13 @@ def _mamba2_step(function, state, hidden_states, dt, A, B, C, D=None, *, z=None,
 def _state_space(state, hidden_states, steps, A, B, C, D, chunked=None):
     """Outputs `[B, n, H, P]` of a state-space model; `steps` `[B, n, H]` float32, the others as of `_mamba2_scan`."""
     decay = steps * A.float()
-    options = {"form": StateForm.VALUES_FIRST, "delta": False, "normalize": False, "scale": 1.0}
-    out = state.run(C, B, hidden_states, decay, steps, chunked, **options)
+    out = state.run(C, B, hidden_states, decay, steps, chunked, StateForm.VALUES_FIRST)
     return out if D is None else (out + hidden_states * D[:, None]).to(hidden_states.dtype)
 
 
 def _mamba_scan(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Mamba-1 (arXiv 2312.00752) over several tokens, from the state of the layer that runs, as in mamba_ssm."""
-    state = next_state()
+    state = _next_state()
     return function(*args, **kwargs) if state is None else _scan(state, *args, **kwargs)
 
 
@@ -206,8 +260,7 @@ def _selective_state_space(state, hidden_states, dt, A, B, C, D, gate, bias, sof
     # One head; the logarithm of a factor is step * A, of another A for each element of the state.
     decay, updates, key, query = (part[:, :, None] for part in (steps, steps * hidden_states.float(), B, C))
     rates = A.float().t().contiguous()[None]
-    options = {"form": StateForm.CHANNELS, "delta": False, "normalize": False, "scale": 1.0, "rates": rates}
-    out = state.run(query, key, updates, decay, None, **options)[:, :, 0]
+    out = state.run(query, key, updates, decay, None, form=StateForm.CHANNELS, rates=rates)[:, :, 0]
     if D is not None:
         out = out + hidden_states * D
     return (out if gate is None else out * F.silu(gate)).to(hidden_states.dtype)
@@ -244,7 +297,6 @@ class _ExtendedInputs(NamedTuple):
     def update_conv_state(
         self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> torch.Tensor:
-        """See `RecurrentLayer.extended`."""
         return self.cache.layers[layer_idx].extended(inputs, state_idx, conv_kernel_size)
 
 
@@ -253,23 +305,14 @@ def _own_convolution(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     index = getattr(module, "layer_idx", None)
     cache = given_cache(kwargs)
     if cache is not None and isinstance(cache.layers[index], RecurrentLayer):
-        kwargs[given_cache_name(kwargs)] = _ExtendedInputs(cache)
+        kwargs = {name: _ExtendedInputs(cache) if one is cache else one for name, one in kwargs.items()}
     return type(module).forward(module, *args, **kwargs)
 
 
 def _convolves_itself(module: nn.Module) -> bool:
-    names = getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
-    forward = vars(module).get("forward")
-    return (
-        UPDATE_CONV_STATE in names
-        and _REPLACEMENTS.keys().isdisjoint(names)
-        and hasattr(module, "layer_idx")
-        and (forward is None or getattr(forward, "func", None) is _own_convolution)
-    )
-
-
-def _own_convolution_of(module: nn.Module) -> Callable:
-    return functools.partial(_own_convolution, module)
+    names = names_in(type(module).forward)
+    is_one = UPDATE_CONV_STATE in names and _REPLACEMENTS.keys().isdisjoint(names) and hasattr(module, "layer_idx")
+    return is_one and is_unpatched(module, _own_convolution)
 
 
 _REPLACEMENTS: dict[str, Callable] = {
@@ -281,13 +324,8 @@ _REPLACEMENTS: dict[str, Callable] = {
 
 
 def _token_mask(function: Callable, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Which columns recurrent layers are to read, `[B, n]` bool; None for all.
-
-    transformers cuts it out of a mask of as many columns as there are keys, after it has looked whether all are ones,
-    for which the host waits.
-
-    Args:
-        function: the model's own, with transformers' arguments.
+    """Which columns recurrent layers are to read, `[B, n]` bool; None for all. transformers' own `function` cuts it out
+    of a mask over keys, after it has waited for whether all are ones.
     """
     cache, mask = given_cache(kwargs), kwargs.get("attention_mask")
     if not isinstance(cache, RaggedCache) or mask is None or mask.dim() != 2:
@@ -300,16 +338,12 @@ _MASKS: dict[str, Callable] = {RECURRENT_MASK: _token_mask}
 
 def recurrent_functions(*models: nn.Module) -> Replacements:
     """Context in which recurrent layers of `models` run on a `RaggedCache`; other models are not affected."""
-    files, functions = files_of(map(type, modules_of(*models))), _REPLACEMENTS | _MASKS
-    replaced = {
-        name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
-        for name in functions
-    }
-    methods = former_inputs(functions, *models)
+    functions = _REPLACEMENTS | _MASKS
+    replaced, methods = replacing_functions(functions, _over_original, *models), former_inputs(functions, *models)
     forwards = methods.pop("forward", [])
     taken = {id(module) for module, _ in forwards}
     others = (module for module in modules_of(*models) if id(module) not in taken and _convolves_itself(module))
-    forwards += [*running_layer_forwards(*models), *((module, _own_convolution_of) for module in others)]
+    forwards += [*_running_layer_forwards(*models), *((module, bound(_own_convolution)) for module in others)]
     return Replacements(replaced | methods | {"forward": forwards})
 
 
@@ -372,7 +406,7 @@ class Recurrent(LayerKind):
 
     @classmethod
     def forgets_states(cls, model: PreTrainedModel) -> bool:
-        return any(is_stateless(type(module)) for module in modules_of(model))
+        return any(_is_stateless(type(module)) for module in modules_of(model))
 
     @classmethod
     def why_not_hosted(cls, model: PreTrainedModel) -> str | None:

@@ -1,8 +1,7 @@
 """Rotary embeddings of transformers' attention layers as one kernel, see `layer_ops.rotary`.
 
-Attention layers call a function that is a global of their modeling file. Which pairs of elements it rotates, and how it
-rounds, is found out by running it on a few random values of the same shapes on a CPU; it is replaced where it computes
-the same bits as the op's reference.
+Attention layers call a function that is a global of their modeling file. Which pairs it rotates, and how it rounds, is
+found by running it on a few random values on a CPU; it is replaced where it computes the bits of the op's reference.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from ..host.modeling import ROTATIONS
 from ..layer_ops import RotaryKind
 from ..modules.deferred import plain, rotated
 from ..modules.hidden_states import modules_of
-from ..modules.layer_choice import DTYPES, uses_layer_kernels
-from ..modules.patch import Replacements, original
-from ..modules.signature import files_of, functions_of
+from ..modules.patch import DTYPES, Replacements, original, uses_layer_kernels
+from ..modules.signature import functions_of, replacing_functions
 from .layer_kernels import any_has_layer_kernels
 from .layer_probes import same_bits
 
@@ -39,8 +37,8 @@ _states = itertools.count()
 
 
 def _rotary(function: Callable, state: int, count: int, *args: torch.Tensor, **kwargs: Any) -> Any:
-    """`function`, the model's own, of query and key, or of one of them: `count` tensors `[B, heads, n, D]`, or
-    `[B, n, heads, D]` if `unsqueeze_dim` is 2. Cosines and sines follow. `state` tells what functions it may call.
+    """`function`, the model's own, of `count` tensors `[B, heads, n, D]`, or `[B, n, heads, D]` if `unsqueeze_dim` is
+    2, and cosines and sines. `state` tells what functions it may call.
     """
     heads_dim = kwargs.get("unsqueeze_dim", 1)
     is_understood = len(args) == count + 2 and kwargs.keys() <= {"unsqueeze_dim"} and heads_dim in (1, 2)
@@ -85,7 +83,7 @@ def _kind_of(
     options: tuple[tuple[str, Any], ...],
 ) -> RotaryKind | None:
     """What `function` does with heads of `size` elements and so many `angles`, given keyword arguments `options`; None
-    if it is nothing known. Other arguments as of `_rotary`.
+    if it is nothing known.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -116,13 +114,7 @@ def rotary_functions(*models: nn.Module) -> Replacements:
     """
     if not any_has_layer_kernels(modules_of(*models)):
         return Replacements({})
-    files = files_of(map(type, modules_of(*models)))
-    return Replacements(
-        {
-            name: [(file, functools.partial(_over_original, name)) for file in files if name in vars(file)]
-            for name in ROTATIONS
-        }
-    )
+    return Replacements(replacing_functions(ROTATIONS, _over_original, *models))
 
 
 def _over_original(name: str, file: ModuleType) -> Callable:

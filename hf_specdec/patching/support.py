@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -24,11 +23,7 @@ from ..cache.layer_kinds import (
     parts_of,
     plug_ins,
 )
-from ..host.caches import (
-    OUTPUT_NAME,
-    model_cache_name,
-    why_no_cache,
-)
+from ..host.caches import OUTPUT_NAME, model_cache_name, why_no_cache
 from ..host.modeling import (
     ALL_ATTENTION_FUNCTIONS,
     ATTENTION_ENTRY,
@@ -38,16 +33,15 @@ from ..host.modeling import (
 )
 from ..host.parts import why_broken
 from ..modules.hidden_states import decoder_layers, find_decoder_layers, modules_of
-from ..modules.patch import original
-from ..modules.signature import fact, files_of, signature_of
+from ..modules.patch import Replacements, constant, original
+from ..modules.signature import fact, files_of, names_in, signature_of
 
 _EAGER = "eager_attention_forward"
 
 
 def _layers_of_cache(model: PreTrainedModel) -> list[Any]:
-    """The layers of transformers' cache for `model`; none if its configuration describes no cache.
-
-    That of an assistant that reads another model's keys and values only is refused by transformers (ValueError).
+    """The layers of transformers' cache for `model`; none if its configuration describes no cache, or transformers
+    refuses one (ValueError), as for an assistant that reads another model's keys only.
     """
     try:
         return DynamicCache(config=model.config.get_text_config()).layers
@@ -63,8 +57,7 @@ def configured_layers(model: PreTrainedModel) -> LayerKinds:
 
 @fact
 def cache_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
-    """For each layer of transformers' cache for `model` how many keys it keeps, that of the query included; None for
-    all of them."""
+    """How many keys, that of the query included, each layer of transformers' cache for `model` keeps; None for all."""
     return tuple(getattr(layer, "sliding_window", None) for layer in _layers_of_cache(model))
 
 
@@ -97,11 +90,8 @@ def position_markers(model: PreTrainedModel) -> list[PositionMarker]:
 def uses_attention_interface(model: PreTrainedModel) -> bool:
     """Whether attention layers of `model` look their function up in transformers' attention interface and read no mask.
 
-    Indexers read one, to choose among the tokens that a query sees; compressors add keys, and columns to the mask.
-
-    Few classes state that all of them do. Of others it is known of the layers that name
-    the interface; whether these are all is found by the equivalence check. Attention layers of a model where none does
-    take a mask. A model may have no attention layers.
+    Indexers read one, to choose among the tokens that a query sees; compressors add columns to it. Few classes state
+    that all layers use the interface; of others some name it, and the equivalence check finds whether these are all.
     """
     kinds = configured_layers(model)
     if kinds and not kinds.stores_keys:
@@ -110,8 +100,8 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
         return False
     if states_attention_interface(model):
         return True
-    forwards = {inspect.unwrap(kind.forward) for kind in {type(module) for module in modules_of(model.get_decoder())}}
-    return any(ATTENTION_INTERFACE in one.__code__.co_names for one in forwards if hasattr(one, "__code__"))
+    kinds = set(map(type, modules_of(model.get_decoder())))
+    return any(ATTENTION_INTERFACE in names_in(kind.forward) for kind in kinds)
 
 
 def cache_name(model: PreTrainedModel) -> str:
@@ -181,7 +171,6 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
 @fact
 def why_not_known_attention(model: PreTrainedModel) -> str | None:
     """The reason why it is not known which attention `model` runs; None if it is transformers' own, or its class's.
-
     What any other function computes with a longer text, a short one need not show.
     """
     signature = signature_of(model)
@@ -213,3 +202,19 @@ def _file_of(function: Any) -> str:
 def _is_of(function: Any, *places: str) -> bool:
     file = _file_of(function)
     return any(file == place or file.startswith(f"{place}.") for place in places)
+
+
+def registered_attention(model: PreTrainedModel, name: str) -> Replacements:
+    """Context in which `model` runs the attention implementation that is registered with transformers as `name`."""
+    return Replacements({ATTENTION_ENTRY: [(config, constant(name)) for config in signature_of(model).configs]})
+
+
+def runs_flash_attention(model: PreTrainedModel) -> bool:
+    """Whether the text model of `model` runs flash attention outside of `registered_attention`; it is given no mask."""
+    return "flash" in str(original(model.config.get_text_config(), ATTENTION_ENTRY))
+
+
+def difference_of_logits(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference of logits `[B, n, V]` of a token, relative to their spread."""
+    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-12)
+    return float(((found - expected).norm(dim=-1) / spread).max())

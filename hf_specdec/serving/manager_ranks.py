@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from ..calls.request import Arrived, Request
 from ..host.generation import BackgroundThreadStatus
 from ..modules.locks import lock_of
-from ..parallel.rank_agreement import RankAgreement
-from ..parallel.tensor_parallel import is_first_rank
+from ..parallel.tensor_parallel import RankAgreement, is_first_rank
 from .manager_call import ManagedCall
 from .manager_queue import RequestQueue
 from .manager_thread import STOPPED, RoundThread

@@ -111,8 +111,8 @@ def test_bits_of_a_norm_depend_on_its_row_only(width, dtype):
 def test_texts_are_the_same_with_and_without(monkeypatch, family):
     target = on_gpu(family)
     inputs = {name: tensor.to("cuda") for name, tensor in padded_prompts([9, 4]).items()}
-    runs, run = [], layer_ops._rms_norm
-    monkeypatch.setattr(layer_ops, "_rms_norm", lambda *args: runs.append(1) or run(*args))
+    runs, run = [], layer_ops.rms_norm
+    monkeypatch.setattr(layer_ops, "rms_norm", lambda *args: runs.append(1) or run(*args))
     texts = [target.generate(**inputs, do_sample=False, max_new_tokens=24)]
     for uses in (True, False):
         set_policy(monkeypatch, "cuda", layer_kernels=uses)

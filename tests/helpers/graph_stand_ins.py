@@ -14,7 +14,7 @@ from hf_specdec.engine import hosted_target
 from hf_specdec.graphs import cuda_graphs
 from hf_specdec.hosting.equivalence import ScriptedDrafter
 from hf_specdec.modules.module_hooks import asks_for_gradients
-from hf_specdec.patching.implementations import submodel_configs
+from hf_specdec.modules.signature import signature_of
 
 _hosted = hosted_target.patched_target
 
@@ -146,7 +146,7 @@ def traces(*models):
         (list(module._forward_hooks.keys() - set(keys)), list(module._forward_pre_hooks))
         for module, keys in zip(modules, asking, strict=True)
     ]
-    configs = [config for model in models for config in submodel_configs(model)]
+    configs = [config for model in models for config in signature_of(model).configs]
     chosen = [(config._attn_implementation, config._experts_implementation) for config in configs]
     return [vars(module).get("forward") for module in modules], listening, chosen
 

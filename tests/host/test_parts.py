@@ -205,8 +205,8 @@ def test_the_table_of_the_docs():
 def test_caches_by_every_name():
     cache = transformers.DynamicCache()
     for name in caches.CACHE_NAMES:
-        assert caches.given_cache({"other": 1, name: cache}) is cache and caches.given_cache_name({name: cache}) == name
-    assert caches.given_cache({}) is None and caches.given_cache_name({}) == caches.OUTPUT_NAME
+        assert caches.given_cache({"other": 1, name: cache}) is cache
+    assert caches.given_cache({}) is None
     assert caches.model_cache_name(LlamaForCausalLM) == caches.OUTPUT_NAME
     assert caches.model_cache_name(transformers.MambaForCausalLM) in ("cache", "cache_params")
     assert caches.model_cache_name(transformers.xLSTMForCausalLM) is None

@@ -466,8 +466,8 @@ def test_compiled_calls_equal_eager_ones(name):
         for part in memory.ring:
             part.fill_(0.5)
 
-    def run(*inputs, **keywords):
-        return ops.recurrence(*inputs, **keywords) * 2
+    def run(*inputs, delta, normalize, scale, rates=None):
+        return ops.recurrence(*inputs, delta, normalize, scale, rates) * 2
 
     run_compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     for blocks in rounds:
@@ -504,10 +504,10 @@ def test_cuda_graph_replays_with_changed_inputs(form):
     memories = [Memory(form, len(lengths), 16, torch.bfloat16, torch.float32) for _ in range(2)]
     inputs = text.inputs_of(rounds[0])
     bounds = [part.to(DEVICE) for part in (rounds[0].base, rounds[0].certain, rounds[0].positions)]
-    keywords = form.keywords | {"rates": memories[0].rates}
+    options = [form.keywords[name] for name in ("delta", "normalize", "scale")]
 
     def run():
-        return ops.recurrence(*inputs, memories[0].state, memories[0].ring, *bounds, DUMMY, **keywords)
+        return ops.recurrence(*inputs, memories[0].state, memories[0].ring, *bounds, DUMMY, *options, memories[0].rates)
 
     run()
     torch.cuda.synchronize()

@@ -1,18 +1,14 @@
 """Compressors of transformers' models over a `RaggedCache`, see `compressed_layers`.
 
-A compressor of a modeling file makes entries of what its cache hands out, as many as are complete, for all rows the
-same number. Inside `compressed_attention` such modules, on a `RaggedCache`, make entries by window numbers of each row;
-their projections, norms, rotary embeddings and scorers are called as they are.
+A compressor makes as many entries as are complete, for all rows the same number. Inside `compressed_attention` it makes
+them by window numbers of each row; its projections, norms, rotary embeddings and scorers are called as they are.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,12 +20,11 @@ from ...cache.ragged_cache import RaggedCache
 from ...host.caches import STORE_COMPRESSED
 from ...host.modeling import COMPRESSOR, COMPRESSOR_INDEXER, LAYER_TYPES, ROTATION
 from ...modules.hidden_states import modules_of
-from ...modules.patch import Replacements
+from ...modules.patch import Replacements, bound, is_unpatched
 
 
-def _file_of(module: nn.Module) -> ModuleType:
-    """The file that the `forward` of `module` is defined in."""
-    return sys.modules[inspect.unwrap(type(module).forward).__module__]
+def _functions_of(module: nn.Module) -> dict[str, Any]:
+    return inspect.unwrap(type(module).forward).__globals__
 
 
 def _has(module: nn.Module, names: tuple[str, ...]) -> bool:
@@ -43,19 +38,15 @@ def compressors_of(*models: nn.Module) -> list[nn.Module]:
         for module in modules_of(*models)
         if _has(module, COMPRESSOR)
         and not _has(module, COMPRESSOR_INDEXER)
-        and getattr(vars(module).get("forward"), "func", _forward) is _forward
-        and hasattr(_file_of(module), ROTATION)
+        and is_unpatched(module, _forward)
+        and ROTATION in _functions_of(module)
         and (not hasattr(module, "indexer") or _has(module.indexer, COMPRESSOR_INDEXER))
     ]
 
 
 def compressed_attention(*models: nn.Module) -> Replacements:
     """Context in which compressors of `models` run on a `RaggedCache`; on other caches they run as they are."""
-    return Replacements({"forward": [(module, _forward_of) for module in compressors_of(*models)]})
-
-
-def _forward_of(module: nn.Module) -> Callable:
-    return functools.partial(_forward, module, _file_of(module))
+    return Replacements({"forward": [(module, bound(_forward)) for module in compressors_of(*models)]})
 
 
 def _compress(
@@ -93,14 +84,13 @@ def _choose(module, entries, is_seen, hidden_states, q_residual, position_ids, r
 
 def _forward(
     module: nn.Module,
-    file: ModuleType,
     hidden_states: torch.Tensor,
     q_residual: torch.Tensor,
     position_ids: torch.Tensor,
     cache: Any,
     layer_idx: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `forward` of a compressor, which is defined in `file`.
+    """The `forward` of a compressor.
 
     Args:
         hidden_states: `[B, n, hidden_size]`.
@@ -112,7 +102,7 @@ def _forward(
     """
     if not isinstance(cache, RaggedCache):
         return type(module).forward(module, hidden_states, q_residual, position_ids, cache, layer_idx)
-    layer, rotate = cache.layers[layer_idx], getattr(file, ROTATION)
+    layer, rotate = cache.layers[layer_idx], _functions_of(module)[ROTATION]
     entries, is_seen = _compress(module, layer, "compressor", hidden_states, rotate)
     if hasattr(module, "indexer"):
         keys, _ = _compress(module.indexer, layer, "indexer", hidden_states, rotate)

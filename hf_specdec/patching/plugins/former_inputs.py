@@ -1,8 +1,7 @@
 """Methods of modules that read former inputs from the cache, over a `RaggedCache`.
 
-N-gram embeddings read the tokens before their own, dilated convolutions the inputs before theirs, and keep them as
-states of the cache. Without a cache such a method computes the same over the former inputs and its own in one, so on a
-`RaggedCache` it runs so, and the layer finds the former inputs by position.
+N-gram embeddings read the tokens before their own, dilated convolutions the inputs before theirs. Without a cache such
+a method computes the same over the former inputs and its own in one, so on a `RaggedCache` it runs so.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ from ...cache.ragged_cache import RaggedCache
 from ...host.caches import cache_parameter, given_cache
 from ...host.modeling import UPDATE_CONV_STATE
 from ...modules.hidden_states import modules_of
+from ...modules.patch import bound, is_unpatched
+from ...modules.signature import names_in
 
 
 class _State(NamedTuple):
@@ -56,11 +57,11 @@ class _Finder(Exception):
         raise self
 
 
-def _state_of(method: Callable) -> _State | None:
-    """What `method` keeps in the cache; None if that cannot be told."""
+def _state_of(method: Callable, module: nn.Module) -> _State | None:
+    """What `method` of `module` keeps in the cache; None if that cannot be told."""
     for inputs in (torch.zeros(1, 0, dtype=torch.int64), torch.zeros(1, 0, 1)):  # tokens, hidden states
         try:
-            method(inputs, _Finder())
+            method(module, inputs, _Finder())
         except _Finder as found:
             return found.state
         except Exception:  # a method may raise anything
@@ -68,51 +69,35 @@ def _state_of(method: Callable) -> _State | None:
     return None
 
 
-def _takes_inputs_and_cache(function: Callable) -> bool:
-    parameters = list(inspect.signature(function).parameters)
-    return len(parameters) == 3 and parameters[2] == cache_parameter(function)
-
-
 @functools.cache
 def _methods(kind: type, others: frozenset[str]) -> tuple[str, ...]:
     """Names of the methods of the class `kind` that store inputs, and call none of the functions `others`."""
-    functions = inspect.getmembers(kind, inspect.isfunction)
-    storing = ((name, inspect.unwrap(one)) for name, one in functions)
-    storing = ((name, one) for name, one in storing if UPDATE_CONV_STATE in one.__code__.co_names)
-    return tuple(
-        name for name, one in storing if others.isdisjoint(one.__code__.co_names) and _takes_inputs_and_cache(one)
-    )
+    names = []
+    for name, function in inspect.getmembers(kind, inspect.isfunction):
+        called, parameters = names_in(function), list(inspect.signature(function).parameters)
+        if UPDATE_CONV_STATE in called and others.isdisjoint(called) and parameters[2:] == [cache_parameter(function)]:
+            names.append(name)
+    return tuple(names)
 
 
-def _run(method: Callable, state: _State, inputs: torch.Tensor, cache: Any = None, **named: Any) -> torch.Tensor:
-    """What `method` gives of `inputs` `[B, n, ...]`; its cache comes by position, or by one of its names."""
-    cache = given_cache({"cache": cache, **named})
+def _run(
+    module: nn.Module, name: str, state: _State, inputs: torch.Tensor, cache: Any = None, **named: Any
+) -> torch.Tensor:
+    """What a method gives of `inputs` `[B, n, ...]`; its cache comes by position, or by one of its names."""
+    method, cache = getattr(type(module), name), given_cache({"cache": cache, **named})
     if not isinstance(cache, RaggedCache):
-        return method(inputs, cache)
+        return method(module, inputs, cache)
     layer = cache.layers[state.layer_idx]
-    return method(layer.with_former(inputs, state.index, state.count, state.fill), None)[:, state.count :]
+    return method(module, layer.with_former(inputs, state.index, state.count, state.fill), None)[:, state.count :]
 
 
 def former_inputs(others: Collection[str], *models: nn.Module) -> dict[str, list[tuple[nn.Module, Callable]]]:
-    """For `Replacements`: the methods of modules of `models` that read former inputs, as they run on a `RaggedCache`.
-
-    Args:
-        others: names of functions that are replaced themselves; methods that call them are not.
-        models: whose modules are looked through. Methods that somebody has replaced are left as they are.
+    """For `Replacements`: the methods of modules of `models` that read former inputs, and call none of the functions
+    `others`, as they run on a `RaggedCache`. Methods that somebody has replaced are left as they are.
     """
     found: dict[str, list[tuple[nn.Module, Callable]]] = {}
     for module in modules_of(*models):
         for name in _methods(type(module), frozenset(others)):
-            is_own = name in vars(module) and getattr(vars(module)[name], "func", None) is not _run
-            state = None if is_own else _state_of(_method(module, name))
-            if state is not None:
-                found.setdefault(name, []).append((module, functools.partial(_over_method, name, state)))
+            if is_unpatched(module, _run, name=name) and (state := _state_of(getattr(type(module), name), module)):
+                found.setdefault(name, []).append((module, bound(_run, name, state)))
     return found
-
-
-def _method(module: nn.Module, name: str) -> Callable:
-    return functools.partial(getattr(type(module), name), module)
-
-
-def _over_method(name: str, state: _State, module: nn.Module) -> Callable:
-    return functools.partial(_run, _method(module, name), state)

@@ -1,15 +1,13 @@
-"""Which modules are indexers that `pooled_indexers` computes: found out by running them on a few random tokens.
+"""Which modules are indexers that `pooled_indexers` computes: those that choose the same few random tokens.
 
 An indexer is copied with random weights and a small budget, and run on a CPU in float32, once as it is over a text and
-once on a `RaggedCache` in two passes. It is of a kind if both choose the same tokens.
+once on a `RaggedCache` in two passes.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ... import ops
 from ...cache.indexed_layers import IndexedLayer
 from ...cache.key_layers import Keys
 from ...cache.layer_kinds import LayerKinds, Use, register
@@ -26,7 +23,9 @@ from ...cache.ragged_cache import RaggedCache
 from ...host.caches import cache_argument
 from ...host.modeling import LAYER_TYPES, UPDATE_INDEXER
 from ...modules.hidden_states import modules_of
-from ...modules.patch import Replacements
+from ...modules.patch import Replacements, bound, is_unpatched
+from ...modules.signature import names_in
+from ..layer_probes import RandomLinear, tried
 from .pooled_indexers import Form, PooledIndexer, indexer_forward, kind_of, visible_slots
 
 # Pools of the text and of the budget. Of the text's last tokens, more than half a pool is not in a complete one.
@@ -48,49 +47,31 @@ def pooled_indexers(*models: nn.Module) -> Replacements:
     chosen = []
     for module in modules_of(*models):
         kind = kind_of(module)
-        forward = vars(module).get("forward")
-        if kind is not None and (forward is None or getattr(forward, "func", None) is indexer_forward):
-            form = _form_of(module, kind)
-            if form is not None:
-                chosen.append((module, functools.partial(_over, kind, form)))
+        if kind is not None and is_unpatched(module, indexer_forward) and (form := _form_of(module, kind)) is not None:
+            chosen.append((module, bound(indexer_forward, kind, form)))
     return Replacements({"forward": chosen})
-
-
-def _over(kind: PooledIndexer, form: Form, module: nn.Module) -> Callable:
-    return functools.partial(indexer_forward, module, kind, form)
 
 
 def _form_of(module: nn.Module, kind: PooledIndexer) -> Form | None:
     """What `module` returns, see `indexer_forward`; None if it is not of `kind`. One of equal settings is tried."""
     settings = sorted((name, value) for name, value in vars(module).items() if type(value) in _PLAIN_VALUES)
     key = (type(module), *((name, value) for name, value in settings if name not in ("layer_idx", "training")))
-    if key not in _found:
-        try:
-            with torch.no_grad(), ops.references(), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                _found[key] = _probe(_random_copy(module, kind), kind)
-        except Exception:  # a module may raise anything
-            _found[key] = None
-    return _found[key]
 
+    def probe() -> Form | None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return _probe(_random_copy(module, kind), kind)
 
-class _Linear(nn.Module):
-    """A linear layer with random weights, as wide as another of any kind."""
-
-    def __init__(self, other: nn.Module):
-        super().__init__()
-        self.in_features, self.out_features = other.in_features, other.out_features
-        self.weight = torch.randn(other.out_features, other.in_features, device="cpu") * other.in_features**-0.5
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return F.linear(inputs, self.weight)
+    return tried(_found, key, probe)
 
 
 def _random_copy(module: nn.Module, kind: PooledIndexer) -> nn.Module:
     """An indexer like `module`, with random weights in float32 on a CPU and a budget of a few pools."""
     size = getattr(module, kind.size)
     children = {
-        name: _Linear(one) if hasattr(one, "in_features") else _with_random_parameters(one)
+        name: RandomLinear(one.in_features, one.out_features)
+        if hasattr(one, "in_features")
+        else _with_random_parameters(one)
         for name, one in module._modules.items()
     }
     clone = _with_random_parameters(module)
@@ -109,7 +90,6 @@ def _with_random_parameters(module: nn.Module) -> nn.Module:
 
 
 def _probe(module: nn.Module, kind: PooledIndexer) -> Form | None:
-    """See `_form_of`; of a copy with random weights."""
     size = getattr(module, kind.size)
     count = _NUM_POOLS * size + size // 2
     given = _random_inputs(module, kind, count)
@@ -178,6 +158,5 @@ class Indexed(Keys):
     @classmethod
     def why_not_used(cls, model: PreTrainedModel, use: Use) -> str | None:
         """Also of models whose configuration does not name such layers, such as a decoder of one layer."""
-        forwards = {inspect.unwrap(kind.forward) for kind in map(type, modules_of(model))}
-        has_indexers = any(UPDATE_INDEXER in one.__code__.co_names for one in forwards if hasattr(one, "__code__"))
+        has_indexers = any(UPDATE_INDEXER in names_in(kind.forward) for kind in set(map(type, modules_of(model))))
         return cls.obstacles.get(use) if has_indexers else None

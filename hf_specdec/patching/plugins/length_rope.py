@@ -1,12 +1,9 @@
 """RoPE whose frequencies depend on the length of the text: LongRoPE (arXiv 2402.13753) and dynamic NTK scaling.
 
-transformers chooses the frequencies of a forward pass by its largest position (`dynamic_rope_update`), on the host or
-for all rows at once. What `generate()` does without a drafter is a function of the token alone: a token of the prompt
-is rotated as the longest prompt of the batch demands, a later one, of a pass by itself, as the length then reached by
-the longest row demands, and keys stay as they were rotated. So which tokens are rotated by the long factors can be
-told for each token, whatever else is in its pass.
-
-Inside `length_rope` the position ids of such tokens are passed as their bitwise complements, which are negative.
+transformers chooses the frequencies of a pass by its largest position (`dynamic_rope_update`). In `generate()` without
+a drafter a token of the prompt is rotated as the longest prompt of the batch demands, a later one as the length then
+reached by the longest row demands. So which tokens are rotated by the long factors is known of each token, whatever
+else is in its pass. Inside `length_rope` their position ids are passed as bitwise complements, which are negative.
 """
 
 from __future__ import annotations
@@ -27,6 +24,7 @@ from ...host.modeling import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from ...modules.hidden_states import modules_of
 from ...modules.patch import Replacements, engine, runs_engine
 from ...modules.signature import fact
+from ..support import difference_of_logits
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 LENGTH_DEPENDENT = frozenset({LONGROPE, DYNAMIC})
@@ -36,9 +34,8 @@ NUM_PROBE_TOKENS = 3
 
 @functools.cache
 def _undecorated(kind: type[nn.Module]) -> Callable | None:
-    """The `forward` of a class of rotary embeddings without `dynamic_rope_update`.
-
-    None if it has no such decorator, or does not read the frequencies that the decorator sets.
+    """The `forward` of a class of rotary embeddings without `dynamic_rope_update`; None if it has no such decorator, or
+    does not read the frequencies that the decorator sets.
     """
     forward = kind.forward
     while hasattr(forward, "__wrapped__") and forward.__globals__ is not dynamic_rope_update.__globals__:
@@ -109,11 +106,8 @@ def _configured_types(model: PreTrainedModel) -> set[str]:
 
 
 class _Frequencies:
-    """A rotary embedding with other frequencies: what its `forward` reads of it, and its `forward` itself.
-
-    Args:
-        module: the rotary embedding.
-        frequencies: buffers that differ, by their names.
+    """A rotary embedding with other `frequencies` (buffers by name): what its `forward` reads, and its `forward`
+    itself.
     """
 
     def __init__(self, module: nn.Module, frequencies: dict[str, torch.Tensor]):
@@ -198,9 +192,8 @@ def mark_long(
 
 
 def recomputes_keys(model: PreTrainedModel, limit: int) -> bool:
-    """Whether plain `generate()` drops the keys of a text of `limit` tokens, to rotate them anew by the long factors.
-
-    `prepare_inputs_for_generation` of Phi-3 does so with the first pass over more than `limit` columns.
+    """Whether plain `generate()` drops the keys of a text of `limit` tokens, to rotate them anew by the long factors,
+    as `prepare_inputs_for_generation` of Phi-3 does with the first pass over more than `limit` columns.
     """
     tokens = torch.zeros(1, limit + 1, dtype=torch.int64, device=model.device)
     cache = DynamicCache(config=model.config.get_text_config())
@@ -223,8 +216,7 @@ def why_not_marked(model: PreTrainedModel, longest_short: int, limit: float) -> 
     expected = model(input_ids=tokens, position_ids=positions, **options).logits.double()
     with engine(), length_rope(model):
         found = model(input_ids=tokens, position_ids=~positions, **options).logits.double()
-    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-12)
-    difference = float(((found - expected).norm(dim=-1) / spread).max())
+    difference = difference_of_logits(found, expected)
     if difference <= limit:
         return None
     return f"its logits for a text of more than {longest_short} tokens differ there by {difference:.2g}"

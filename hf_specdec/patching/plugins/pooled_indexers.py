@@ -1,10 +1,9 @@
 """Indexers that choose pools of adjacent tokens, over a `RaggedCache`, without reading anything on the host.
 
-A query sees the tokens of a few pools, those that an indexer scores highest among the complete ones, and the tokens
-after the last complete pool. Pools are counted from the first token of a text, so with slot == position those of a row
-are the same whatever the other rows are. What transformers' indexers look up on the host (which tokens a query sees,
-which pools are complete) is here a function of positions. A kind of indexer is recognised by the modules and settings
-that it has, and by what it chooses among a few random tokens (see `indexer_probes`).
+A query sees the tokens of a few pools, those of the highest scores among the complete ones, and the tokens after the
+last complete pool. Pools are counted from the first token of a text. What transformers' indexers look up on the host is
+here a function of positions. A kind of indexer is recognised by the modules and settings that it has, and by what it
+chooses among a few random tokens (see `indexer_probes`).
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ from ...host.modeling import ROTATION
 
 
 class Pools(NamedTuple):
-    """Pools of the slots of a cache during a pass.
+    """Pools of `size` slots of a cache during a pass.
 
     Attributes:
-        size: tokens of a pool.
         first: `[B, 1]` int64, the first slot of each row.
         num_seen: `[B, n]` int64, how many tokens each query sees.
     """
@@ -38,7 +36,6 @@ class Pools(NamedTuple):
 
     @classmethod
     def of(cls, cache: RaggedCache, size: int) -> Pools:
-        """Those of a pass at the positions of `cache`."""
         positions = cache.positions
         first = torch.zeros_like(positions[:, :1]) if cache.starts is None else cache.starts[:, None]
         return cls(size, first, positions - first + 1)
@@ -115,7 +112,6 @@ def _choose_by_means(
     """By the mean of the keys of a pool, normalised and rotated as its first token is; Qwen4's QSA.
 
     Args:
-        module: the indexer.
         hidden_states: `[B, n, H]`.
         position_embeddings: see `_at_slots`.
         attention_mask: not read.
@@ -149,7 +145,6 @@ def _choose_by_gates(
     """By the mean of the keys of a pool, weighted by gates; GLM-5-next's.
 
     Args:
-        module, hidden_states, cache: as of `_choose_by_means`.
         q_resid: `[B, n, rank]`, of which queries are made.
         attention_mask: `[B, n]`, stored with the keys as transformers does.
     """
@@ -189,7 +184,6 @@ class PooledIndexer(NamedTuple):
 
     @property
     def arguments(self) -> list[str]:
-        """Names of the arguments of `forward`."""
         return _arguments(self.choose)
 
 

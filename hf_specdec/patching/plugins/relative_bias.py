@@ -1,13 +1,11 @@
 """Attention with relative biases of a modeling file over a `RaggedCache` (Inkling).
 
-Such attention adds to a score a bias of the query for the distance of the key. Modeling files make these biases for all
-keys, from the numbers of queries and keys, which are the same for all rows. Inside `relative_biases` the modules that
-make them hand on the biases of each distance, and attention takes them by the positions of its rows.
+Modeling files add to a score a bias of the query for the distance of the key, for the same distances in all rows.
+Inside `relative_biases` the modules that make them hand on those of each distance, which attention takes by positions.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 
 import torch
@@ -17,28 +15,23 @@ from transformers import PreTrainedModel
 from ...cache.layer_kinds import PlugIn, Use, register
 from ...host.modeling import RELATIVE_BIASES
 from ...modules.hidden_states import modules_of
-from ...modules.patch import Replacements, runs_engine
+from ...modules.patch import Replacements, bound, is_unpatched, runs_engine
 
 
 def _makes_biases(module: nn.Module) -> bool:
     """Whether `module` makes biases of the positions of queries and keys."""
-    forward = vars(module).get("forward")
     return (
         "proj" in module._parameters
         and hasattr(module, "rel_extent")
         and tuple(inspect.signature(inspect.unwrap(type(module).forward)).parameters)[1:] in RELATIVE_BIASES
-        and (forward is None or getattr(forward, "func", None) is _forward)
+        and is_unpatched(module, _forward)
     )
 
 
 def relative_biases(*models: nn.Module) -> Replacements:
     """Context in which attention of `models` with relative biases runs on a `RaggedCache`."""
     found = (module for module in modules_of(*models) if _makes_biases(module))
-    return Replacements({"forward": [(module, _forward_of) for module in found]})
-
-
-def _forward_of(module: nn.Module) -> functools.partial:
-    return functools.partial(_forward, module)
+    return Replacements({"forward": [(module, bound(_forward)) for module in found]})
 
 
 def _forward(module: nn.Module, states: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
