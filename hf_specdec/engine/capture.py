@@ -116,13 +116,12 @@ def capture_round(session: Session, target: Target, drafter: Drafter, process: B
 
 def capture_catch_up(session: Session, target: Target, drafter: Drafter, width: int) -> Callable[[], None] | None:
     """`catch_up` as a CUDA graph; None, and a warning, if it cannot be captured."""
-    state = session.state
 
-    def capture_idle() -> Callable[[], None]:
-        with state.idle():
-            return capture(lambda: catch_up(state, drafter, width), target.model.device, session.graph_pool)
+    def captured() -> Callable[[], None]:
+        with session.state.idle():
+            return capture(lambda: catch_up(session.state, drafter, width), target.model.device, session.graph_pool)
 
-    return _if_possible("Drafting", target, drafter, capture_idle)
+    return _if_possible("Drafting", target, drafter, captured)
 
 
 def capture_prefill(session: Session, target: Target, drafter: Drafter, columns: int) -> Callable[[], None] | None:
@@ -135,14 +134,9 @@ def capture_prefill(session: Session, target: Target, drafter: Drafter, columns:
         return None
     session.keep_patches(target.patches)
 
-    def captured() -> Callable[[], None]:
-        return capture(
-            lambda: prefill_chunk(session.state, target, drafter, columns, session.prompts),
-            target.model.device,
-            session.graph_pool,
-        )
-
-    return _if_possible("The prefill", target, drafter, captured)
+    chunk = functools.partial(prefill_chunk, session.state, target, drafter, columns, session.prompts)
+    graph = functools.partial(capture, chunk, target.model.device, session.graph_pool)
+    return _if_possible("The prefill", target, drafter, graph)
 
 
 def _if_possible(what: str, target: Target, drafter: Drafter, make: Callable[[], _T]) -> _T | None:

@@ -28,9 +28,7 @@ _T = TypeVar("_T")
 class HostedTarget(ExitStack):
     """The target of a call, patched from the first use on: a call that only replays graphs leaves its modules alone.
 
-    A context, outside of which it is not patched.
-
-    `kept` names what the caller gets of every step, such as scores.
+    A context, outside of which it is not patched; `kept` as of `Call`.
 
     Attributes:
         has_hooks: whether modules of target or drafter have forward hooks of the caller.

@@ -36,13 +36,7 @@ MOST_COPIED = 32768
 
 
 class Match(NamedTuple):
-    """A text in the index that begins as another one.
-
-    Attributes:
-        name: under which it was added.
-        length: how many leading tokens the two have in common.
-        size: tokens of the text in the index.
-    """
+    """The text `name` of an index, of `size` tokens, of which the first `length` are those of another text."""
 
     name: int
     length: int
@@ -167,21 +161,14 @@ def can_copy_rows(drafter: Drafter) -> bool:
 
 
 def reusable(match: Match | None, num_tokens: int, margin: int) -> int:
-    """How many leading positions of a prompt of `num_tokens` are there in the row of `match`; 0 for None.
-
-    The last token of neither text has been processed.
-    """
+    """How many positions of a prompt of `num_tokens` are in the row of `match`, where the last token of neither is."""
     return 0 if match is None else max(min(match.length, num_tokens - 1, match.size - 1) - margin, 0)
 
 
 def find_followers(prompts: Sequence[Sequence[int]], margin: int, found: Sequence[int]) -> set[int]:
     """The numbers of those of `prompts` that should be prefilled after another one of them, to reuse its beginning.
 
-    Args:
-        found: positions of each that can be reused in any case.
-
-    Returns:
-        none if they would not save `FEWEST_SAVED` tokens together.
+    None of them, unless they save `FEWEST_SAVED` tokens besides the `found` positions that can be reused in any case.
     """
     index, followers, saved = PrefixIndex(), set(), 0
     for number, (tokens, before) in enumerate(zip(prompts, found, strict=True)):
@@ -195,15 +182,12 @@ def find_followers(prompts: Sequence[Sequence[int]], margin: int, found: Sequenc
 
 
 def spans_after(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> list[PromptSpan]:
-    """What a prefill runs of prompts of `lengths` tokens: from where `prefixes`, which are there by then, end."""
+    """What a prefill runs of prompts of `lengths` tokens, after their `prefixes`."""
     return [PromptSpan(one.row, one.length, length) for one, length in zip(prefixes, lengths, strict=True)]
 
 
 def depends_on_tokens_only(call: Call) -> bool:
-    """Whether what is kept of a prompt of `call` is known by its tokens.
-
-    It is not with inputs besides them, or if a cache of the user holds a part of the prompt.
-    """
+    """Whether a prompt of `call` is its tokens: no other inputs, nothing of it in a cache of the user."""
     return not (call.prompts.cached or call.inputs is not None or any(call.position_offsets or ()))
 
 
@@ -214,11 +198,9 @@ def copy_prefixes(
     margin: int,
     source: DecodeState | None = None,
 ) -> None:
-    """Copy beginnings between rows; slots after them get what no query sees before it is written.
+    """Copy beginnings from rows of `source`, or `state` itself; slots after them get what no query sees.
 
-    Args:
-        prefixes: none of whose rows is the source of another one, unless it keeps what it has.
-        source: whose rows hold them; `state` itself if None, where rows that are their own source keep what they have.
+    None of the rows is the source of another one, unless it keeps what it has.
     """
     if source is None:
         source, prefixes = state, [one for one in prefixes if one.row != one.source]
@@ -235,12 +217,7 @@ def copy_prefixes(
 def copy_texts(
     state: DecodeState, drafter: Drafter, rows: Sequence[tuple[int, int]], source: DecodeState, slots: int
 ) -> None:
-    """Copy all that is kept of whole texts from one state to another one.
-
-    Args:
-        rows: of `state`, each once, and which row of `source` each gets.
-        slots: of each row, as many as the longest text has.
-    """
+    """Copy all that is kept of texts of up to `slots` tokens to rows of `state`, each with its row of `source`."""
     most = dict(zip(rows, most_copied(state, source, rows), strict=True))
     rows = sorted(rows, key=lambda one: -most[one])
     counts = [min(slots, most[one]) for one in rows]
@@ -264,12 +241,9 @@ def most_copied(state: DecodeState, source: DecodeState, rows: Sequence[tuple[in
 
 
 def parts_of(rows: Sequence, slots: Sequence[int], most: Sequence[int]) -> Iterator[Sequence]:
-    """Cut `rows` into parts that are copied at once, as many slots of each as of the first.
+    """Cut `rows` into parts of up to `MOST_COPIED` slots that are copied at once, as many of each as of the first.
 
-    Args:
-        rows: those of which most is copied first.
-        slots: to copy of each; at most `MOST_COPIED` of a part, unless it is one row.
-        most: slots that may be copied of each.
+    Of each `slots` are to be copied, the most of the first rows, and at most `most` may be.
     """
     first = 0
     while first < len(rows):
@@ -285,13 +259,7 @@ _NOTHING: tuple[Match | None, int] = (None, 0)
 
 
 class Plan(NamedTuple):
-    """Where the requests of a group go.
-
-    Attributes:
-        prefixes: the row of each request that is prefilled now, and what it reuses, of length 0 for nothing.
-        now: numbers of these requests in the group.
-        later: numbers of the others: they reuse what is prefilled now.
-    """
+    """Where requests of a group go, by their numbers: `now` to the rows of `prefixes`; others reuse these `later`."""
 
     prefixes: list[Prefix]
     now: list[int]
@@ -317,12 +285,8 @@ class RowPrefixes:
         """Choose rows for a group of requests, of which the first is prefilled now.
 
         A request whose text so far a free row holds, up to less than a block, takes that row. Other rows are taken in
-        the order of `free`, but a row that others copy from is not copied to.
-
-        Args:
-            group: requests, no more than there are free rows.
-            free: rows that no request occupies, the least recently used first.
-            is_lockstep: whether each request takes the row of its `index`.
+        the order of `free`, at least as many rows as `group`, but a row that others copy from is not copied to. In
+        lockstep each request takes the row of its `index`.
         """
         if self._margin is None and not self._merges_equal:
             rows = [one.index for one in group] if is_lockstep else free
@@ -434,5 +398,4 @@ class RowPrefixes:
 
 
 def _prefix_of(row: int, match: Match | None, length: int) -> Prefix:
-    """What `row` reuses of the text of `match`: `length` tokens."""
     return Prefix(row, match.name if length else row, length)
