@@ -46,10 +46,6 @@ from .pard2 import Pard2Drafter
 from .suffix import SuffixDrafter
 
 
-def _all_tensors(found: Published) -> Collection[str]:
-    return found.tensors
-
-
 def _module_tensors(found: Published) -> Collection[str]:
     return [tensor.published for tensor in needed_tensors(found.config, found.tensors, found.given)]
 
@@ -75,7 +71,7 @@ class Family:
     detect: Callable[[Published], bool] | None = None
     read: Callable[[Checkpoint, PreTrainedConfig | None, Decisions], DrafterConfig] | None = None
     row: str = ""
-    select: Callable[[Published], Collection[str]] = _all_tensors
+    select: Callable[[Published], Collection[str]] = lambda found: found.tensors
 
 
 FAMILIES = [
