@@ -74,13 +74,8 @@ def check_rows_are_apart(processors: LogitsProcessorList, input_ids: torch.Tenso
     """Check that processors of the caller give a row scores that do not depend on other rows.
 
     Rows of a batch have different lengths while drafts are verified, so that a processor cannot be shown all of them as
-    plain `generate()` does. Each is tried on the prompts with random scores: those of a row, the first and the last,
-    are processed twice, beside the other rows and beside others with its own text.
-
-    Args:
-        processors: of the call.
-        input_ids: `[B, P]` int64, the prompts.
-        vocabulary: V.
+    plain `generate()` does. Each is tried on the prompts `[B, P]` int64 with random scores: those of a row, the first
+    and the last, are processed twice, beside the other rows and beside others with its own text.
 
     Raises:
         ValueError: a processor mixes rows, or returns something else for the same arguments.
@@ -133,19 +128,19 @@ def processors_of_row(processors: LogitsProcessorList, row: int, batch: int) -> 
     Raises:
         ValueError: a `RowTemperature` has not one temperature for each of `batch` rows.
     """
-    return LogitsProcessorList(_processor_of_row(processor, row, batch) for processor in processors)
 
+    def of_row(processor: LogitsProcessor) -> LogitsProcessor:
+        if type(processor) is RowTemperature:
+            return RowTemperature(processor.check_rows(batch)[row : row + 1])
+        if type(processor) in POINTWISE_PROCESSORS:
+            return processor
+        if type(processor) is PrefixConstrainedLogitsProcessor:
+            # A constraint may be one of the row, and fail on the texts of others.
+            allowed_tokens = allowed_tokens_of(processor)
+            return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed_tokens(row, tokens), num_beams=1)
+        return _InBatch(processor, row, batch)
 
-def _processor_of_row(processor: LogitsProcessor, row: int, batch: int) -> LogitsProcessor:
-    if type(processor) is RowTemperature:
-        return RowTemperature(processor.check_rows(batch)[row : row + 1])
-    if type(processor) in POINTWISE_PROCESSORS:
-        return processor
-    if type(processor) is PrefixConstrainedLogitsProcessor:
-        # A constraint may be one of the row, and fail on the texts of others.
-        allowed_tokens = allowed_tokens_of(processor)
-        return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed_tokens(row, tokens), num_beams=1)
-    return _InBatch(processor, row, batch)
+    return LogitsProcessorList(map(of_row, processors))
 
 
 class _InBatch(LogitsProcessor):
@@ -210,12 +205,7 @@ class BlockProcessor:
         )
 
     def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
-        """Process the logits of a block.
-
-        Args:
-            logits: `[B, K + 1, V]`.
-            block: `[B, K + 1]` int64, the last committed token and the drafts.
-            state: of the generation.
+        """Process the logits `[B, K + 1, V]` of a block `[B, K + 1]` int64, the last committed token and the drafts.
 
         Returns:
             `[B, K + 1, V]` float32; `logits` themselves if there are no processors.
