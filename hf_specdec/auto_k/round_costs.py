@@ -128,9 +128,8 @@ class CostTable:
             self._file = None
 
 
-@functools.cache  # one for each identity in a process, whose calls share times
-def table_of(identity: str, folder: Path | None) -> CostTable:
-    return CostTable(identity, folder)
+# One for each identity in a process, whose calls share times.
+table_of = functools.cache(CostTable)
 
 
 def find_table(model: PreTrainedModel, drafter: Drafter, is_captured: bool) -> CostTable:

@@ -158,10 +158,12 @@ class Call:
 
     @cached_property
     def kept(self) -> list[str]:
-        """What the user gets of every step: some of `"scores"`, `"logits"` and `"hidden_states"`."""
-        if not self.config.return_dict_in_generate:
-            return []
-        return [one for one in ("scores", "logits", "hidden_states") if getattr(self.config, f"output_{one}")]
+        """What the user gets of every step."""
+        return [one for one in ("scores", "logits", "hidden_states") if self.keeps(one)]
+
+    def keeps(self, name: str) -> bool:
+        """Whether the user gets the `"scores"`, `"logits"`, `"hidden_states"` or `"attentions"` of every step."""
+        return bool(self.config.return_dict_in_generate and getattr(self.config, f"output_{name}"))
 
 
 def why_too_long(model: PreTrainedModel, length: int, count: int | None) -> str | None:

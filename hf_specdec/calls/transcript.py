@@ -130,8 +130,10 @@ class Transcript:
     def _finalise(self) -> None:
         step = self.steps
         column = [self._pad_token if done else new[step] for done, new in zip(self.done, self._rows, strict=True)]
-        if NO_TOKEN in column:
-            self._check_scores(step)
+        if NO_TOKEN in column:  # which may be the padding, too
+            failed = [row for row, new in enumerate(self._rows) if not self.done[row] and new[step] == NO_TOKEN]
+            if failed:  # plain `generate()` raises as well
+                raise RuntimeError(no_distribution(f"Row {failed[0]} of the batch", step))
         for name, record in self._records.items():
             present = self.done.index(False)
             blank = torch.zeros_like(record[present][step])
@@ -155,12 +157,6 @@ class Transcript:
         if self._streamer is not None:
             with user_code():
                 self._streamer.put(tokens)
-
-    def _check_scores(self, step: int) -> None:
-        """Raise `RuntimeError`, as plain `generate()` does, if the target gave no distribution for a token of a row."""
-        failed = [row for row, new in enumerate(self._rows) if not self.done[row] and new[step] == NO_TOKEN]
-        if failed:
-            raise RuntimeError(no_distribution(f"Row {failed[0]} of the batch", step))
 
     def _stops_by_criteria(self) -> list[list[bool]]:
         """Whether each row stops, by each group of criteria that is called."""

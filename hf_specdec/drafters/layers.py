@@ -73,7 +73,12 @@ class DraftAttention(nn.Module):
         self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, hidden: torch.Tensor, rotary: Angles, attend: Attend, num_outputs: int) -> torch.Tensor:
-        query, key, value = self._heads(self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden))
+        shape = *hidden.shape[:2], -1, self.head_dim
+        query, key = self.q_proj(hidden).view(shape), self.k_proj(hidden).view(shape)
+        value = self.v_proj(hidden).view(shape).transpose(1, 2)
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
         if num_outputs == hidden.shape[1]:
             query, key = rotate(*rotary, query, key)
         else:
@@ -84,19 +89,12 @@ class DraftAttention(nn.Module):
 
     def keys_and_values(self, hidden: torch.Tensor, rotary: Angles) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys after RoPE and values of `[B, n, input_size]`, `[B, kv_heads, n, head_dim]` each."""
-        _, key, value = self._heads(None, self.k_proj(hidden), self.v_proj(hidden))
-        (key,) = rotate(*rotary, key)
-        return key, value
-
-    def _heads(self, *states: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """Query, key and value `[B, n, heads * head_dim]` each as `[B, heads, n, head_dim]`, with their norms."""
-        found = []
-        for one, norm in zip(states, (self.q_norm, self.k_norm, None), strict=True):
-            if one is not None:
-                one = one.view(*one.shape[:2], -1, self.head_dim)
-                one = (one if norm is None else norm(one)).transpose(1, 2)
-            found.append(one)
-        return found
+        shape = *hidden.shape[:2], -1, self.head_dim
+        key, value = self.k_proj(hidden).view(shape), self.v_proj(hidden).view(shape)
+        if self.k_norm is not None:
+            key = self.k_norm(key)
+        (key,) = rotate(*rotary, key.transpose(1, 2))
+        return key, value.transpose(1, 2)
 
 
 class DraftDecoderLayer(nn.Module):

@@ -181,9 +181,7 @@ class SessionLease:
         session.state.num_draft_tokens, session.state.num_nodes = drafted
         key = self._round_key(drafted)
         with session.state.spanning(key[-1]):
-            captured = self._target.counted(
-                session, lambda: capture_round(session, self._target(), self._target.drafter, self._process)
-            )
+            captured = capture_round(session, self._target, self._process)
         session.rounds.add(key, captured)
         session.capture_seconds = time.perf_counter() - start
 
@@ -244,9 +242,7 @@ class SessionLease:
         span = span_for(session.state.live, session.state.slots) if self._grows else session.state.slots
         if self._target.is_captured and (width, span) not in session.catch_ups:
             with session.state.spanning(span):
-                captured = self._target.counted(
-                    session, lambda: capture_catch_up(session, self._target(), drafter, width)
-                )
+                captured = capture_catch_up(session, self._target, width)
             session.catch_ups.add((width, span), captured)
         replay = session.catch_ups.get((width, span))
         if replay is not None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
+
 from ..cache.layer_kinds import Use
 from ..calls.call import Call
 from ..calls.prompts import PromptSpan
@@ -204,12 +206,8 @@ def copy_prefixes(
     """
     if source is None:
         source, prefixes = state, [one for one in prefixes if one.row != one.source]
-    prefixes = sorted((one for one in prefixes if one.length > 0), key=lambda one: -one.length)
-    most = most_copied(state, source, [(one.row, one.source) for one in prefixes])
-    for part in parts_of(prefixes, [one.length + margin for one in prefixes], most):
-        rows = upload([one.row for one in part], state.lengths)
-        sources = upload([one.source for one in part], state.lengths)
-        slots = part[0].length + margin
+    wanted = [(one.row, one.source, one.length + margin) for one in prefixes if one.length > 0]
+    for rows, sources, slots in _parts(state, source, wanted):
         state.cache.copy_rows(rows, source.cache, slots, sources)
         drafter.copy_rows(state, rows, source, slots, sources)
 
@@ -218,39 +216,34 @@ def copy_texts(
     state: DecodeState, drafter: Drafter, rows: Sequence[tuple[int, int]], source: DecodeState, slots: int
 ) -> None:
     """Copy all that is kept of texts of up to `slots` tokens to rows of `state`, each with its row of `source`."""
-    most = dict(zip(rows, most_copied(state, source, rows), strict=True))
-    rows = sorted(rows, key=lambda one: -most[one])
-    counts = [min(slots, most[one]) for one in rows]
-    for part in parts_of(rows, counts, counts):
-        to, taken = (upload(list(numbers), state.lengths) for numbers in zip(*part, strict=True))
-        count = min(slots, most[part[0]])
-        state.copy_rows(to, source, count, taken)
-        drafter.copy_rows(state, to, source, count, taken)
+    for to, sources, count in _parts(state, source, [(*pair, slots) for pair in rows]):
+        state.copy_rows(to, source, count, sources)
+        drafter.copy_rows(state, to, source, count, sources)
 
 
-def most_copied(state: DecodeState, source: DecodeState, rows: Sequence[tuple[int, int]]) -> list[int]:
-    """How many leading slots have memory in both of each pair of a row of `state` and one of `source`."""
-    memories = [(one.cache.row_memory, one.slots - 1) for one in (state, source)]
-    return [
-        min(
-            slots if memory is None else memory.committed_slots(row)
-            for (memory, slots), row in zip(memories, pair, strict=True)
-        )
-        for pair in rows
-    ]
+def _parts(
+    state: DecodeState, source: DecodeState, wanted: Sequence[tuple[int, int, int]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Rows of `state` that are copied at once, those of `source`, and how many slots of each: those of one row, or at
+    most `MOST_COPIED`, all of which have memory.
 
-
-def parts_of(rows: Sequence, slots: Sequence[int], most: Sequence[int]) -> Iterator[Sequence]:
-    """Cut `rows` into parts of up to `MOST_COPIED` slots that are copied at once, as many of each as of the first.
-
-    Of each `slots` are to be copied, the most of the first rows, and at most `most` may be.
+    `wanted` are such rows, each once, and how many slots of each are to be copied.
     """
+    memories = [(one.cache.row_memory, one.slots - 1) for one in (state, source)]
+    rows = []
+    for *pair, slots in wanted:
+        places = zip(memories, pair, strict=True)
+        held = min(most if memory is None else memory.committed_slots(row) for (memory, most), row in places)
+        rows.append((min(slots, held), held, *pair))
+    rows.sort(reverse=True)
     first = 0
     while first < len(rows):
-        end, last = first + 1, min(first + max(MOST_COPIED // slots[first], 1), len(rows))
-        while end < last and most[end] >= slots[first]:
+        slots = rows[first][0]
+        end, last = first + 1, min(first + max(MOST_COPIED // slots, 1), len(rows))
+        while end < last and rows[end][1] >= slots:
             end += 1
-        yield rows[first:end]
+        _, _, to, taken = zip(*rows[first:end], strict=True)
+        yield upload(to, state.lengths), upload(taken, state.lengths), slots
         first = end
 
 

@@ -168,8 +168,8 @@ class Run:
             if not group:
                 if not self._is_empty or self._waiting[0].longest > self._runner.capacity:
                     break
-                self._withdraw(self._waiting[0], _no_memory(self._waiting[0]))
-                self._waiting.popleft()
+                request = self._waiting.popleft()
+                self._withdraw(request, _no_memory(request))
                 continue
             self._runner.prefill(prefixes, group, [one for one in self._occupants if one is not None])
             self._enter()
@@ -278,7 +278,8 @@ class Run:
                 self._leave_all()
                 return has_waited
             self._take_arrived(arrived)
-            self._refuse()
+            while self._waiting and (error := self._runner.why_refused(self._waiting[0])) is not None:
+                self._withdraw(self._waiting.popleft(), error)
             if self._waiting or not self._is_empty or not self._is_open:
                 return has_waited
 
@@ -317,12 +318,6 @@ class Run:
         self._is_open, self._entering = False, []
         self._occupants = [None] * len(self._occupants)
         self._free = list(range(len(self._occupants)))
-
-    def _refuse(self) -> None:
-        """End the next waiting requests if there is no room for them."""
-        while self._waiting and (error := self._runner.why_refused(self._waiting[0])) is not None:
-            self._withdraw(self._waiting[0], error)
-            self._waiting.popleft()
 
     def _requeue(self, requests: Sequence[Request]) -> None:
         """Let `requests` be the next ones that are admitted."""

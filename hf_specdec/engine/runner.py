@@ -123,7 +123,7 @@ class Runner:
         return False
 
     def move(self, rows: Mapping[int, int], kept: Mapping[int, int], waiting: Sequence[Request]) -> int | None:
-        """Let the requests of `rows` go on in the first rows of another session, with room for those that are `waiting`;
+        """Let the requests of `rows` go on in the first rows of another session, one with room for `waiting` requests;
         what `kept` rows hold goes to the rows after those, as far as there is room. Rows have numbers of tokens.
 
         Returns:

@@ -142,14 +142,11 @@ class SessionPrefill:
 
     def capture(self, spans: Sequence[PromptSpan]) -> None:
         """Capture the chunks that such a prefill lacks; it is to be begun afterwards."""
-        session, drafter = self._session, self._target.drafter
+        session = self._session
         for chunk in dict.fromkeys(self._captured_chunks(spans)):
             if chunk not in session.prefills:
                 self._fill((), chunk)  # warm-ups and the capture prefill no position
-                captured = self._target.counted(
-                    session, lambda chunk=chunk: capture_prefill(session, self._target(), drafter, chunk)
-                )
-                session.prefills.add(chunk, captured)
+                session.prefills.add(chunk, capture_prefill(session, self._target, chunk))
 
     def _columns(self, spans: Sequence[PromptSpan]) -> int:
         """Columns of the prefill: tokens of all prompts together if they are packed, else of the longest."""

@@ -192,7 +192,11 @@ class BlockProcessor:
         self._padding = torch.tensor(padding, device=prompts.device)
         self._is_pointwise = all(type(processor) in POINTWISE_PROCESSORS for processor in processors)
         # Decided once, here: a compiled round that compared temperatures would be recompiled for each of them.
-        self._are_in_state = [self._is_in_state(processor, temperature) for processor in processors]
+        # The caller may pass a `TemperatureLogitsWarper` of another temperature in `logits_processor`.
+        self._are_in_state = [
+            type(one) is RowTemperature or (type(one) is TemperatureLogitsWarper and one.temperature == temperature)
+            for one in processors
+        ]
 
     @property
     def key(self) -> tuple | None:
@@ -227,12 +231,6 @@ class BlockProcessor:
                     scores = processor(tokens, scores.flatten(0, 1)).view(shape)
             return scores
         return self._one_length_at_a_time(scores.clone(), block, state)
-
-    @staticmethod
-    def _is_in_state(processor: LogitsProcessor, temperature: float | None) -> bool:
-        # The caller may pass a `TemperatureLogitsWarper` of another temperature in `logits_processor`.
-        is_of_call = type(processor) is TemperatureLogitsWarper and processor.temperature == temperature
-        return is_of_call or type(processor) is RowTemperature
 
     def _for_current_rows(self, processor: LogitsProcessor) -> LogitsProcessor:
         # A constraint may fail on texts outside of its grammar, such as rows that are cut or filled to a call's length.

@@ -102,7 +102,7 @@ def call_of_row(call: Call, model_kwargs: dict[str, Any], row: int) -> tuple[Cal
         return call, model_kwargs
     prompts, config = call.prompts, copy.copy(call.config)
     config.output_hidden_states = config.output_attentions = False
-    config.return_dict_in_generate = not {"scores", "logits"}.isdisjoint(call.kept)
+    config.return_dict_in_generate = call.keeps("scores") or call.keeps("logits")
     own = replace(
         call,
         prompts=Prompts(prompts.input_ids[row : row + 1], prompts.padding[row : row + 1], prompts.width),
@@ -167,7 +167,7 @@ def join_rows(
     Hidden states, attention weights and the cache are those of two passes of the target over the finished batch, of its
     prompts and of what follows: they are then what plain `generate()` returns for padding and finished rows as well.
     """
-    prompts, kept = call.prompts, [name for name in ("scores", "logits") if name in call.kept]
+    prompts, kept = call.prompts, [name for name in ("scores", "logits") if call.keeps(name)]
     texts = [output if isinstance(output, torch.Tensor) else output.sequences for output in outputs]
     new = [text[0, prompts.width :].tolist() for text in texts]
     rules = [rule for rule in call.criteria if not _is_of_row(rule, call) and type(rule) is not MaxTimeCriteria]

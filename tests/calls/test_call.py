@@ -78,9 +78,9 @@ def test_rows_continue_with_padding_only_after_a_token_that_ends_them():
 
 
 def test_records_are_kept_for_returned_dictionaries_only():
-    assert not make_call(output_scores=True).kept
+    assert not make_call(output_scores=True).keeps("scores")
     call = make_call(output_scores=True, return_dict_in_generate=True)
-    assert call.kept == ["scores"]
+    assert call.keeps("scores") and not call.keeps("logits")
 
 
 @torch.no_grad()
