@@ -159,6 +159,8 @@ class Call:
     @cached_property
     def kept(self) -> list[str]:
         """What the user gets of every step."""
+        if not self.config.return_dict_in_generate:
+            return []
         return [one for one in ("scores", "logits", "hidden_states") if self.keeps(one)]
 
     def keeps(self, name: str) -> bool:

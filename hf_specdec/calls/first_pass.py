@@ -318,10 +318,7 @@ class FirstPass:
         return _column_cache(model, lengths, self._positions, slots, num_draft_tokens)
 
     def bring(self, state: DecodeState, kept: HiddenStates | None) -> None:
-        """Copy keys, values and recurrent states of the prompts into `state`, and hidden states into `kept`.
-
-        The copies that are not the user's cache are freed.
-        """
+        """Move keys, values and recurrent states of the prompts into `state`, and hidden states into `kept`."""
         prompts, batch = self._call.prompts, len(state.lengths)
         whole = replace(prompts, cached=prompts.width)
         read_cache(self._cache, state.cache, whole, batch, self._call.model.device)
@@ -342,11 +339,8 @@ class FirstPass:
     def __call__(
         self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: torch.Tensor | int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As a `Target`, at slots of the prompts.
-
-        Returns:
-            logits `[B, 1, V]` after the prompts, whatever `slots` are, and auxiliary hidden states `[B, n, width]` or
-            None.
+        """As a `Target`, at slots of the prompts: logits `[B, 1, V]` after the prompts, whatever `slots` are, and
+        auxiliary hidden states `[B, n, width]` or None.
         """
         hidden = None if self._aux_hidden_states is None else self._at(self._aux_hidden_states, slots)
         return self._logits[self._rows(slots)[:, 0]], hidden

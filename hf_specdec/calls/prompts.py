@@ -98,10 +98,9 @@ class Prompts:
 def read_prompts(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None, mask_width: int | None, cache: Cache | None
 ) -> Prompts:
-    """The prompts of a call as `generate()` has prepared it.
+    """The prompts `[B, P]` int64 of a call as `generate()` has prepared it.
 
     Args:
-        input_ids: `[B, P]` int64.
         attention_mask: `[B, width]`; None if all columns are tokens.
         mask_width: `width` where `attention_mask` is None; None for P.
         cache: that the call continues; None, or an empty one, for none.

@@ -174,7 +174,7 @@ class Arrived(NamedTuple):
     """What has happened to requests since the last round.
 
     Attributes:
-        requests: that have arrived, in the order in which they are admitted.
+        requests: in the order in which they are admitted.
         withdrawn: requests that end at once, with an error for each.
         is_open: whether more may arrive.
         is_changed: whether the target may compute otherwise than before.

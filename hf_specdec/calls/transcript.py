@@ -50,7 +50,6 @@ class Transcript:
 
     Args:
         prompts: `[B, P]` int64, left-padded, as given to `generate()`.
-        criteria: all stopping criteria.
         pad_token: what finished rows continue with; None if no criterion knows an end-of-sequence token, in which
             case rows go on until all of them are stopped, as in plain `generate()`.
         max_new_tokens: size of the buffers.

@@ -35,7 +35,6 @@ class HostedTarget(ExitStack):
         eager_reason: why rounds are not captured; None if they are.
         is_captured: whether they are; then sessions are kept for other calls.
         keeps_hidden_states: whether the caller gets all hidden states.
-        adapters: the LoRA adapters of the target.
         num_captures: how many graphs the call has captured.
     """
 
@@ -116,7 +115,7 @@ class HostedTarget(ExitStack):
 
 
 def _why_not_captured(model: PreTrainedModel, has_hooks: bool, kept: Sequence[str]) -> str | None:
-    """The reason why the rounds of a call run eagerly, so that its buffers need not be kept; None if they are captured.
+    """The reason why the rounds of a call run eagerly; None if they are captured.
 
     A replayed graph would not call forward hooks, nor give what is `kept` of every step for the caller, such as scores.
     """

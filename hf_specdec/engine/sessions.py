@@ -91,7 +91,7 @@ class Session:
         capture_seconds: how long the last capture of a round took.
         patches: of the targets that these were captured of, whose tables they read.
         num_bytes: of a GPU's memory that it has taken, without what graphs share.
-        fence: recorded after the work of the last call, which the device may not have finished.
+        fence: recorded after the work of the last call.
     """
 
     def __init__(self, state: DecodeState):
@@ -135,8 +135,7 @@ class Session:
 
 
 class SessionPool:
-    """The idle sessions of a drafter, by `SessionKey`, and its `Hosting`s by different targets; how many of its drafts
-    were accepted.
+    """The idle sessions of a drafter, by `SessionKey`, and its `Hosting`s; how many of its drafts were accepted.
 
     A call takes a session out of the pool, so simultaneous calls get different sessions; they may be on different
     streams. Copying or unpickling a pool gives an empty one.
