@@ -41,7 +41,7 @@ class Prompt(NamedTuple):
 
 
 def load_prompts(source: str | Path | None, limit: int | None = None) -> list[str]:
-    """The texts of `read_prompts`, which see."""
+    """The texts of `read_prompts`."""
     return [prompt.text for prompt in read_prompts(source, limit)]
 
 

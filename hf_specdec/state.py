@@ -43,12 +43,7 @@ class Shape(NamedTuple):
 
 
 class RoundShape(NamedTuple):
-    """How many drafts a round has: K of a chain, or N of a tree of depth K.
-
-    Attributes:
-        num_drafts: K.
-        num_nodes: N; 0 of a chain.
-    """
+    """How many drafts a round has: K of a chain, N = 0; or N of a tree of depth K."""
 
     num_drafts: int
     num_nodes: int = 0
@@ -83,13 +78,9 @@ class DecodeState:
         row_temperatures: `[B]` float32, factors on `temperature`; 1 without a `RowTemperature` or `RowSampling`.
         row_top_k: `[B]` int64, of `RowSampling`: from how many tokens each row is drawn; 0 for greedy decoding.
         row_tail: `[B]` float32, of `RowSampling`: 1 - `top_p`, the share of probability that is left out.
-        slots: slots of every cache, the dummy slot, which is the last one, included.
-        most_draft_tokens: the largest K of a round, for which buffers are made.
-        most_nodes: the largest N of a round, likewise.
+        slots, is_sampling, draft_probs, verification: see `Shape`.
+        most_draft_tokens, most_nodes: the largest K and N of a round, for which buffers are made.
         num_draft_tokens, num_nodes: K and N of the next round, see `RoundShape`.
-        is_sampling: whether tokens are drawn; decoding is greedy otherwise.
-        draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
-        verification: see `Shape`.
         logprobs: log-probabilities of its tokens that a round computes: `"processed"`, `"raw"`, both or none.
         cached: `[B]` int64, positions of each row that are in the target's cache before prefill.
         draft_starts: `[B]` int64, the first position of each row that the drafter reads.
@@ -158,13 +149,7 @@ class DecodeState:
 
     @classmethod
     def allocate(cls, shape: Shape, layers: LayerKinds, device: torch.device) -> DecodeState:
-        """Buffers for generations of one shape.
-
-        Args:
-            shape: of the generations.
-            layers: of the target's cache; none if the target runs on a cache of transformers.
-            device: of all buffers.
-        """
+        """Buffers for generations of one shape; no `layers` if the target runs on a cache of transformers."""
         batch = shape.batch
         numbers = blank_numbers(batch, device)
         views = dict(zip(NUMBERS, numbers, strict=True))
@@ -231,8 +216,7 @@ class DecodeState:
     def as_one_row(self, memory: Any) -> DecodeState:
         """This state with the rows of its buffers one behind the other, as the only row of another; for prefills.
 
-        Args:
-            memory: that of the drafter, likewise.
+        `memory` is the drafter's, likewise.
         """
         batch = len(self.tokens)
         return replace(
@@ -262,9 +246,7 @@ class DecodeState:
         self.row_top_k[at] = upload([one.top_k for one in settings], self.row_top_k)
         self.row_tail[at] = upload([1 - one.top_p for one in settings], self.row_tail)
 
-    def copy_rows(
-        self, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor | None = None
-    ) -> None:
+    def copy_rows(self, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor) -> None:
         """Continue rows of another state between two rounds, in rows of this one.
 
         The drafter's memory is copied by `Drafter.copy_rows`.
@@ -273,20 +255,19 @@ class DecodeState:
             rows: `[n]` int64, which rows of this state they become.
             source: of the same `most_draft_tokens`, with any numbers of rows and of slots.
             slots: how many leading slots are copied, none of them a dummy slot: at least the tokens of each row.
-            source_rows: `[n]` int64, which rows of `source`; the first n if None.
+            source_rows: `[n]` int64, which rows of `source`.
         """
-        taken = slice(len(rows)) if source_rows is None else source_rows
-        self.tokens[rows, :slots] = source.tokens[taken, :slots]
-        self.numbers[:, rows] = source.numbers[:, taken]
+        self.tokens[rows, :slots] = source.tokens[source_rows, :slots]
+        self.numbers[:, rows] = source.numbers[:, source_rows]
         for name in NEW_ROW:
-            getattr(self, name)[rows] = getattr(source, name)[taken]
+            getattr(self, name)[rows] = getattr(source, name)[source_rows]
         self.cache.copy_rows(rows, source.cache, slots, source_rows)
         for ours, theirs in zip(self.result, source.result, strict=True):
-            ours[rows] = theirs[taken]
+            ours[rows] = theirs[source_rows]
         if self.aux_hidden_states is not None:
-            self.aux_hidden_states[rows] = source.aux_hidden_states[taken]
+            self.aux_hidden_states[rows] = source.aux_hidden_states[source_rows]
         if source.prompt_logits is not None:
-            self.prompt_logits[rows] = source.prompt_logits[taken]
+            self.prompt_logits[rows] = source.prompt_logits[source_rows]
         self.block_width = max(self.block_width, source.block_width)
 
     @property
@@ -307,10 +288,8 @@ class DecodeState:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Context for rounds that warm up kernels and memory pools: all rows are finished, so nothing is committed.
-
-        Nor did the last round commit anything that a drafter would read: before the first one `result` is an earlier
-        call's.
+        """Context for rounds that warm up kernels and memory pools: all rows are finished, so nothing is committed, and
+        drafters find nothing that was.
         """
         kept = [self.finished, *self.result, *([] if self.aux_hidden_states is None else [self.aux_hidden_states])]
         before = [buffer.clone() for buffer in kept]
@@ -397,12 +376,11 @@ class DecodeState:
         self.result.committed.clamp_(max=1)
 
     def commit(self, result: VerificationResult, keeps: bool = False) -> VerificationResult:
-        """Append the result's tokens to the rows, up to an end-of-sequence token or the length limit.
+        """Append the result's tokens `[B, n]` to the rows, up to an end-of-sequence token or the length limit.
 
         A row ends at `NO_TOKEN`, too, for which it gets token 0: it is the last one of what the result commits.
 
         Args:
-            result: of a verification, tokens `[B, n]`.
             keeps: whether to keep it for drafting, see `last_block`, in memory that is always the same.
 
         Returns:

@@ -30,6 +30,14 @@ class RowStats:
     cached_tokens: int = 0
     unread_tokens: int = 0
 
+    def add_counts(self, other: RowStats) -> None:
+        """Add the counts of `other`, which may have another number of positions."""
+        for name in ("drafted_per_position", "accepted_per_position"):
+            columns = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
+            setattr(self, name, list(map(sum, columns)))
+        for name in ("rounds", "committed", "cached_tokens", "unread_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     @property
     def drafted(self) -> int:
         return sum(self.drafted_per_position)
@@ -51,19 +59,11 @@ class RowStats:
 
 
 def add_up(rows: Sequence[RowStats]) -> RowStats:
-    """Sums of the counts of `rows`, which all have the same number of positions."""
-
-    def total(name: str) -> list[int]:
-        return [sum(column) for column in zip(*(getattr(row, name) for row in rows), strict=True)]
-
-    return RowStats(
-        rounds=sum(row.rounds for row in rows),
-        drafted_per_position=total("drafted_per_position"),
-        accepted_per_position=total("accepted_per_position"),
-        committed=sum(row.committed for row in rows),
-        cached_tokens=sum(row.cached_tokens for row in rows),
-        unread_tokens=sum(row.unread_tokens for row in rows),
-    )
+    """Sums of the counts of `rows`; further positions of some count as 0 in others."""
+    total = RowStats(0, [], [], 0)
+    for row in rows:
+        total.add_counts(row)
+    return total
 
 
 @dataclass
@@ -139,23 +139,16 @@ class TotalStats(RowStats):
 
     def add(self, stats: SpeculationStats, seconds: float) -> None:
         """Add a call that has taken `seconds`."""
-        # Calls may differ in K.
-        for name in ("drafted_per_position", "accepted_per_position"):
-            columns = zip_longest(getattr(self, name), getattr(stats, name), fillvalue=0)
-            setattr(self, name, list(map(sum, columns)))
-        for name in ("rounds", "committed", "cached_tokens", "unread_tokens", "captures"):
-            setattr(self, name, getattr(self, name) + getattr(stats, name))
+        self.add_counts(stats)
+        self.captures += stats.captures
         self.calls += 1
         self.seconds += seconds
 
 
 class Counters:
-    """Counts the tokens of a batch, round by round.
+    """Counts the tokens of `batch` rows, round by round, of up to `num_draft_tokens` drafts.
 
-    Args:
-        batch: rows.
-        num_draft_tokens: the largest K of a round.
-        on_count: `auto_k.auto_drafts.Acceptance.observe`; None if that is not asked for.
+    `on_count` is `auto_k.auto_drafts.Acceptance.observe`, or None.
     """
 
     def __init__(self, batch: int, num_draft_tokens: int, on_count: Callable[..., None] | None = None):
@@ -171,14 +164,9 @@ class Counters:
         rejected: Sequence[int] | None = None,
         num_nodes: int = 0,
     ) -> None:
-        """Add one round of an unfinished row.
+        """Add one round of an unfinished row; numbers of tokens, `drafted` up to its length limit.
 
-        Args:
-            row: of the batch.
-            accepted: accepted draft tokens.
-            committed: tokens committed.
-            drafted: draft tokens verified one after the other, up to the row's length limit.
-            rejected, num_nodes: of a tree, see `Acceptance.observe`.
+        `rejected` and `num_nodes` are of a tree, see `Acceptance.observe`.
         """
         if self._on_count is not None:
             self._on_count(accepted, drafted, rejected, num_nodes)
@@ -189,10 +177,6 @@ class Counters:
             counts.drafted_per_position[position] += 1
         for position in range(min(accepted, committed)):
             counts.accepted_per_position[position] += 1
-
-    def count_cached(self, row: int, tokens: int) -> None:
-        """Add tokens of the prompt of `row` that are not prefilled, see `RowStats`."""
-        self.rows[row].cached_tokens += tokens
 
     def summary(self, **about) -> SpeculationStats:
         """The counts of all rows; `about` gives the remaining fields of `SpeculationStats`."""

@@ -112,13 +112,10 @@ class Acceptance:
         self._fresh = 0
 
     def observe(self, accepted: int, drafted: int, rejected: Sequence[int] | None = None, num_nodes: int = 0) -> None:
-        """Add a round of one row.
+        """Add a round of one row, of which `accepted` drafts of at most `drafted` in a row were accepted.
 
-        Args:
-            accepted: drafts.
-            drafted: most drafts in a row that could be.
-            rejected: of a tree of `num_nodes`, how many drafts were rejected at each position up to `accepted`; of a
-                chain, None, it is the one after the accepted ones.
+        `rejected` are, of a tree of `num_nodes`, the drafts rejected at each position up to `accepted`; of a chain,
+        None, it is the one after the accepted ones.
         """
         keep = math.exp(-1 / _MEMORY)
         if rejected is not None:
@@ -192,13 +189,11 @@ class Acceptance:
 class RoundTimes:
     """How long rounds take, by how many drafts they have, on buffers of one shape; kept from one call to the next.
 
-    Args:
-        known: milliseconds of a round, measured before.
+    `known` are milliseconds of a round, measured before.
 
     Attributes:
-        total: milliseconds of all rounds.
-        unsaved: those of them that are not on disk.
-        alone: those of calls without the drafter since the last one with it.
+        total, unsaved: milliseconds of all rounds, and of those that are not on disk.
+        alone: milliseconds of calls without the drafter since the last one with it.
     """
 
     def __init__(self, rows: int, known: Mapping[RoundShape, float] | None = None, total: float = 0.0) -> None:
@@ -285,15 +280,16 @@ class FixedDrafts:
 
 
 class AutoDrafts:
-    """Chooses the drafts of every round.
-
-    Processes that run one model together choose the same if they are told the same times.
+    """Chooses the drafts of every round, at first `first` where nothing is known.
 
     Args:
         most: the largest K, and the largest N of a tree, 0 for chains only.
-        first: those of the first rounds, where nothing is known.
         times: of rounds on the buffers of the call.
         price: milliseconds that it takes to be able to run such rounds.
+        split: the model that processes run together, which choose by the times of the first one; None if one runs it.
+
+    Attributes:
+        current: the drafts of rounds in which no others are tried.
     """
 
     def __init__(
@@ -303,25 +299,22 @@ class AutoDrafts:
         acceptance: Acceptance,
         times: RoundTimes,
         price: Callable[[RoundShape], float] = lambda drafted: 0.0,
+        split: PreTrainedModel | None = None,
     ):
         self._candidates = candidates(most)
-        self._acceptance, self._times = acceptance, times
-        self._price = price
+        self._acceptance, self._times, self._price = acceptance, times, price
+        # Rounds whose times processes have not agreed on.
+        self._split, self._own_times = split, []
         known = [one for one in self._candidates if one in times]
         ready = [one for one in known if not price(one)] or known
         begin = max(one for one in self._candidates if one.width <= max(first.width, 1))
-        self._current = max(ready, key=self._rate, default=begin)
+        self.current = max(ready, key=self._rate, default=begin)
         self._plan: deque[RoundShape] = deque()
         # Candidates that were tried, until their times arrive.
         self._waiting: set[RoundShape] = set()
         self._since_try = 0
         self._spent = self._elapsed = 0.0
         self._is_upwards = False
-
-    @property
-    def current(self) -> RoundShape:
-        """Those of the rounds in which no others are tried."""
-        return self._current
 
     def next(self, tokens_left: Callable[[], float]) -> RoundShape:
         """Those of the next round; `tokens_left` tells how many tokens a row may still generate, which counts for what
@@ -334,7 +327,7 @@ class AutoDrafts:
             self._since_try = 0
             return self._plan.popleft()
         self._since_try += 1
-        return self._current
+        return self.current
 
     def refuse(self, drafted: RoundShape) -> None:
         """Take `drafted` from the candidates, since there is no memory for its rounds.
@@ -346,11 +339,23 @@ class AutoDrafts:
             raise no_memory(drafted)
         self._candidates.remove(drafted)
         self._plan.clear()
-        if self._current == drafted:
-            self._current = self._nearest(self._candidates)
+        if self.current == drafted:
+            self.current = self._nearest(self._candidates)
 
     def ran(self, drafted: RoundShape, milliseconds: float, is_typical: bool) -> None:
         """Take the time of a round, which `is_typical` if it followed one with the same at once."""
+        if self._split is None:
+            self._learn(drafted, milliseconds, is_typical)
+            return
+        self._own_times.append((drafted, milliseconds, is_typical))
+        if len(self._own_times) == ROUNDS_TO_AGREE:
+            times = torch.tensor([one[1:] for one in self._own_times], dtype=torch.float32)
+            shared = from_first_rank(times, self._split).tolist()
+            for (drafted, *_), (milliseconds, typical) in zip(self._own_times, shared, strict=True):
+                self._learn(drafted, milliseconds, bool(typical))
+            self._own_times.clear()
+
+    def _learn(self, drafted: RoundShape, milliseconds: float, is_typical: bool) -> None:
         self._times.add(drafted, milliseconds, is_typical)
         self._elapsed += milliseconds
         if is_typical:
@@ -358,7 +363,7 @@ class AutoDrafts:
 
     def _nearest(self, others: Sequence[RoundShape]) -> RoundShape | None:
         """That of `others` with the most similar number of drafts; None if there are none."""
-        return min(others, key=lambda one: abs(one.width - self._current.width), default=None)
+        return min(others, key=lambda one: abs(one.width - self.current.width), default=None)
 
     def _rate(self, drafted: RoundShape) -> float:
         """Tokens a millisecond and row."""
@@ -368,10 +373,10 @@ class AutoDrafts:
         known = [one for one in self._candidates if one in self._times]
         if not known:
             return
-        best, rate = max(known, key=self._rate), self._rate(self._current)
+        best, rate = max(known, key=self._rate), self._rate(self.current)
         is_better = self._rate(best) > (1 + _HYSTERESIS) * rate
-        if self._current not in known or (is_better and self._gain(best, rate, tokens_left) > self._price(best)):
-            self._current = best
+        if self.current not in known or (is_better and self._gain(best, rate, tokens_left) > self._price(best)):
+            self.current = best
 
     def _gain(self, drafted: RoundShape, rate: float, tokens_left: Callable[[], float]) -> float:
         """Milliseconds that rounds with `drafted` are expected to save of those that rounds of `rate` take.
@@ -383,9 +388,9 @@ class AutoDrafts:
 
     def _tries(self, tokens_left: Callable[[], float]) -> Sequence[RoundShape]:
         """Rounds with drafts that are worth trying, if there are any."""
-        if self._current not in self._times:
+        if self.current not in self._times:
             return ()
-        rate = self._rate(self._current)
+        rate = self._rate(self.current)
         unknown = [one for one in self._candidates if one not in self._times and one not in self._waiting]
         found = max(unknown, key=self._rate, default=None)
         if found is not None:
@@ -399,8 +404,8 @@ class AutoDrafts:
         self._waiting.clear()  # none of their rounds was timed
         # What is known changes with the text, of neighbours first.
         self._is_upwards = not self._is_upwards
-        others = [one for one in self._candidates if one in self._times and one != self._current]
-        again = self._nearest([one for one in others if (one.width > self._current.width) == self._is_upwards])
+        others = [one for one in self._candidates if one in self._times and one != self.current]
+        again = self._nearest([one for one in others if (one.width > self.current.width) == self._is_upwards])
         if again is None:
             return ()
         loss = self._price(again) + _ROUNDS_TO_RETRY * self._loss(again, rate)
@@ -415,30 +420,5 @@ class AutoDrafts:
         return max(self._times.milliseconds(drafted) - tokens / rate, 0.0)
 
 
-class SharedClock:
-    """Choices by processes that run one model together: those that the first one's times give.
-
-    Args:
-        drafts: chooses, on every process; see it for the methods.
-    """
-
-    def __init__(self, drafts: AutoDrafts, model: PreTrainedModel):
-        self._drafts, self._model = drafts, model
-        self.next, self.refuse = drafts.next, drafts.refuse
-        self._rounds: list[tuple[RoundShape, float, bool]] = []
-
-    @property
-    def current(self) -> RoundShape:
-        return self._drafts.current
-
-    def ran(self, drafted: RoundShape, milliseconds: float, is_typical: bool) -> None:
-        self._rounds.append((drafted, milliseconds, is_typical))
-        if len(self._rounds) == ROUNDS_TO_AGREE:
-            times = from_first_rank(torch.tensor([one[1:] for one in self._rounds], dtype=torch.float32), self._model)
-            for (drafted, *_), (shared, typical) in zip(self._rounds, times.tolist(), strict=True):
-                self._drafts.ran(drafted, shared, bool(typical))
-            self._rounds.clear()
-
-
 # What decides which drafts each round has.
-Drafts: TypeAlias = FixedDrafts | AutoDrafts | SharedClock
+Drafts: TypeAlias = FixedDrafts | AutoDrafts

@@ -51,11 +51,9 @@ def table_folder() -> Path | None:
 
 
 class CostTable:
-    """Times of rounds of one target with one drafter, by what they depend on besides.
+    """Times of rounds of one `identity` of target, drafter, device and versions, by what they depend on besides.
 
-    Args:
-        identity: of target, drafter, device and versions.
-        folder: of the file; None to keep nothing on disk.
+    They are in a file in `folder`, or nowhere if that is None.
     """
 
     def __init__(self, identity: str, folder: Path | None):
@@ -118,26 +116,20 @@ class CostTable:
             name: {"milliseconds": {str(drafted): one for drafted, one in sorted(known.items())}, "total": total}
             for name, (known, total) in entries.items()
         }
-        written = None
+        folder = self._file.parent
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False, encoding="utf-8") as out:
-                written = out.name
-                json.dump({"identity": self._identity, "rounds": rounds}, out, indent=1)
-            os.replace(written, self._file)
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as own:
+                written = Path(own, self._file.name)
+                written.write_text(json.dumps({"identity": self._identity, "rounds": rounds}, indent=1), "utf-8")
+                os.replace(written, self._file)
         except OSError as error:
-            _warn(
-                f"Times of rounds cannot be kept in {self._file.parent} ({error}); set {FOLDER_VARIABLE} to a folder."
-            )
+            _warn(f"Times of rounds cannot be kept in {folder} ({error}); set {FOLDER_VARIABLE} to a folder.")
             self._file = None
-            if written is not None:
-                with suppress(OSError):
-                    os.remove(written)
 
 
-@functools.cache  # one for each identity in a process, whose calls share times
-def table_of(identity: str, folder: Path | None) -> CostTable:
-    return CostTable(identity, folder)
+# One for each identity in a process, whose calls share times.
+table_of = functools.cache(CostTable)
 
 
 def find_table(model: PreTrainedModel, drafter: Drafter, is_captured: bool) -> CostTable:

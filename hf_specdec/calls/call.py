@@ -39,9 +39,7 @@ class Call:
     Attributes:
         prompts: of the call, and how much of them `cache` holds.
         processors, criteria, config, streamer: as prepared by `generate()`.
-        num_draft_tokens: K, draft tokens a round; the largest K where it is chosen round by round.
-        is_auto: whether it is.
-        randomness: where random numbers come from.
+        num_draft_tokens: K, draft tokens a round; the largest K with `is_auto`, where it is chosen round by round.
         logprobs: of which distributions the user gets the log-probabilities of new tokens: `"processed"`, that which
             they are drawn from, `"raw"`, the softmax of the target's logits.
         cache: `past_key_values` of the user, which the call fills; None if the user passed none.
@@ -135,11 +133,7 @@ class Call:
         return int(pad_token(self.config))
 
     def requests(self, prompts: Sequence[torch.Tensor], seeds: torch.Tensor) -> list[Request]:
-        """A request for each of `prompts`, `[length]` int64; those that are too long have an error.
-
-        Args:
-            seeds: `[n]` int64, one for each.
-        """
+        """A request for each of `prompts`, `[length]` int64, and `seeds`, `[n]` int64; too long ones have an error."""
         count, found = num_positions(self.model), []
         for index, (prompt, seed) in enumerate(zip(prompts, seeds.tolist(), strict=True)):
             own = None if self.adapters is None else self.adapters[index]
@@ -159,9 +153,7 @@ class Call:
             self.pad_token_id,
             self.max_new_tokens,
             self.streamer,
-            keep_scores=self.keeps("scores"),
-            keep_logits=self.keeps("logits"),
-            keep_logprobs=self.logprobs,
+            [*(one for one in self.kept if one != "hidden_states"), *self.logprobs],
         )
 
     @cached_property
@@ -169,10 +161,10 @@ class Call:
         """What the user gets of every step."""
         if not self.config.return_dict_in_generate:
             return []
-        return [name for name in ("scores", "logits", "hidden_states") if self.keeps(name)]
+        return [one for one in ("scores", "logits", "hidden_states") if self.keeps(one)]
 
     def keeps(self, name: str) -> bool:
-        """Whether the user gets the `"scores"`, `"logits"` or `"hidden_states"` of every step."""
+        """Whether the user gets the `"scores"`, `"logits"`, `"hidden_states"` or `"attentions"` of every step."""
         return bool(self.config.return_dict_in_generate and getattr(self.config, f"output_{name}"))
 
 

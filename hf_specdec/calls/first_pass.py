@@ -108,12 +108,8 @@ def ordinary_offsets(prompts: Prompts, model_kwargs: Mapping[str, Any]) -> list[
 def for_static_engine(
     call: Call, model_kwargs: Mapping[str, Any], by_target: bool = False
 ) -> tuple[Call, Mapping[str, Any]] | str:
-    """`call` as the static engine is to run it, and where the target itself is to run the prompts what it is given
-    with the first new token; or the reason why it cannot.
-
-    Args:
-        model_kwargs: inputs of the model as prepared by `generate()`.
-        by_target: whether the target is to run the prompts in any case.
+    """`call` as the static engine is to run it, and where the target itself is to run the prompts, as with `by_target`
+    in any case, what it is given with the first new token; or the reason why it cannot.
     """
     model, prompts = call.model, call.prompts
     besides, offsets = inputs_besides_tokens(model_kwargs), ordinary_offsets(prompts, model_kwargs)
@@ -138,13 +134,7 @@ def for_static_engine(
 def inputs_after_prompts(
     model: PreTrainedModel, prompts: Prompts, model_kwargs: Mapping[str, Any]
 ) -> dict[str, Any] | str:
-    """What plain `generate()` gives `model` with the first new token, without a cache; or why that is not known.
-
-    Nothing is run.
-
-    Args:
-        model_kwargs: inputs of the model as prepared by `generate()`.
-    """
+    """What plain `generate()` gives `model` with the first new token, without a cache; or why that is not known."""
     given = {name: value for name, value in model_kwargs.items() if name not in CACHE_NAMES}
     embeddings, columns = given.get("inputs_embeds"), prompts.input_ids.shape[1]
     if embeddings is not None and embeddings.shape[1] != columns:
@@ -244,35 +234,26 @@ def bounds_steps(model: PreTrainedModel) -> bool:
     return cache.bounds_steps
 
 
-class _InputRecorder:
-    """Context in which a forward pass of `decoder` records the embeddings and the position ids that it is given."""
+@contextmanager
+def _recorded_inputs(decoder: nn.Module) -> Iterator[dict[str, Any]]:
+    """Context in which a forward pass of `decoder` by this engine records the keywords that it is given."""
+    found, ours = {}, current_engine()
 
-    def __init__(self, decoder: nn.Module):
-        self._decoder = decoder
-        self._engine = current_engine()
-        self.embeddings: torch.Tensor | None = None
-        self.position_ids: torch.Tensor | None = None
+    def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if current_engine() is ours:
+            found.update(kwargs)
 
-    def __enter__(self) -> _InputRecorder:
-        self._handle = self._decoder.register_forward_pre_hook(self._record, with_kwargs=True)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._handle.remove()
-
-    def _record(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if current_engine() is self._engine:
-            self.embeddings, self.position_ids = kwargs.get("inputs_embeds"), kwargs.get("position_ids")
+    handle = decoder.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 class FirstPass:
-    """The first pass of a call, and what it has computed.
+    """The first pass of a call with `inputs`; it takes the place of a `Target` where the engine prefills the drafter.
 
-    It takes the place of a `Target` where the engine prefills the drafter.
-
-    Args:
-        call: with `inputs`.
-        keeps_hidden_states: whether the user gets the hidden states of the prompt.
+    `keeps_hidden_states` says whether the user gets the hidden states of the prompt.
     """
 
     def __init__(self, call: Call, keeps_hidden_states: bool):
@@ -284,9 +265,7 @@ class FirstPass:
     def run(self, slots: int, num_draft_tokens: int) -> None:
         """Run the target over the prompts, unless what that gave is waiting for `bring`. It should not be patched.
 
-        Args:
-            slots: of the cache that the results are copied to.
-            num_draft_tokens: the largest K of that cache.
+        The results are copied to a cache of so many slots and, at most, drafts.
         """
         if self._cache is not None:
             return
@@ -302,7 +281,7 @@ class FirstPass:
             recorder = stack.enter_context(
                 AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
             )
-            inputs = stack.enter_context(_InputRecorder(model.get_decoder()))
+            inputs = stack.enter_context(_recorded_inputs(model.get_decoder()))
             if isinstance(cache, RaggedCache):
                 stack.enter_context(_on_column_cache(model))
             given = call.inputs
@@ -323,8 +302,9 @@ class FirstPass:
                 )
             self._logits = out.logits[:, -1:]
             self._aux_hidden_states = recorder.aux_hidden_states
-            self._embeddings = inputs.embeddings if drafter.reads_embeddings else None
-            self._position_ids = None if inputs.position_ids is None else _sections(inputs.position_ids)
+            self._embeddings = inputs.get("inputs_embeds") if drafter.reads_embeddings else None
+            position_ids = inputs.get("position_ids")
+            self._position_ids = None if position_ids is None else _sections(position_ids)
             self._hidden_states = out.hidden_states if self._keeps_hidden_states else None
         self._cache = cache
 
@@ -338,10 +318,7 @@ class FirstPass:
         return _column_cache(model, lengths, self._positions, slots, num_draft_tokens)
 
     def bring(self, state: DecodeState, kept: HiddenStates | None) -> None:
-        """Copy keys, values and recurrent states of the prompts into `state`, and hidden states into `kept`.
-
-        The copies that are not the user's cache are freed.
-        """
+        """Move keys, values and recurrent states of the prompts into `state`, and hidden states into `kept`."""
         prompts, batch = self._call.prompts, len(state.lengths)
         whole = replace(prompts, cached=prompts.width)
         read_cache(self._cache, state.cache, whole, batch, self._call.model.device)
@@ -362,11 +339,8 @@ class FirstPass:
     def __call__(
         self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: torch.Tensor | int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As a `Target`, at slots of the prompts.
-
-        Returns:
-            logits `[B, 1, V]` after the prompts, whatever `slots` are, and auxiliary hidden states `[B, n, width]` or
-            None.
+        """As a `Target`, at slots of the prompts: logits `[B, 1, V]` after the prompts, whatever `slots` are, and
+        auxiliary hidden states `[B, n, width]` or None.
         """
         hidden = None if self._aux_hidden_states is None else self._at(self._aux_hidden_states, slots)
         return self._logits[self._rows(slots)[:, 0]], hidden

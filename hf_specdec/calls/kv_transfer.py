@@ -104,12 +104,8 @@ class FinishedCall:
     """The keys, values and states of a finished call on the static engine, until another call uses its buffers.
 
     Attributes:
-        model: the target.
-        ragged: its keys and values.
-        prompts: of the call.
         sequences: `[B, P + new]` int64, what the call returns.
         columns: leading columns that the target has run in all rows; never the last column of the text.
-        position_offsets: see `Call`.
         run_prompts: runs the target over the prompts as plain `generate()` does, into the cache that it is given; None
             where their tokens are all that it needs.
         bounds_steps: whether the target bounds time steps of several tokens at once only, see `RecurrentState`.
@@ -129,11 +125,11 @@ class FinishedCall:
     @classmethod
     def of(cls, call: Call, ragged: RaggedCache, sequences: torch.Tensor, columns: int) -> FinishedCall:
         """That of `call`; what its inputs hold is kept where keys and values are not copied."""
-        model, prompts, run_prompts = call.model, call.prompts, None
+        run_prompts = None
         if call.inputs is not None and ragged.recurrence is not None:
-            run_prompts = functools.partial(run_as_given, model, prompts.input_ids, call.config, call.inputs)
-        offsets, bounds_steps = call.position_offsets, ragged.bounds_steps
-        return cls(model, ragged, prompts, sequences, columns, offsets, run_prompts, bounds_steps)
+            run_prompts = functools.partial(run_as_given, call.model, call.prompts.input_ids, call.config, call.inputs)
+        own = call.model, ragged, call.prompts, sequences, columns, call.position_offsets
+        return cls(*own, run_prompts, ragged.bounds_steps)
 
     def write_to(self, cache: Cache) -> None:
         """Append to `cache` those of the `columns` that it lacks; none where `complete` has to compute them anew.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -13,11 +13,7 @@ from ..host.caches import OUTPUT_NAME
 
 
 class PromptSpan(NamedTuple):
-    """Positions of a row that a prefill computes.
-
-    Attributes:
-        begin, end: the first position, and the one after the last.
-    """
+    """Positions of a row that a prefill computes: from `begin` to before `end`."""
 
     row: int
     begin: int
@@ -80,22 +76,14 @@ class Prompts:
         return [PromptSpan(row, begin, end) for row, (begin, end) in enumerate(spans)]
 
     def draft_starts(self, reads_aux_hidden_states: bool) -> list[int]:
-        """The first position of each row that the drafter's cache covers: earlier ones lack what the drafter reads.
-
-        Args:
-            reads_aux_hidden_states: whether it reads hidden states of the target, which are not known for cached
-            columns that are not run again.
+        """The first position of each row that the drafter's cache covers: earlier ones lack what the drafter reads,
+        such as hidden states of cached columns that are not run again.
         """
         if reads_aux_hidden_states:
             starts = zip(self.ends(self.cached - self.reread), self.lengths, strict=True)
             # The slot that is paired with the last token is needed, even without a hidden state.
             return [max(min(start, length - 2), 0) for start, length in starts]
         return self.cached_lengths if self.hidden else [0] * len(self.padding)
-
-    def token_ids(self) -> list[list[int]]:
-        """Tokens of each row on the host; 0 for those that were not given."""
-        host = replace(self, input_ids=self.input_ids.cpu())
-        return [row.tolist() for row in host.rows(host.input_ids.device)]
 
     def rows(self, device: torch.device) -> list[torch.Tensor]:
         """Tokens of each row, `[length]` int64; 0 for those that were not given."""
@@ -110,10 +98,9 @@ class Prompts:
 def read_prompts(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None, mask_width: int | None, cache: Cache | None
 ) -> Prompts:
-    """The prompts of a call as `generate()` has prepared it.
+    """The prompts `[B, P]` int64 of a call as `generate()` has prepared it.
 
     Args:
-        input_ids: `[B, P]` int64.
         attention_mask: `[B, width]`; None if all columns are tokens.
         mask_width: `width` where `attention_mask` is None; None for P.
         cache: that the call continues; None, or an empty one, for none.

@@ -35,11 +35,9 @@ class Request:
         user_processors: the user's own among them.
         processors: these, for its text alone, once it has been given a row, see `ContinuousBatching.processors_of`.
         criteria: end it, too; called with its text, `[1, n]` int64 on the host, after each of its tokens.
-        records_timestamps: whether `timestamps` are recorded.
         request_id: its name; None if nobody takes its result.
         prompt_id: the name of the last sequence of its prompt, by which a manager cancels all of them.
         streaming: whether a result is delivered after every round.
-        tokens: generated so far.
         return_logprobs: which log-probabilities of its tokens it gets, see `Call.logprobs`; None for none.
         logprobs: of `tokens`, if it gets some.
         num_settled: how many of these there were before the last round, which the drafter has read.
@@ -48,7 +46,7 @@ class Request:
         first_token: `time.perf_counter()` when its first token reached the host; -1 before that.
         error: why it ended without an end-of-sequence token and before its limit; None if it did not.
         created_time: `time.perf_counter()` when it was made.
-        lifespan: when it was admitted first and when it ended.
+        lifespan: when it was admitted first and when it ended; -1 before that.
     """
 
     index: int
@@ -132,11 +130,7 @@ class Request:
         return self._prompt_length + self.remaining
 
     def add(self, tokens: Sequence[int], now: float) -> bool:
-        """Add what a round has committed, up to a token of `ends`; `criteria` may end it before that.
-
-        Returns:
-            whether it ends by either.
-        """
+        """Add what a round has committed; returns whether a token of `ends`, or before it `criteria`, ends it."""
         if self.criteria is None:
             self.tokens += tokens
             if self.records_timestamps:
@@ -180,7 +174,7 @@ class Arrived(NamedTuple):
     """What has happened to requests since the last round.
 
     Attributes:
-        requests: that have arrived, in the order in which they are admitted.
+        requests: in the order in which they are admitted.
         withdrawn: requests that end at once, with an error for each.
         is_open: whether more may arrive.
         is_changed: whether the target may compute otherwise than before.

@@ -50,13 +50,11 @@ class Transcript:
 
     Args:
         prompts: `[B, P]` int64, left-padded, as given to `generate()`.
-        criteria: all stopping criteria.
         pad_token: what finished rows continue with; None if no criterion knows an end-of-sequence token, in which
             case rows go on until all of them are stopped, as in plain `generate()`.
         max_new_tokens: size of the buffers.
         streamer: gets the tokens `[B]` of each finalised step, on the CPU.
-        keep_scores, keep_logits: whether `add` is given scores and logits to keep.
-        keep_logprobs: the names of log-probabilities that it is given to keep.
+        kept: which records `add` is given to keep.
     """
 
     def __init__(
@@ -66,9 +64,7 @@ class Transcript:
         pad_token: int | None,
         max_new_tokens: int,
         streamer: BaseStreamer | None = None,
-        keep_scores: bool = False,
-        keep_logits: bool = False,
-        keep_logprobs: Sequence[str] = (),
+        kept: Sequence[str] = (),
     ):
         batch, self._width = prompts.shape
         called = [rule for rule in criteria if type(rule) not in DECIDED_BY_TOKENS]
@@ -84,24 +80,12 @@ class Transcript:
         # What `self._criteria` are shown: in the memory that the prompts are in, as in plain `generate()`.
         self._shown = self._sequences.to(prompts.device) if self._criteria else self._sequences
         self._rows: list[list[int]] = [[] for _ in range(batch)]
-        self._records = {
-            name: [[] for _ in range(batch)]
-            for name, wanted in (
-                ("scores", keep_scores),
-                ("logits", keep_logits),
-                *((one, True) for one in keep_logprobs),
-            )
-            if wanted
-        }
+        self._records = {name: [[] for _ in range(batch)] for name in kept}
         self._finalised: dict[str, list[torch.Tensor]] = {name: [] for name in self._records}
         self.stopped = [False] * batch
         # Rows that have stopped, further tokens of which are ignored: those that are padded then.
         self.done = self.stopped
-        self.steps = 0
-
-    @property
-    def is_complete(self) -> bool:
-        return all(self.stopped)
+        self.steps, self.is_complete = 0, False
 
     @property
     def sequences(self) -> torch.Tensor:
@@ -124,8 +108,7 @@ class Transcript:
         """Append the result of a round and finalise the steps that are complete.
 
         Args:
-            tokens: K + 1 for each row.
-            committed: how many of them each row keeps.
+            tokens: K + 1 for each row, which keeps `committed` of them.
             records: `scores` and `logits`, `[B, K + 1, V]`, and log-probabilities, `[B, K + 1]`; kept, in float32,
                 where they were asked for, else any.
         """
@@ -133,7 +116,9 @@ class Transcript:
             self._rows[row] += new[:count]
             for name, record in self._records.items():
                 record[row] += records[name][row, :count].float().unbind(0)
-        while not self.is_complete and self._is_next_step_known():
+        while not self.is_complete:
+            if not all([done or len(new) > self.steps for done, new in zip(self.done, self._rows, strict=True)]):
+                break
             self._finalise()
 
     def finish(self) -> None:
@@ -141,13 +126,13 @@ class Transcript:
             with user_code():
                 self._streamer.end()
 
-    def _is_next_step_known(self) -> bool:
-        return all([done or len(new) > self.steps for done, new in zip(self.done, self._rows, strict=True)])
-
     def _finalise(self) -> None:
         step = self.steps
-        self._check_scores(step)
         column = [self._pad_token if done else new[step] for done, new in zip(self.done, self._rows, strict=True)]
+        if NO_TOKEN in column:  # which may be the padding, too
+            failed = [row for row, new in enumerate(self._rows) if not self.done[row] and new[step] == NO_TOKEN]
+            if failed:  # plain `generate()` raises as well
+                raise RuntimeError(no_distribution(f"Row {failed[0]} of the batch", step))
         for name, record in self._records.items():
             present = self.done.index(False)
             blank = torch.zeros_like(record[present][step])
@@ -161,29 +146,20 @@ class Transcript:
             text[:, self._width + step] = tokens
         self.steps += 1
 
-        stops = [token in self._ends for token in column]
-        if self._width + self.steps >= self._max_length:
-            stops = [True] * len(column)
-        by_criteria = self._stops_by_criteria()
-        self.stopped = [any(reasons) for reasons in zip(self.stopped, stops, *by_criteria, strict=True)]
+        is_last = self._width + self.steps >= self._max_length
+        self.stopped = [is_last or one or token in self._ends for one, token in zip(self.stopped, column, strict=True)]
+        if self._host_criteria or self._criteria:
+            self.stopped = [any(one) for one in zip(self.stopped, *self._stops_by_criteria(), strict=True)]
+        self.is_complete = all(self.stopped)
         if self._pad_token is not None:
             self.done = self.stopped
         if self._streamer is not None:
             with user_code():
                 self._streamer.put(tokens)
 
-    def _check_scores(self, step: int) -> None:
-        """Raise `RuntimeError`, as plain `generate()` does, if the target gave no distribution for a token of a row."""
-        failed = [row for row, new in enumerate(self._rows) if not self.done[row] and new[step] == NO_TOKEN]
-        if failed:
-            raise RuntimeError(no_distribution(f"Row {failed[0]} of the batch", step))
-
     def _stops_by_criteria(self) -> list[list[bool]]:
         """Whether each row stops, by each group of criteria that is called."""
-        end = self._width + self.steps
-        stops = []
-        if not (self._host_criteria or self._criteria):
-            return stops
+        end, stops = self._width + self.steps, []
         with user_code():
             if self._host_criteria:
                 stops.append(self._host_criteria(self._sequences[:, :end], None))

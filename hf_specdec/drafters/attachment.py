@@ -43,7 +43,6 @@ class Attachment:
     """What `Drafter.attach` returns: the drafter of calls of one model.
 
     Attributes:
-        drafter: that calls use.
         stats: sums over the calls that used it, on any thread.
         refusals: how many calls ran plainly, by reason; numbers in reasons are written as `N`.
     """

@@ -54,25 +54,14 @@ def check_num_nodes(tree: int | str) -> None:
 class Drafter(PreTrainedModel):
     """A model that proposes draft tokens for a target.
 
-    A family subclasses it, sets `config_class` and implements four methods. A drafter holds weights and settings, never
-    the state of a generation: that is in `DecodeState`, so one drafter serves several calls and threads.
-
-        bind(target)                                  check that the drafter fits; share the target's embedding and
-                                                      head where it has none; choose the default layer ids
-        new_memory(state)                             allocate what is kept through one generation (a KV cache)
-        prefill(state, aux_hidden_states, positions)  process a chunk of the prompt
-        propose(state, aux_hidden_states, result)     draft K tokens after the committed ones
-
-    For continuous batching it also implements `copy_rows`, if it keeps anything.
-
-    A family without weights also overrides `device`, the device that it runs on.
+    A family subclasses it, sets `config_class` and implements `bind`, `new_memory`, `prefill` and `propose`; for
+    continuous batching also `copy_rows`, if it keeps anything; without weights also `device`. A drafter holds weights
+    and settings, never the state of a generation: that is in `DecodeState`, so one drafter serves several calls and
+    threads.
 
     `propose` runs inside the round, which may be captured in a CUDA graph: no value is copied to the CPU, and shapes
     are fixed. It is the same in the first round: after prefill the state is as if a round had just committed the last
     token of the prompt, as a draft, and the first new token.
-
-    The number of draft tokens is the same in all rounds of a generation, unless the family sets
-    `varies_num_draft_tokens`; see `propose`.
     """
 
     config_class = DrafterConfig
@@ -221,11 +210,7 @@ class Drafter(PreTrainedModel):
         return f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
 
     def round_reads(self, num_draft_tokens: int) -> Reads | None:
-        """How many passes a round of so many drafts makes, and the weights that it reads, each with how often.
-
-        `hf-specdec bench` compares them with a GPU's bandwidth. Embeddings do not count, since few rows of them are
-        read. None if they are not known.
-        """
+        """What a round of so many drafts reads, for `hf-specdec bench`, without embeddings; None if it is not known."""
         return None
 
     @property
@@ -295,33 +280,24 @@ class Drafter(PreTrainedModel):
         Args:
             num_assistant_tokens: draft tokens a round (K), at least 1; `"auto"` to choose the K that generates most
                 tokens a second for every round, 0 included, by times and acceptance as they are measured.
-            draft_probs: True to draw draft tokens from the drafter's distribution when sampling, False for its most
-                likely tokens, `"auto"` to decide by temperature (see `calls.call.DRAFT_PROBS_TEMPERATURE`).
+            draft_probs: True to draw drafts from the drafter's distribution when sampling, False for its most likely
+                tokens, `"auto"` to decide by temperature (see `calls.call.DRAFT_PROBS_TEMPERATURE`).
             engine: `"static"`, `"stock"`, or `"auto"` for the static engine where it supports the target and the call.
-            verification: how draft tokens that were drawn from the drafter's distribution are verified when sampling:
-                `"token"`, one after the other (arXiv 2211.17192), or `"block"`, all of a round jointly (arXiv
-                2403.10444). Both are lossless; block verification never accepts fewer tokens in expectation, and reads
-                the drafter's distributions once more. With `"match"` drafts are those that the target would draw if its
-                distribution were the drafter's, and are accepted where it draws them: a seed gives the text that it
-                gives without drafts, and somewhat fewer drafts are accepted. The stock engine supports `"token"` only.
-            compile_rounds: whether rounds on a GPU are compiled by `torch.compile` before they first run, which takes a
-                minute or more for every shape of call. Only layers with many operations that have no kernel of the
-                package become faster by it.
-            batch_invariant: whether the logits of a position are, bit for bit, a function of the tokens up to it: the
-                same with and without drafts, alone and in any batch, captured or not. Rounds are not compiled then, and
-                prompts take longer. See docs/batch-invariance.md.
+            verification: how drafts are verified when sampling: `"token"`, one after the other (arXiv 2211.17192),
+                `"block"`, all of a round jointly (arXiv 2403.10444), or `"match"`, accepted where the target draws
+                them, so that a seed gives the text that it gives without drafts. All are lossless. The stock engine
+                supports `"token"` only. See docs/sampling-and-seeds.md.
+            compile_rounds: whether rounds on a GPU are compiled by `torch.compile`, which takes a minute or more for
+                every shape of call.
+            batch_invariant: whether the logits of a position are, bit for bit, a function of the tokens up to it. See
+                docs/batch-invariance.md.
             draft_window_size: how many of the last tokens of a text drafting attends to, at least `LEAST_WINDOW`, or
-                `"all"`. Drafters are trained on texts of limited length, and fewer of their drafts are accepted after
-                longer ones, which also cost more; a window of that length keeps to what they know. Prompts are read
-                whole. SGLang (`--speculative-draft-window-size`) and vLLM's pull request 53827 do the same.
+                `"all"`; prompts are read whole. As SGLang's `--speculative-draft-window-size`.
             kv_cache_dtype: `"fp8"` to store keys and values of target and drafter as float8 (e4m3) with a scale for
-                each head of each token, in half the memory; `"auto"` for the model's dtype. Texts differ from those of
-                the model's dtype, by rounding, and not between calls with and without drafts. Rounds are not compiled
-                then. See docs/generate.md.
+                each head of each token; `"auto"` for the model's dtype. See docs/generate.md.
             tree: how many drafts a round verifies as a tree of up to `num_assistant_tokens` in a row, 1 to
-                `MOST_NODES`; 0 for a chain; `"auto"` for trees where `num_assistant_tokens="auto"` finds them faster
-                than chains, in greedy calls and with `verification="match"`. Not all drafters make trees. When
-                sampling, a tree is verified as `verification="match"` verifies a chain. See docs/generate.md.
+                `MOST_NODES`; 0 for a chain; `"auto"` for trees where `num_assistant_tokens="auto"` finds them faster.
+                When sampling, a tree is verified as by `verification="match"`. See docs/generate.md.
 
         Raises:
             ValueError: expected one of the values above.
@@ -493,10 +469,10 @@ class Drafter(PreTrainedModel):
         self.release()
 
     def sync_with(self, target: PreTrainedModel) -> None:
-        """Update what the drafter shares with `target` if the target was changed since `bind`; every call begins so.
+        """Update copies of shared weights that the target's have changed since; every call begins so.
 
-        Copies of shared weights are updated if the target's weights were written to. If the target's embedding or head
-        was replaced, moved, cast or resized, or if it has another number of layers, the drafter is bound again.
+        If the target's embedding or head was replaced, moved, cast or resized, or if it has another number of layers,
+        the drafter is bound again.
 
         Raises:
             ValueError: expected a target that the drafter still fits.
@@ -564,12 +540,7 @@ class Drafter(PreTrainedModel):
         """
 
     def copy_rows(
-        self,
-        state: DecodeState,
-        rows: torch.Tensor,
-        source: DecodeState,
-        slots: int,
-        source_rows: torch.Tensor | None = None,
+        self, state: DecodeState, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor
     ) -> None:
         """Copy what the drafter keeps of rows of `source` to `rows` of `state`; see `DecodeState.copy_rows`.
 
@@ -582,9 +553,9 @@ class Drafter(PreTrainedModel):
             )
 
     def prefix_margin(self, num_draft_tokens: int) -> int | None:
-        """Of a beginning that a text shares with another and reuses, how many tokens are processed again; for the
-        largest K. What is kept at a slot may depend on later tokens; hidden states of the last ones are needed after a
-        prefill. None if nothing can be reused."""
+        """How many tokens at the end of a reused beginning are processed again, for the largest K: what is kept at a
+        slot may depend on later tokens. None if nothing can be reused.
+        """
         return 1 if type(self).new_memory is Drafter.new_memory else None
 
     def as_one_row(self, memory: Any, batch: int) -> Any:
@@ -598,7 +569,6 @@ class Drafter(PreTrainedModel):
         """Process one chunk of the prompt, whose last token is left for the first round.
 
         Args:
-            state: holds the committed tokens.
             aux_hidden_states: `[B, n, width]` hidden states of the target at `positions`, those of several layers
                 concatenated; None for a drafter that reads none.
             positions: `[B, n]` int64; `state.dummy_slot` where a row has no token in this chunk.

@@ -34,12 +34,9 @@ _building = threading.RLock()
 
 @contextmanager
 def sharing_all_layers(model: PreTrainedConfig) -> Iterator[None]:
-    """Context in which transformers builds models all of whose text layers read keys and values of another model.
+    """Context in which transformers builds an assistant of this configuration, whose text layers store no keys.
 
-    transformers 5.23 looks for the layers that store those even if there are none (`kv_sharing_modes`), and fails.
-
-    Args:
-        model: the assistant's configuration.
+    transformers 5.23 looks for the layers that do even if there are none (`kv_sharing_modes`), and fails.
     """
     kind = type(model.get_text_config())
     own = vars(kind).get("kv_sharing_modes")
@@ -90,9 +87,7 @@ class CacheReaderDrafter(CachedDrafter):
     transformers' own loop also shows the assistant the key of a draft that was rejected, where there is one: the one at
     the newest token's place. Here it does not, so what it drafts depends on the text alone.
 
-    Args:
-        config: with the settings of the assistant's own configuration.
-        model: the assistant, whose attention is replaced; None for random weights.
+    The attention of `model`, the assistant, is replaced; None for random weights.
     """
 
     config_class = CacheReaderConfig

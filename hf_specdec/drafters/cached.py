@@ -40,9 +40,7 @@ class DraftMemory:
         """All of them, with keys and values by slot."""
         return [self.cache]
 
-    def copy_rows(
-        self, rows: torch.Tensor, source: DraftMemory, slots: int, source_rows: torch.Tensor | None = None
-    ) -> None:
+    def copy_rows(self, rows: torch.Tensor, source: DraftMemory, slots: int, source_rows: torch.Tensor) -> None:
         """Copy what another generation keeps of rows; arguments as of `DecodeState.copy_rows`."""
         for cache, other in zip(self.caches, source.caches, strict=True):
             cache.copy_rows(rows, other, slots, source_rows)
@@ -181,21 +179,14 @@ class CachedDrafter(Drafter):
         batch, num_drafts = state.lengths.shape[0], state.most_draft_tokens
         width = num_drafts + 1 + self.num_masks(num_drafts)
         layers = self.cached_layers.storing(self.key_dtype)
-        return DraftMemory(
-            RaggedCache(layers, state.slots, state.draft_starts, state.lengths, num_drafts, num_again=1),
-            DraftInputs.allocate(batch, width, state.lengths.device),
-            ops.invert_draft_vocabulary(self.target_ids, self.config.vocab_size)
-            if state.draft_probs and self.target_ids is not None
-            else None,
-        )
+        draft_ids = None
+        if state.draft_probs and self.target_ids is not None:
+            draft_ids = ops.invert_draft_vocabulary(self.target_ids, self.config.vocab_size)
+        cache = RaggedCache(layers, state.slots, state.draft_starts, state.lengths, num_drafts, num_again=1)
+        return DraftMemory(cache, DraftInputs.allocate(batch, width, state.lengths.device), draft_ids)
 
     def copy_rows(
-        self,
-        state: DecodeState,
-        rows: torch.Tensor,
-        source: DecodeState,
-        slots: int,
-        source_rows: torch.Tensor | None = None,
+        self, state: DecodeState, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor
     ) -> None:
         state.memory.copy_rows(rows, source.memory, slots, source_rows)
 
@@ -219,12 +210,7 @@ class CachedDrafter(Drafter):
         self.extend_cache(state, tokens, positions, self.position_ids(state, positions), hidden, num_logits=0)
 
     def prepare_inputs(
-        self,
-        state: DecodeState,
-        inputs: DraftInputs,
-        committed: torch.Tensor,
-        limits: torch.Tensor,
-        num_masks: int,
+        self, state: DecodeState, inputs: DraftInputs, committed: torch.Tensor, limits: torch.Tensor, num_masks: int
     ) -> None:
         """`ops.prepare_inputs` with what the state and the family give."""
         rows = state.tokens, state.lengths, committed, limits, state.finished
@@ -247,14 +233,15 @@ class CachedDrafter(Drafter):
         if state.num_nodes and not self.config.parallel_drafting:
             last = [None if one is None else one[:, -1:] for one in (inputs.tokens, inputs.slots, positions, hidden)]
             return self._grow(state, logits, feedback, *last)
-        drafts = [self.draw(state, logits, first=0)]
-        for step in range(1 + num_masks, state.num_draft_tokens):
-            slots = state.next_slots(step - 1 - self.shift)
-            last = drafts[-1].tokens
-            positions = self.position_ids(state, slots)
-            feedback = None if feedback is None else feedback[:, -1:]
-            logits, feedback = self.extend_cache(state, last, slots, positions, feedback, num_logits=1)
-            drafts.append(self.draw(state, logits, first=step))
+        drafts, steps = [self.draw(state, logits, first=0)], range(1 + num_masks, state.num_draft_tokens)
+        if steps:
+            slots = state.next_slots(num_masks - self.shift, len(steps))
+            # `[steps, B, 1]`: those of a step are adjacent in memory.
+            places = [one.t().contiguous()[..., None] for one in (slots, self.position_ids(state, slots))]
+            for step, slots, positions in zip(steps, *places, strict=True):
+                feedback = None if feedback is None else feedback[:, -1:]
+                logits, feedback = self.extend_cache(state, drafts[-1].tokens, slots, positions, feedback, num_logits=1)
+                drafts.append(self.draw(state, logits, first=step))
         return self.join(state, drafts)
 
     def _grow(
@@ -311,9 +298,8 @@ class CachedDrafter(Drafter):
         if state.num_nodes:
             return drafts[0]
         tokens, probs, *_ = zip(*drafts, strict=True)
-        return Proposal(
-            torch.cat(tokens, dim=1), torch.cat(probs, dim=1) if state.draft_probs else None, state.memory.draft_ids
-        )
+        probs = torch.cat(probs, dim=1) if state.draft_probs else None
+        return Proposal(torch.cat(tokens, dim=1), probs, state.memory.draft_ids)
 
     def add_noise(
         self, state: DecodeState, logits: torch.Tensor, first: int, is_one_draft: bool = False

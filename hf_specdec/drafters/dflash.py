@@ -82,12 +82,7 @@ class DFlashDrafter(DraftLayersDrafter):
         return self.hidden_norm(self.fc(aux_hidden_states.to(self.dtype)))
 
     def run(
-        self,
-        context: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        block_length: int,
+        self, context: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, block_length: int
     ) -> torch.Tensor:
         """One pass of the layers over a block, or over several.
 
@@ -95,8 +90,6 @@ class DFlashDrafter(DraftLayersDrafter):
             context: `[B, c, H]` from `combine_hidden_states`, context positions that are not in the cache yet.
             tokens: `[B, n]` int64, the tokens of the block, or of blocks one after the other.
             positions: `[B, c + n]` int64 for RoPE, of context and block.
-            attend: attention, which stores keys and values.
-            block_length: tokens of a block.
 
         Returns:
             inputs of the head, `[B, n, H]`.
@@ -149,7 +142,6 @@ class DFlashDrafter(DraftLayersDrafter):
         Args:
             input_ids: `[B, S]` int64, padded at most at the end of a row.
             aux_hidden_states: `[B, S, width]` of the target.
-            num_steps: drafts of each block.
 
         Returns:
             `num_steps` tensors `[B, S, V_d]`: at place p of tensor s are the logits of the token at p + 2 + s, from the
@@ -214,12 +206,8 @@ class DFlashDrafter(DraftLayersDrafter):
         return list(self.logits(normed).unbind(2))
 
     def draft(self, state: DecodeState, anchors: torch.Tensor, normed: torch.Tensor) -> Sequence[Proposal]:
-        """Draft tokens of a round, in order.
-
-        Args:
-            state: of the generation.
-            anchors: `[B, 1]` int64, the newest tokens.
-            normed: `[B, n, H]`, inputs of the head, see `num_read`.
+        """Draft tokens of a round, in order, after the newest tokens `anchors` `[B, 1]` int64, by `normed` `[B, n, H]`,
+        inputs of the head, see `num_read`.
         """
         return [self.draw(state, self.logits(normed), first=0)]
 

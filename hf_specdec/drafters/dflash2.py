@@ -63,10 +63,6 @@ class DFlash2Drafter(WalkingDrafter):
         # Of the codebooks few rows are read.
         return passes, [*reads, (1, self.candidate_selector.hidden_projection.parameters())]
 
-    @property
-    def num_candidates(self) -> int:
-        return self.config.selector_top_k
-
     def read(self, normed: torch.Tensor, candidates: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         return (self.candidate_selector.hidden_projection(normed),)
 

@@ -46,6 +46,7 @@ class DominoDrafter(WalkingDrafter):
     """
 
     config_class = DominoConfig
+    remembers = True
 
     def __init__(self, config: DominoConfig):
         super().__init__(config)
@@ -62,10 +63,6 @@ class DominoDrafter(WalkingDrafter):
         passes, reads = super().round_reads(num_draft_tokens)
         steps = [*self.prefix_gru.parameters(), *self.embed_proj.parameters()]
         return passes, [*reads, (num_draft_tokens, steps)]
-
-    @property
-    def remembers(self) -> bool:
-        return True
 
     def follow(
         self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None

@@ -85,9 +85,7 @@ class DraftModelDrafter(CachedDrafter):
     Slot p holds token p and predicts token p + 1. With `config.parallel_drafting` (PARD) the K - 1 slots after the
     newest token hold the mask token, and one pass drafts K tokens.
 
-    Args:
-        config: with the settings of the model's own configuration.
-        model: the model, whose attention is replaced by one over the drafter's cache; None for random weights.
+    The attention of `model` is replaced by one over the drafter's cache; None for random weights.
     """
 
     config_class = DraftModelConfig
@@ -98,8 +96,7 @@ class DraftModelDrafter(CachedDrafter):
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel | None = None):
         super().__init__(config)
         if model is None:
-            own = config.model_config
-            model = auto_class(own).from_config(own)
+            model = auto_class(config.model_config).from_config(config.model_config)
         keep_stored(model)
         _check_supported(model, config.name_or_path)
         set_ragged_attention(model)

@@ -73,12 +73,7 @@ class DSpineDrafter(WalkingDrafter):
         return passes, [*reads, (1, injection.parameters()), (num_draft_tokens, by_step)]
 
     def run(
-        self,
-        context: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        block_length: int,
+        self, context: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, block_length: int
     ) -> torch.Tensor:
         """As of DFlash; inputs of the head, and after them hidden states before the last injection, `[B, n, 2 H]`."""
         hidden = before = self.embed(tokens)
@@ -92,10 +87,6 @@ class DSpineDrafter(WalkingDrafter):
             rest = self.injection(blocks[..., 1:, :], features[..., 1:, :], known, index)
             hidden = torch.cat([blocks[..., :1, :], rest], dim=-2).flatten(1, 2)
         return torch.cat([self.norm(hidden), before], dim=-1)
-
-    @property
-    def num_candidates(self) -> int:
-        return self.config.selector_top_k
 
     def read(self, normed: torch.Tensor, candidates: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Hidden states before the last injection, their features, and rows of the head."""

@@ -35,11 +35,8 @@ class Eagle3Drafter(DraftLayersDrafter):
         width, aux_size = config.hidden_size, config.target_hidden_size
         count = config.num_aux_hidden_states if config.use_aux_hidden_state else 0
         self.input_norm = LlamaRMSNorm(count * aux_size, config.rms_norm_eps) if config.norm_before_fc else None
-        self.fc_norm = (
-            nn.ModuleList([LlamaRMSNorm(aux_size, config.rms_norm_eps) for _ in range(count)])
-            if config.fc_norm
-            else None
-        )
+        norms = [LlamaRMSNorm(aux_size, config.rms_norm_eps) for _ in range(count)]
+        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.fc = nn.Linear(count * aux_size, width, bias=config.fc_bias) if config.use_aux_hidden_state else None
         self.layers = nn.ModuleList([DraftDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(width, config.rms_norm_eps) if config.final_norm else nn.Identity()
@@ -60,9 +57,8 @@ class Eagle3Drafter(DraftLayersDrafter):
             aux_hidden_states = self.input_norm(aux_hidden_states)
         if self.fc_norm is not None:
             chunks = aux_hidden_states.split(self.config.target_hidden_size, dim=-1)
-            aux_hidden_states = torch.cat(
-                [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1
-            )
+            normed = [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)]
+            aux_hidden_states = torch.cat(normed, dim=-1)
         return self.fc(aux_hidden_states)
 
     def run(
@@ -79,7 +75,6 @@ class Eagle3Drafter(DraftLayersDrafter):
             tokens: `[B, n]` int64, the token after each slot's position.
             hidden: `[B, n, H]` from `combine_hidden_states`, or the previous step's feedback.
             positions: `[B, n]` or `[1, n]` int64 for RoPE.
-            attend: attention, which stores keys and values.
             num_outputs: how many of the last slots' outputs are needed; all if None. Of other slots, the last layer
                 computes keys and values only.
 
@@ -143,13 +138,8 @@ class Eagle3Drafter(DraftLayersDrafter):
     def next_unroll_inputs(
         self, step: int, tokens: torch.Tensor, hidden: torch.Tensor, feedback: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens `[B, S]` and hidden states `[B, S, H]` that step `step + 1` of `unroll` reads.
-
-        Args:
-            step: the step that has run.
-            tokens: `[B, S]` int64, its tokens.
-            hidden: `[B, S, H]`, its hidden states.
-            feedback: `[B, S, H]`, its feedback, as `run` returns it.
+        """What the step of `unroll` after `step` reads, given what that has read, `tokens` `[B, S]` int64 and `hidden`
+        states `[B, S, H]`, and its `feedback` `[B, S, H]`.
         """
         return shift_left(tokens), feedback
 

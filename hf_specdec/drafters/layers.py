@@ -17,6 +17,9 @@ from ..layer_ops import RotaryKind
 from ..modules.deferred import residual_stream, rotated
 from ..modules.patch import uses_layer_kernels
 
+# Cosines and sines of positions.
+Angles = tuple[torch.Tensor, torch.Tensor]
+
 
 class Attend(Protocol):
     """Attention of a layer: over a KV cache when drafting, over a whole sequence when training.
@@ -69,10 +72,13 @@ class DraftAttention(nn.Module):
         self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(
-        self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend, num_outputs: int
-    ) -> torch.Tensor:
-        query, key, value = self._heads(self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden))
+    def forward(self, hidden: torch.Tensor, rotary: Angles, attend: Attend, num_outputs: int) -> torch.Tensor:
+        shape = *hidden.shape[:2], -1, self.head_dim
+        query, key = self.q_proj(hidden).view(shape), self.k_proj(hidden).view(shape)
+        value = self.v_proj(hidden).view(shape).transpose(1, 2)
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
         if num_outputs == hidden.shape[1]:
             query, key = rotate(*rotary, query, key)
         else:
@@ -81,23 +87,14 @@ class DraftAttention(nn.Module):
             (query,) = rotate(cos[:, -num_outputs:], sin[:, -num_outputs:], query[:, :, -num_outputs:])
         return self.o_proj(attend(self.layer_idx, query, key, value, self.window).flatten(2))
 
-    def keys_and_values(
-        self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_and_values(self, hidden: torch.Tensor, rotary: Angles) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys after RoPE and values of `[B, n, input_size]`, `[B, kv_heads, n, head_dim]` each."""
-        _, key, value = self._heads(None, self.k_proj(hidden), self.v_proj(hidden))
-        (key,) = rotate(*rotary, key)
-        return key, value
-
-    def _heads(self, *states: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """Query, key and value `[B, n, heads * head_dim]` each as `[B, heads, n, head_dim]`, with their norms."""
-        found = []
-        for one, norm in zip(states, (self.q_norm, self.k_norm, None), strict=True):
-            if one is not None:
-                one = one.view(*one.shape[:2], -1, self.head_dim)
-                one = (one if norm is None else norm(one)).transpose(1, 2)
-            found.append(one)
-        return found
+        shape = *hidden.shape[:2], -1, self.head_dim
+        key, value = self.k_proj(hidden).view(shape), self.v_proj(hidden).view(shape)
+        if self.k_norm is not None:
+            key = self.k_norm(key)
+        (key,) = rotate(*rotary, key.transpose(1, 2))
+        return key, value.transpose(1, 2)
 
 
 class DraftDecoderLayer(nn.Module):
@@ -119,21 +116,13 @@ class DraftDecoderLayer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(
-        self,
-        embeds: torch.Tensor,
-        hidden: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        attend: Attend,
-        num_outputs: int,
+        self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: Angles, attend: Attend, num_outputs: int
     ) -> torch.Tensor:
-        """Output of the layer at the last `num_outputs` of n columns, `[B, num_outputs, H]`.
+        """Output `[B, num_outputs, H]` of the layer at the last of n columns; keys and values are computed for all.
 
         Args:
             embeds: `[B, n, H]` embeddings of the tokens; read by the first layer only.
             hidden: `[B, n, H]` input of the layer.
-            rotary: cosines and sines of the columns' positions.
-            attend: attention, which stores keys and values.
-            num_outputs: columns whose output is needed; keys and values are computed for all.
         """
         if self.is_first:
             normed = self.hidden_norm(hidden)
@@ -165,21 +154,14 @@ class BlockDecoderLayer(nn.Module):
         self.mlp_conv = DynamicConvolution(config) if is_convolved else None
 
     def forward(
-        self,
-        context: torch.Tensor,
-        hidden: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        attend: Attend,
-        block_length: int,
+        self, context: torch.Tensor, hidden: torch.Tensor, rotary: Angles, attend: Attend, block_length: int
     ) -> torch.Tensor:
         """Output of the layer at the block's tokens, `[B, n, H]`.
 
         Args:
             context: `[B, c, H]` vectors of c context positions.
             hidden: `[B, n, H]` input of the layer, of n tokens of the block, or of several blocks.
-            rotary: cosines and sines of the positions of context and block.
-            attend: attention, which stores keys and values.
-            block_length: tokens of a block.
+            rotary: of the positions of context and block.
         """
 
         def attention(inputs: torch.Tensor) -> torch.Tensor:

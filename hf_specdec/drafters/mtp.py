@@ -53,13 +53,10 @@ class MtpMemory(DraftMemory):
     def caches(self) -> list[RaggedCache]:
         return [self.cache, *self.later_caches]
 
-    def copy_rows(
-        self, rows: torch.Tensor, source: MtpMemory, slots: int, source_rows: torch.Tensor | None = None
-    ) -> None:
+    def copy_rows(self, rows: torch.Tensor, source: MtpMemory, slots: int, source_rows: torch.Tensor) -> None:
         super().copy_rows(rows, source, slots, source_rows)
-        taken = slice(len(rows)) if source_rows is None else source_rows
-        self.hidden[rows] = source.hidden[taken]
-        self.num_seen[rows] = source.num_seen[taken]
+        self.hidden[rows] = source.hidden[source_rows]
+        self.num_seen[rows] = source.num_seen[source_rows]
 
     def append(self, hidden: torch.Tensor, count: torch.Tensor, num_slots: torch.Tensor) -> None:
         """Append hidden states, dropping as many of the oldest. Those that were appended before are left out.

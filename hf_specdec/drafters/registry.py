@@ -46,10 +46,6 @@ from .pard2 import Pard2Drafter
 from .suffix import SuffixDrafter
 
 
-def _all_tensors(found: Published) -> Collection[str]:
-    return found.tensors
-
-
 def _module_tensors(found: Published) -> Collection[str]:
     return [tensor.published for tensor in needed_tensors(found.config, found.tensors, found.given)]
 
@@ -60,13 +56,11 @@ class Family:
 
     Attributes:
         drafter: the class that runs it. Its `config_class` is the normal form of a checkpoint, which `save_pretrained`
-            writes, and says what the family is called, which keywords it has, what it fits, and what
-            `hf-specdec inspect` shows of it.
+            writes.
         detect: whether a published checkpoint is of the family; None for one that is published in normal form only.
             Families are tried in the order of the list.
-        read: reads its config.json (and the shapes of its tensors; `Checkpoint.tensors` is None where a drafter with
-            random weights is made, as by `hf-specdec bench`) into the normal form, given the target's text
-            configuration, or None, and the caller's `Decisions`.
+        read: reads its config.json, and the shapes of its tensors if there are any, into the normal form, given the
+            target's text configuration, or None, and the caller's `Decisions`.
         row: of the table in docs/checkpoints.md: the family, publishers' forms, what it reads, its draft pass.
         select: which of a checkpoint's tensors are needed.
     """
@@ -75,7 +69,7 @@ class Family:
     detect: Callable[[Published], bool] | None = None
     read: Callable[[Checkpoint, PreTrainedConfig | None, Decisions], DrafterConfig] | None = None
     row: str = ""
-    select: Callable[[Published], Collection[str]] = _all_tensors
+    select: Callable[[Published], Collection[str]] = lambda found: found.tensors
 
 
 FAMILIES = [

@@ -43,13 +43,9 @@ def readable_weight(module: nn.Module | None, what: str, width: int, name: str) 
 
 
 class SharedWeight:
-    """The embedding or head of a target, used by a drafter that has none; see `readable_weight` for errors.
+    """The embedding or head (`what`) of a target, used by a drafter `name` that has none.
 
-    Args:
-        module: the target's.
-        what: `"embedding"` or `"head"`.
-        width, name: of the drafter.
-        rows: `[n]` int64, the rows that it needs; all if None.
+    It needs the rows `[n]` int64, all if None. See `readable_weight` for errors.
 
     Attributes:
         weight: `[V or n, width]`. The target's own parameter if all rows are needed and it is plain (see `is_plain`),

@@ -56,15 +56,13 @@ class WalkingDrafter(DFlashDrafter):
     it for many tokens before at once, and for the likeliest candidates by the head alone.
     """
 
+    # Whether a draft depends on others than the one before it, by a memory that steps pass on.
+    remembers = False
+
     @property
     def num_candidates(self) -> int | None:
         """How many tokens, the likeliest ones by the head alone, a draft is chosen from; None for all."""
-        return None
-
-    @property
-    def remembers(self) -> bool:
-        """Whether a draft depends on others than the one before it, by a memory that steps pass on."""
-        return False
+        return getattr(self.config, "selector_top_k", None)
 
     def begin(self, anchors: torch.Tensor, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Those of `normed` `[..., n, H]`, see `num_read`, that draft a token, and the memory of the first step, given

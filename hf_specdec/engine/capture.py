@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from transformers import PreTrainedModel
 
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..errors import first_line
 from ..graphs.cuda_graphs import capture, compiled
+from ..memory.virtual_memory import taken_bytes
 from ..modules.signature import Signature
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.experts import capturable_experts, copies_experts
 from ..sampling.processors import BlockProcessor
+from .hosted_target import HostedTarget
 from .prefill import prefill_chunk
 from .rounds import RoundOutput, catch_up, draft_and_forward, logprobs_of, run_round, verify_and_commit
 from .sessions import Session
@@ -72,33 +73,12 @@ class CapturedRound:
         return RoundOutput(*self._verify_and_commit())
 
 
-def why_not_captured(model: PreTrainedModel, has_hooks: bool, kept: Sequence[str]) -> str | None:
-    """The reason why the rounds of a call run eagerly, so that its buffers need not be kept; None if they are captured.
-
-    A replayed graph would not call forward hooks, nor give what is `kept` of every step for the caller, such as scores.
-    """
-    if not policy_of(model.device).cuda_graphs:
-        return f"there are no CUDA graphs on a device of type {model.device.type}"
-    if kept:
-        return f"{', '.join(kept)} of every round are kept for the caller"
-    if has_hooks:
-        reason = "modules have hooks, which a replayed CUDA graph does not call"
-        _warn_once(f"Rounds of {type(model).__name__} run eagerly: {reason}. Remove the hooks to have rounds captured.")
-        return reason
-    return None
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
-
-
-def capture_round(session: Session, target: Target, drafter: Drafter, process: BlockProcessor) -> CapturedRound | None:
+def capture_round(session: Session, hosted: HostedTarget, process: BlockProcessor) -> CapturedRound | None:
     """`run_round` as CUDA graphs; None, and a warning, if it does something that cannot be captured."""
-    backend = policy_of(target.model.device).compiler if drafter.compiles_rounds else None
-    session.keep_patches(target.patches)
+    drafter = hosted.drafter
+    backend = policy_of(hosted.model.device).compiler if drafter.compiles_rounds else None
 
-    def captured() -> CapturedRound:
+    def captured(target: Target) -> CapturedRound:
         if backend is not None:
             try:
                 return CapturedRound(session, target, drafter, process, backend)
@@ -111,51 +91,53 @@ def capture_round(session: Session, target: Target, drafter: Drafter, process: B
                 )
         return CapturedRound(session, target, drafter, process)
 
-    return _if_possible("A round", target, drafter, captured)
+    return _if_possible("A round", session, hosted, captured)
 
 
-def capture_catch_up(session: Session, target: Target, drafter: Drafter, width: int) -> Callable[[], None] | None:
+def capture_catch_up(session: Session, hosted: HostedTarget, width: int) -> Callable[[], None] | None:
     """`catch_up` as a CUDA graph; None, and a warning, if it cannot be captured."""
-    state = session.state
+    state, run = session.state, functools.partial(catch_up, session.state, hosted.drafter, width)
 
-    def capture_idle() -> Callable[[], None]:
+    def captured(target: Target) -> Callable[[], None]:
         with state.idle():
-            return capture(lambda: catch_up(state, drafter, width), target.model.device, session.graph_pool)
+            return capture(run, target.model.device, session.graph_pool)
 
-    return _if_possible("Drafting", target, drafter, capture_idle)
+    return _if_possible("Drafting", session, hosted, captured)
 
 
-def capture_prefill(session: Session, target: Target, drafter: Drafter, columns: int) -> Callable[[], None] | None:
+def capture_prefill(session: Session, hosted: HostedTarget, columns: int) -> Callable[[], None] | None:
     """`prefill_chunk` as a CUDA graph.
 
     None, and a warning, if it does something that cannot be captured; None also for mixtures of experts that would
     copy weights for every token. Afterwards the session must be prefilled again from the start.
     """
-    if copies_experts(target.model, drafter):
+    if copies_experts(hosted.model, hosted.drafter):
         return None
+
+    def captured(target: Target) -> Callable[[], None]:
+        run = functools.partial(prefill_chunk, session.state, target, hosted.drafter, columns, session.prompts)
+        return capture(run, target.model.device, session.graph_pool)
+
+    return _if_possible("The prefill", session, hosted, captured)
+
+
+def _if_possible(what: str, session: Session, hosted: HostedTarget, make: Callable[[Target], _T]) -> _T | None:
+    """What `make` captures for `session`; counted, as is the memory that it takes."""
+    before, captured = taken_bytes(hosted.model.device), None
+    target = hosted()
     session.keep_patches(target.patches)
-
-    def captured() -> Callable[[], None]:
-        return capture(
-            lambda: prefill_chunk(session.state, target, drafter, columns, session.prompts),
-            target.model.device,
-            session.graph_pool,
-        )
-
-    return _if_possible("The prefill", target, drafter, captured)
-
-
-def _if_possible(what: str, target: Target, drafter: Drafter, make: Callable[[], _T]) -> _T | None:
     try:
-        with capturable_experts(target.model, drafter):
-            before = Signature(target.model, drafter).behaviour
-            captured = make()
-            if Signature(target.model, drafter).behaviour != before:
+        with capturable_experts(target.model, hosted.drafter):
+            behaviour = Signature(target.model, hosted.drafter).behaviour
+            captured = make(target)
+            if Signature(target.model, hosted.drafter).behaviour != behaviour:
+                captured = None
                 raise RuntimeError("its forward pass changes attributes of modules, which a replay would not do")
-            return captured
+        hosted.num_captures += 1
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         name = type(target.model).__name__
         logger.warning(f"{what} of {name} cannot be captured and runs eagerly: {first_line(error)}")
-        return None
+    session.num_bytes += max(taken_bytes(hosted.model.device) - before, 0)
+    return captured

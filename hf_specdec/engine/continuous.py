@@ -53,17 +53,20 @@ def decode_continuously(call: Call, requests: Sequence[Request], settings: Conti
     """Run `requests` on the static engine, with the settings of `call`; requirements as of
     `static_engine.decode` and `check_continuous`.
     """
-    now, arrivals = time.perf_counter(), settings.arrivals
-    for one in requests:
-        if one.error is not None:
-            end(one, now, settings)
-    # The longest first: prompts of a group have similar lengths.
-    first = sorted((one for one in requests if one.error is None), key=lambda one: -len(one.prompt))
     with HostedTarget(call.model, call.drafter) as target:
         runner = ContinuousRunner(call, settings, target)
-        arrived = Arrived(first, is_open=False) if arrivals is None else arrivals(False, target.unpatch)
-        if arrivals is not None and not arrived.requests and not arrived.is_open:
-            return
+        if settings.arrivals is not None:
+            arrived = settings.arrivals(False, target.unpatch)
+            if not arrived.requests and not arrived.is_open:
+                return
+        else:
+            now = time.perf_counter()
+            for one in requests:
+                if one.error is not None:
+                    end(one, now, settings)
+            # The longest first: prompts of a group have similar lengths.
+            first = sorted((one for one in requests if one.error is None), key=lambda one: -len(one.prompt))
+            arrived = Arrived(first, is_open=False)
         runner.open(arrived.requests)
         run = Run(runner, arrived, runner.counters(max(len(requests), 1)), settings)
         draft_probs = runner.lease.shape.draft_probs
@@ -73,7 +76,7 @@ def decode_continuously(call: Call, requests: Sequence[Request], settings: Conti
             with settled_on_error(runner.session):
                 raise
         finally:
-            runner.close()
+            runner._process.own = {}  # what is captured holds the processor
         runner.keep()
     run.stats(call, draft_probs)
 
@@ -131,7 +134,7 @@ class ContinuousRunner(Runner):
         call, has_arrivals = self._call, self._settings.arrivals is not None
         self._suit(first)
         self._process.own = self._processors_of(enumerate(first))  # what the first rounds are captured for
-        if self._target.is_captured and self._groups is not None:
+        if self.target.is_captured and self._groups is not None:
             self._groups.open(first)  # before the rows, which may take all memory that is left
         longest = max([one.longest for one in first], default=1)
         num_rows = min(next_power_of_two(max(len(first), 1)), self._most)
@@ -147,9 +150,9 @@ class ContinuousRunner(Runner):
         # As many rows as wanted, half of them, and so on down to one.
         sizes = [(rows >> halvings, tokens) for rows, tokens in wanted for halvings in range(rows.bit_length())]
         self._use(self._largest(sizes, {}))
-        self._note_execution(self.lease.allowed(self.drafts.current))
+        self.execution = self.lease.execution(self.lease.allowed(self.drafts.current))
         if self._settings.reuses_prefixes:
-            self.prefix_margin = margin_of(self._target, self.lease.shape.num_draft_tokens)
+            self.prefix_margin = margin_of(self.target, self.lease.shape.num_draft_tokens)
         self._process.own = {}
 
     def _suit(self, requests: Sequence[Request]) -> None:
@@ -157,10 +160,6 @@ class ContinuousRunner(Runner):
         if self._row_sampling is not None:
             self._row_sampling.filters = any(one.sampling.filters for one in requests)
         self._logprobs = tuple(sorted({one.return_logprobs for one in requests} - {None}))
-
-    def close(self) -> None:
-        """Forget the requests."""
-        self._process.own = {}  # what is captured holds the processor
 
     def keep(self) -> None:
         """Leave the sessions for other calls."""
@@ -180,6 +179,7 @@ class ContinuousRunner(Runner):
         return found
 
     def free_others(self) -> None:
+        """Free what is kept for other calls, if that is not done."""
         if len(sessions_of(self._call.drafter)) or not self._has_freed:
             self._free_kept()
 
@@ -209,10 +209,10 @@ class ContinuousRunner(Runner):
 
     def _lease_of(self, num_rows: int, longest: int) -> SessionLease:
         """For a session that rounds run on."""
-        shape = shape_of(self._call, num_rows, longest, self._target.is_captured)
+        shape = shape_of(self._call, num_rows, longest, self.target.is_captured)
         if self._is_in_memory:
             shape = shape._replace(slots=slots_in_memory(shape.slots - 1, self._call.model.device))
-        return SessionLease(self._call, self._target, shape, self._process, True, self._is_in_memory)
+        return SessionLease(self._call, self.target, shape, self._process, True, self._is_in_memory)
 
     def _clear(self, lease: SessionLease) -> None:
         """Let all rows of the session of `lease` be free."""
@@ -225,7 +225,11 @@ class ContinuousRunner(Runner):
     def is_to_move(self, num_occupied: int, waiting: Sequence[Request], tokens_left: Callable[[], float]) -> bool:
         if waiting:
             return bool(self._larger_sizes(num_occupied, waiting))
-        return self._fits_fewer(num_occupied, tokens_left)
+        lease = None if self._stays else self._smaller_lease(num_occupied)
+        if lease is None:
+            return False
+        self._stays = not self._is_worth_moving(lease, tokens_left)
+        return not self._stays
 
     def move(self, rows: Mapping[int, int], kept: Mapping[int, int], waiting: Sequence[Request]) -> int | None:
         lease = self._larger_lease(rows, waiting) if waiting else self._fewer_lease(rows)
@@ -233,7 +237,7 @@ class ContinuousRunner(Runner):
 
     def _rows_for(self, count: int) -> int:
         """The fewest rows, of a few numbers, that `count` requests fit into, or else the most."""
-        return next((size for size in row_sizes(self._most, self._target.is_captured) if size >= count), self._most)
+        return next((size for size in row_sizes(self._most, self.target.is_captured) if size >= count), self._most)
 
     def _larger_sizes(self, num_occupied: int, waiting: Sequence[Request]) -> list[tuple[int, int]]:
         """Rows, and tokens of a text, of sessions that have room for more of `waiting`, the best first; none if not.
@@ -250,7 +254,7 @@ class ContinuousRunner(Runner):
         if not is_longer and most == self.num_rows:
             return []
         fewest = num_occupied + 1 if is_longer else self.num_rows + 1
-        sizes = {*row_sizes(self._most, self._target.is_captured), self.num_rows}
+        sizes = {*row_sizes(self._most, self.target.is_captured), self.num_rows}
         return [(size, longest) for size in sorted(sizes, reverse=True) if min(fewest, most) <= size <= most]
 
     def _larger_lease(self, rows: Mapping[int, int], waiting: Sequence[Request]) -> SessionLease | None:
@@ -283,24 +287,14 @@ class ContinuousRunner(Runner):
             f"fewer than {self._too_long} together. Shorten the prompt, or lower max_new_tokens."
         )
 
-    def _fits_fewer(self, num_occupied: int, tokens_left: Callable[[], float]) -> bool:
-        """Whether `num_occupied` rows should go on in a smaller session; asked when no request waits."""
-        if self._stays:
-            return False
-        lease = self._smaller_lease(num_occupied)
-        if lease is None:
-            return False
-        self._stays = not self._is_worth_moving(lease, tokens_left)
-        return not self._stays
-
     def _smaller_lease(self, num_occupied: int) -> SessionLease | None:
         """For a session with the fewest rows to which so many move; None if they stay."""
         most = self.num_rows
         # Where requests arrive, half of the rows stay free for them, so that they do not move at every arrival.
         count = num_occupied if self._settings.arrivals is None or num_occupied == 1 else 2 * num_occupied
-        rows, fewer = most, fewer_rows(most, self._target.is_captured)
+        rows, fewer = most, fewer_rows(most, self.target.is_captured)
         while fewer is not None and count <= fewer:
-            rows, fewer = fewer, fewer_rows(fewer, self._target.is_captured)
+            rows, fewer = fewer, fewer_rows(fewer, self.target.is_captured)
         return None if rows == most else self._lease_of(rows, self._longest)
 
     def _is_worth_moving(self, lease: SessionLease, tokens_left: Callable[[], float]) -> bool:
@@ -309,7 +303,7 @@ class ContinuousRunner(Runner):
         It is assumed to save half of the time that this call may still take; and, since as much as there was so far may
         follow in other calls, a share of that.
         """
-        if not self._target.is_captured or lease.is_kept:
+        if not self.target.is_captured or lease.is_kept:
             return True
         drafted, times = self.drafts.current, self.session.round_times
         rounds = tokens_left() / (drafted.num_drafts + 1)
@@ -418,7 +412,7 @@ class ContinuousRunner(Runner):
             [one.seed for one in requests],
             ends_of(requests, state.eos),
             prompt_lengths=[len(one.prompt) for one in requests],
-            adapters=self._target.adapters_of(requests),
+            adapters=self.target.adapters_of(requests),
         )
         if self._row_sampling is not None:
             state.set_row_sampling(rows, [one.sampling for one in requests])

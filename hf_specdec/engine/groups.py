@@ -27,11 +27,7 @@ MOST_GROUP_TOKENS = 16384
 
 
 class Groups:
-    """Sessions in which groups of requests are prefilled.
-
-    Args:
-        is_continuous: whether there are many groups, of different sizes.
-    """
+    """Sessions in which groups of requests are prefilled, with `is_continuous` many of different sizes."""
 
     def __init__(self, call: Call, target: HostedTarget, is_continuous: bool):
         self._call, self._target, self._is_continuous = call, target, is_continuous
@@ -66,11 +62,9 @@ class Groups:
         group: Sequence[Request],
         fill: Callable[[Sequence[Request], DecodeState, Sequence[int]], None],
     ) -> None:
-        """Begin to prefill `group`; `prefill_next` goes on, and copies it into rows of `state`.
+        """Begin to prefill `group`; `prefill_next` goes on, and copies it into rows of `state`, those of `prefixes`.
 
-        Args:
-            prefixes: the row of each request in it, and what it reuses of other rows there or of the group.
-            fill: puts requests into rows of a state.
+        `fill` puts requests into rows of a state.
         """
         drafter, runs = self._call.drafter, [place for place, one in enumerate(prefixes) if not one.is_whole]
         requests = [group[place] for place in runs]

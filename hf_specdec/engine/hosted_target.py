@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
-from typing import TypeVar
 
 from transformers import PreTrainedModel
 
 from ..auto_k.round_costs import CostTable, find_table
 from ..cache.hidden_states import HiddenStates
 from ..calls.request import Request
+from ..device_policy import policy_of
 from ..drafters.base import Drafter
-from ..memory.virtual_memory import taken_bytes
 from ..modules.module_hooks import has_hooks
 from ..modules.patch import engine, is_anything_replaced
 from ..modules.signature import Fingerprint, signature_of
 from ..patching.batch_invariance import batch_invariant
-from .capture import why_not_captured
-from .sessions import Hosting, Session, sessions_of
+from .sessions import Hosting, sessions_of
 from .target import Target, patched_target
 
-_T = TypeVar("_T")
+logger = logging.getLogger(__name__)
 
 
 class HostedTarget(ExitStack):
     """The target of a call, patched from the first use on: a call that only replays graphs leaves its modules alone.
 
-    A context, outside of which it is not patched.
-
-    `kept` names what the caller gets of every step, such as scores.
+    A context, outside of which it is not patched; `kept` as of `Call`.
 
     Attributes:
         has_hooks: whether modules of target or drafter have forward hooks of the caller.
         eager_reason: why rounds are not captured; None if they are.
         is_captured: whether they are; then sessions are kept for other calls.
         keeps_hidden_states: whether the caller gets all hidden states.
-        adapters: the LoRA adapters of the target.
         num_captures: how many graphs the call has captured.
     """
 
@@ -46,7 +43,7 @@ class HostedTarget(ExitStack):
         self.model, self.drafter = model, drafter
         self._signatures = signature_of(model), signature_of(drafter)
         self.has_hooks = has_hooks(chain.from_iterable(one.hooked for one in self._signatures))
-        self.eager_reason = why_not_captured(model, self.has_hooks, kept)
+        self.eager_reason = _why_not_captured(model, self.has_hooks, kept)
         self.is_captured = self.eager_reason is None
         self.keeps_hidden_states = "hidden_states" in kept
         self.adapters = self._signatures[0].adapters
@@ -62,14 +59,6 @@ class HostedTarget(ExitStack):
             self.enter_context(batch_invariant())
         self.callback(self._patches.close)
         return self
-
-    def counted(self, session: Session, capture: Callable[[], _T]) -> _T:
-        """What `capture` captures for `session`, None where that cannot be; counted, as is the memory that it takes."""
-        before = taken_bytes(self.model.device)
-        captured = capture()
-        session.num_bytes += max(taken_bytes(self.model.device) - before, 0)
-        self.num_captures += captured is not None
-        return captured
 
     def adapters_of(self, requests: Sequence[Request]) -> list[int]:
         """`DecodeState.adapters` of the rows of `requests`."""
@@ -123,3 +112,24 @@ class HostedTarget(ExitStack):
     def hidden_states(self) -> HiddenStates | None:
         """All hidden states, where the caller asked for them."""
         return None if self._patched is None else self._patched.hidden_states
+
+
+def _why_not_captured(model: PreTrainedModel, has_hooks: bool, kept: Sequence[str]) -> str | None:
+    """The reason why the rounds of a call run eagerly; None if they are captured.
+
+    A replayed graph would not call forward hooks, nor give what is `kept` of every step for the caller, such as scores.
+    """
+    if not policy_of(model.device).cuda_graphs:
+        return f"there are no CUDA graphs on a device of type {model.device.type}"
+    if kept:
+        return f"{', '.join(kept)} of every round are kept for the caller"
+    if has_hooks:
+        reason = "modules have hooks, which a replayed CUDA graph does not call"
+        _warn_once(f"Rounds of {type(model).__name__} run eagerly: {reason}. Remove the hooks to have rounds captured.")
+        return reason
+    return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 import torch
 
 from .. import ops
-from ..auto_k.auto_drafts import Acceptance, AutoDrafts, Drafts, FixedDrafts, SharedClock, first_drafts, tree_size
+from ..auto_k.auto_drafts import Acceptance, AutoDrafts, Drafts, FixedDrafts, first_drafts, tree_size
 from ..cache.key_layout import KeyLayout
 from ..cache.layer_kinds import Use
 from ..calls.call import Call
@@ -28,12 +28,7 @@ from .sessions import Session, SessionKey, sessions_of
 
 
 def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
-    """The shape of buffers for `call`.
-
-    Args:
-        longest: most tokens of a row.
-        is_captured: whether the buffers are kept for other calls, and therefore of a few sizes only.
-    """
+    """The shape of buffers for `call`, for rows of up to `longest` tokens; of a few sizes only if graphs keep them."""
     num_nodes = tree_size(batch, call.device) if call.chooses_trees else call.num_nodes
     slots, positions = slots_for(longest + num_nodes, is_captured), stated_positions(call.model)
     if positions is not None and not uses_attention_interface(call.model):
@@ -53,12 +48,9 @@ def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
 
 
 def can_grow(target: HostedTarget) -> bool:
-    """Whether keys and values of a session may be in a `RowMemory`: attention reads only slots that it may see.
-
-    Hidden states that are kept are in buffers of all slots.
-    Processes that run one model together need the same rows, but may have different memory.
-    """
+    """Whether keys and values of a session may be in a `RowMemory`: attention reads only slots that it may see."""
     model, drafter = target.model, target.drafter
+    # Processes that run one model together need the same rows; hidden states that are kept have buffers of all slots.
     if tensor_parallel_group(model) is not None or drafter.rollouts is not None:
         return False
     kinds = [cache_layers(model)]
@@ -89,11 +81,10 @@ def layout_of(target: HostedTarget, shape: Shape) -> KeyLayout | None:
 
 
 def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
-    """Run one token through target and drafter, and see what they store.
+    """The layout of what target and drafter store of a token that is run through them.
 
-    Returns:
-        its layout; None if something else than attention reads it, which may read slots that have no memory: as models
-        do that store what keys and values are computed from.
+    None if something else than attention reads it, and may read slots that have no memory, as in models that store what
+    keys and values are computed from.
     """
     slots = max(64, 8 * (shape.num_draft_tokens + 1)) + shape.num_nodes
     model, drafter = target.model, target.drafter
@@ -114,16 +105,12 @@ def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
 
 
 class SessionLease:
-    """A session that a call uses: one that earlier calls have left, or a new one.
+    """A session that a call uses, once it is taken: one that earlier calls have left, or a new one.
 
     Args:
         process: of its rounds; None where only prompts are prefilled.
         is_continuous: see `SessionPrefill`.
         grows: whether the session has its keys and values in a `RowMemory`.
-
-    Attributes:
-        session: once it is taken.
-        prefill: of the session.
     """
 
     def __init__(
@@ -147,7 +134,7 @@ class SessionLease:
         return self._target.is_captured and self._key() in self._pool
 
     def take(self) -> Session:
-        """A session for the shape, ready to be used; it is also `session`."""
+        """A session for the shape, ready to be used."""
         target = self._target
         session = self._pool.take(self._key()) if target.is_captured else None
         # Of a new session all that it takes is counted. torch's own count takes the host long.
@@ -194,9 +181,7 @@ class SessionLease:
         session.state.num_draft_tokens, session.state.num_nodes = drafted
         key = self._round_key(drafted)
         with session.state.spanning(key[-1]):
-            captured = self._target.counted(
-                session, lambda: capture_round(session, self._target(), self._target.drafter, self._process)
-            )
+            captured = capture_round(session, self._target, self._process)
         session.rounds.add(key, captured)
         session.capture_seconds = time.perf_counter() - start
 
@@ -205,12 +190,7 @@ class SessionLease:
         return self.session.rounds.get(self._round_key(drafted)) if self._target.is_captured else None
 
     def drafts(self, acceptance: Acceptance, first: RoundShape | None = None) -> Drafts:
-        """What decides how many drafts each round has.
-
-        Args:
-            acceptance: of the drafts of the call.
-            first: those of the first rounds; None for a chain of what the drafter is made for.
-        """
+        """What decides how many drafts each round has, at first `first`; None for a chain of the drafter's own K."""
         call, times = self._call, self.session.round_times
         most = RoundShape(self.shape.num_draft_tokens, self.shape.num_nodes)
         if not call.is_auto:
@@ -218,8 +198,8 @@ class SessionLease:
         if first is None:
             asked = min(call.drafter.num_own_draft_tokens, most.num_drafts)
             first = first_drafts(asked, self.shape.batch, call.device)
-        drafts = AutoDrafts(most, first, acceptance, times, self._price)
-        return drafts if tensor_parallel_group(call.model) is None else SharedClock(drafts, call.model)
+        split = None if tensor_parallel_group(call.model) is None else call.model
+        return AutoDrafts(most, first, acceptance, times, self._price, split)
 
     def allowed(self, drafted: RoundShape) -> RoundShape:
         """`drafted`; its chain while a processor reads the text, which is one text."""
@@ -247,7 +227,6 @@ class SessionLease:
         return True
 
     def run_round(self, drafted: RoundShape) -> RoundOutput:
-        """A round with `drafted`, captured or eagerly, see `run_round`."""
         state, captured = self.session.state, self.captured_round(drafted)
         state.num_draft_tokens, state.num_nodes = drafted
         if captured is not None:
@@ -263,9 +242,7 @@ class SessionLease:
         span = span_for(session.state.live, session.state.slots) if self._grows else session.state.slots
         if self._target.is_captured and (width, span) not in session.catch_ups:
             with session.state.spanning(span):
-                captured = self._target.counted(
-                    session, lambda: capture_catch_up(session, self._target(), drafter, width)
-                )
+                captured = capture_catch_up(session, self._target, width)
             session.catch_ups.add((width, span), captured)
         replay = session.catch_ups.get((width, span))
         if replay is not None:
@@ -291,7 +268,7 @@ class SessionLease:
 
     def allocate(self) -> None:
         """Allocate what a new session lacks: the first forward pass does that, here one over no prompt."""
-        if not self.session.is_allocated:
+        if self.session.state.prompt_logits is None:
             self.prefill.run(())
 
     def keep(self) -> None:

@@ -24,43 +24,16 @@ _NOWHERE = -(2**31)
 
 
 @dataclass
-class PackedPrompts:
-    """Positions to prefill, of several rows one behind the other.
-
-    Attributes:
-        state: the state whose rows they are, as one row; its drafter's memory, too.
-        slots: `[tokens]` int64 slots of it, of the positions to prefill; the dummy slot after them, and last.
-    """
-
-    state: DecodeState
-    slots: torch.Tensor
-
-    @classmethod
-    def of(cls, state: DecodeState, drafter: Drafter) -> PackedPrompts:
-        """Buffers for prompts of `state`, whose memory is that of `drafter`."""
-        batch = len(state.tokens)
-        slots = torch.empty(batch * state.slots + 1, dtype=torch.int64, device=state.tokens.device)
-        return cls(state.as_one_row(drafter.as_one_row(state.memory, batch)), slots)
-
-    def fill(self, spans: Sequence[PromptSpan]) -> None:
-        """Set the positions to prefill; at most those of all rows."""
-        width, host = self.state.row_slots, torch.device("cpu")
-        self.slots.fill_(self.state.dummy_slot)
-        parts = [torch.arange(one.begin, one.end, device=host) + one.row * width for one in spans]
-        if parts:
-            slots = torch.cat(parts)
-            self.slots[: len(slots)] = upload(slots, self.slots)
-
-
-@dataclass
 class PromptBuffers:
     """What a prefill runs, and what it leaves of the last tokens of the prompts.
 
     Attributes:
         num_done: `[]` int64, steps that are done: columns of padded rows, or tokens of packed ones.
-        starts: `[B]` int64, the position of each row that step 0 runs, or would run if there were as many before the
-            row's first; a large negative number for rows without positions to prefill.
-        packed: the positions, packed in one row; None if each row has its own. Then rows end at the same step.
+        starts: `[B]` int64, the position of each row that step 0 runs or, counted back, would run; `_NOWHERE` for rows
+            without positions to prefill.
+        packed: the state whose rows these are, as one row, if prompts are packed; None if each row has its own. Then
+            rows end at the same step.
+        slots: `[tokens]` int64 slots of `packed`, of the positions to prefill; the dummy slot after them, and last.
         hidden_states: `[B, state.first_block_width, width]`, auxiliary hidden states of the target at the last tokens
             of the prompts, as far as the prefill has run them, else 0; None before the first prefill, and for a drafter
             that reads none.
@@ -68,20 +41,24 @@ class PromptBuffers:
 
     num_done: torch.Tensor
     starts: torch.Tensor
-    packed: PackedPrompts | None = None
+    packed: DecodeState | None = None
+    slots: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
 
     @classmethod
     def of(cls, state: DecodeState) -> PromptBuffers:
         return cls(torch.zeros((), dtype=torch.int64, device=state.tokens.device), torch.empty_like(state.lengths))
 
-    def fill(self, spans: Sequence[PromptSpan], steps: int, goes_on: bool = False) -> None:
-        """Set the positions to prefill.
+    def pack(self, state: DecodeState, drafter: Drafter) -> None:
+        """Let prompts of `state`, whose memory is that of `drafter`, be packed."""
+        batch = len(state.tokens)
+        self.packed = state.as_one_row(drafter.as_one_row(state.memory, batch))
+        self.slots = self.starts.new_empty(batch * state.slots + 1)
 
-        Args:
-            spans: of the rows, each once.
-            steps: of the whole prefill, if the rows are padded.
-            goes_on: whether earlier positions of the same prompts have been run, whose hidden states stay.
+    def fill(self, spans: Sequence[PromptSpan], steps: int, goes_on: bool = False) -> None:
+        """Set the positions to prefill, `steps` in all if the rows are padded.
+
+        If it `goes_on`, earlier positions of the same prompts have been run, whose hidden states stay.
         """
         starts, first = [_NOWHERE] * len(self.starts), 0
         for span in spans:
@@ -92,7 +69,11 @@ class PromptBuffers:
         if self.hidden_states is not None and spans and not goes_on:
             set_rows(self.hidden_states, upload([span.row for span in spans], self.starts), 0)
         if self.packed is not None:
-            self.packed.fill(spans)
+            self.slots.fill_(self.packed.dummy_slot)
+            parts = [torch.arange(one.begin, one.end, device="cpu") + one.row * self.packed.row_slots for one in spans]
+            if parts:
+                slots = torch.cat(parts)
+                self.slots[: len(slots)] = upload(slots, self.slots)
 
 
 def start_prefill(state: DecodeState, drafter: Drafter) -> None:
@@ -116,9 +97,6 @@ def prefill_chunk(
     """
     packed = prompts.packed
     view, (slots, drafted) = _slots_of(state, prompts, columns)
-    rows = torch.zeros_like(state.lengths)
-    if packed is None:
-        rows = torch.arange(len(rows), device=rows.device)
     # The column of this chunk in which the last token of each prompt is, if it is in one.
     last = state.lengths - 1 - prompts.starts - prompts.num_done
     logits_to_keep = 1 if packed is None else last.clamp(0, columns - 1)
@@ -130,7 +108,7 @@ def prefill_chunk(
         state.prompt_logits = torch.zeros_like(logits)
     state.prompt_logits.copy_(torch.where(is_here[:, None], logits, state.prompt_logits))
     if aux_hidden_states is not None:
-        _keep_hidden_states(state, prompts, aux_hidden_states, rows, last)
+        _keep_hidden_states(state, prompts, aux_hidden_states, last)
     prompts.num_done += columns
 
 
@@ -140,23 +118,17 @@ def _slots_of(
     """What a chunk runs on, and its slots `[1 or B, columns]` int64 for the target, and for the drafter."""
     steps, packed = prompts.num_done + torch.arange(columns, device=prompts.starts.device), prompts.packed
     if packed is not None:
-        slots = packed.slots[steps.clamp(max=len(packed.slots) - 1)][None]
+        slots = prompts.slots[steps.clamp(max=len(prompts.slots) - 1)][None]
         is_drafted = slots % state.slots < state.lengths[slots // state.slots] - 1
-        return packed.state, (slots, torch.where(is_drafted, slots, packed.state.dummy_slot))
+        return packed, (slots, torch.where(is_drafted, slots, packed.dummy_slot))
     positions = prompts.starts[:, None] + steps
     slots = torch.where(positions >= state.cached[:, None], positions, state.dummy_slot)
     return state, (slots, torch.where(slots < state.lengths[:, None] - 1, slots, state.dummy_slot))
 
 
-def _keep_hidden_states(
-    state: DecodeState, prompts: PromptBuffers, hidden: torch.Tensor, rows: torch.Tensor, last: torch.Tensor
-) -> None:
-    """Keep the hidden states of a chunk at the last tokens of the prompts.
-
-    Args:
-        hidden: `[1 or B, n, H]`, those of the chunk.
-        rows: `[B]` int64, which of its rows each prompt is in.
-        last: `[B]` int64, the column of each prompt's last token, which may be outside of the chunk.
+def _keep_hidden_states(state: DecodeState, prompts: PromptBuffers, hidden: torch.Tensor, last: torch.Tensor) -> None:
+    """Keep those of the `hidden` states `[1 or B, n, H]` of a chunk that are of the last tokens of the prompts, in its
+    columns `last` `[B]` int64, which may be outside of it.
     """
     width, columns = state.first_block_width, hidden.shape[1]
     if prompts.hidden_states is None:
@@ -166,7 +138,8 @@ def _keep_hidden_states(
     # In a packed row other prompts are before the first position that is run.
     is_run = (state.lengths - 1)[:, None] + back >= state.cached[:, None]
     is_here = is_run & (at >= 0) & (at < columns)
-    here = hidden[rows[:, None], at.clamp(0, columns - 1)]
+    rows = torch.zeros_like(at) if prompts.packed is not None else torch.arange(len(at), device=at.device)[:, None]
+    here = hidden[rows, at.clamp(0, columns - 1)]
     prompts.hidden_states.copy_(torch.where(is_here[..., None], here, prompts.hidden_states))
 
 
@@ -198,9 +171,7 @@ def run_to_ends(
     rows that ended before others it lacks what plain `generate()` runs of these meanwhile.
 
     Args:
-        state: of the texts, in its first rows; no round follows.
-        texts: at least `[ends[row]]` int64 tokens of each, read from the position of its state on.
-        ends: of each row, none before the position of its state.
+        texts: at least `[ends[row]]` int64 tokens of each of the first rows, none of whose states is after its end.
         chunk_size: most columns of a pass.
     """
     count, bases = len(ends), state.cache.state_positions(len(ends))

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
+
 from ..cache.layer_kinds import Use
 from ..calls.call import Call
 from ..calls.prompts import PromptSpan
@@ -36,13 +38,7 @@ MOST_COPIED = 32768
 
 
 class Match(NamedTuple):
-    """A text in the index that begins as another one.
-
-    Attributes:
-        name: under which it was added.
-        length: how many leading tokens the two have in common.
-        size: tokens of the text in the index.
-    """
+    """The text `name` of an index, of `size` tokens, of which the first `length` are those of another text."""
 
     name: int
     length: int
@@ -167,21 +163,14 @@ def can_copy_rows(drafter: Drafter) -> bool:
 
 
 def reusable(match: Match | None, num_tokens: int, margin: int) -> int:
-    """How many leading positions of a prompt of `num_tokens` are there in the row of `match`; 0 for None.
-
-    The last token of neither text has been processed.
-    """
+    """How many positions of a prompt of `num_tokens` are in the row of `match`, where the last token of neither is."""
     return 0 if match is None else max(min(match.length, num_tokens - 1, match.size - 1) - margin, 0)
 
 
 def find_followers(prompts: Sequence[Sequence[int]], margin: int, found: Sequence[int]) -> set[int]:
     """The numbers of those of `prompts` that should be prefilled after another one of them, to reuse its beginning.
 
-    Args:
-        found: positions of each that can be reused in any case.
-
-    Returns:
-        none if they would not save `FEWEST_SAVED` tokens together.
+    None of them, unless they save `FEWEST_SAVED` tokens besides the `found` positions that can be reused in any case.
     """
     index, followers, saved = PrefixIndex(), set(), 0
     for number, (tokens, before) in enumerate(zip(prompts, found, strict=True)):
@@ -195,15 +184,12 @@ def find_followers(prompts: Sequence[Sequence[int]], margin: int, found: Sequenc
 
 
 def spans_after(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> list[PromptSpan]:
-    """What a prefill runs of prompts of `lengths` tokens: from where `prefixes`, which are there by then, end."""
+    """What a prefill runs of prompts of `lengths` tokens, after their `prefixes`."""
     return [PromptSpan(one.row, one.length, length) for one, length in zip(prefixes, lengths, strict=True)]
 
 
 def depends_on_tokens_only(call: Call) -> bool:
-    """Whether what is kept of a prompt of `call` is known by its tokens.
-
-    It is not with inputs besides them, or if a cache of the user holds a part of the prompt.
-    """
+    """Whether a prompt of `call` is its tokens: no other inputs, nothing of it in a cache of the user."""
     return not (call.prompts.cached or call.inputs is not None or any(call.position_offsets or ()))
 
 
@@ -214,20 +200,14 @@ def copy_prefixes(
     margin: int,
     source: DecodeState | None = None,
 ) -> None:
-    """Copy beginnings between rows; slots after them get what no query sees before it is written.
+    """Copy beginnings from rows of `source`, or `state` itself; slots after them get what no query sees.
 
-    Args:
-        prefixes: none of whose rows is the source of another one, unless it keeps what it has.
-        source: whose rows hold them; `state` itself if None, where rows that are their own source keep what they have.
+    None of the rows is the source of another one, unless it keeps what it has.
     """
     if source is None:
         source, prefixes = state, [one for one in prefixes if one.row != one.source]
-    prefixes = sorted((one for one in prefixes if one.length > 0), key=lambda one: -one.length)
-    most = most_copied(state, source, [(one.row, one.source) for one in prefixes])
-    for part in parts_of(prefixes, [one.length + margin for one in prefixes], most):
-        rows = upload([one.row for one in part], state.lengths)
-        sources = upload([one.source for one in part], state.lengths)
-        slots = part[0].length + margin
+    wanted = [(one.row, one.source, one.length + margin) for one in prefixes if one.length > 0]
+    for rows, sources, slots in _parts(state, source, wanted):
         state.cache.copy_rows(rows, source.cache, slots, sources)
         drafter.copy_rows(state, rows, source, slots, sources)
 
@@ -235,48 +215,35 @@ def copy_prefixes(
 def copy_texts(
     state: DecodeState, drafter: Drafter, rows: Sequence[tuple[int, int]], source: DecodeState, slots: int
 ) -> None:
-    """Copy all that is kept of whole texts from one state to another one.
+    """Copy all that is kept of texts of up to `slots` tokens to rows of `state`, each with its row of `source`."""
+    for to, sources, count in _parts(state, source, [(*pair, slots) for pair in rows]):
+        state.copy_rows(to, source, count, sources)
+        drafter.copy_rows(state, to, source, count, sources)
 
-    Args:
-        rows: of `state`, each once, and which row of `source` each gets.
-        slots: of each row, as many as the longest text has.
+
+def _parts(
+    state: DecodeState, source: DecodeState, wanted: Sequence[tuple[int, int, int]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Rows of `state` that are copied at once, those of `source`, and how many slots of each: those of one row, or at
+    most `MOST_COPIED`, all of which have memory.
+
+    `wanted` are such rows, each once, and how many slots of each are to be copied.
     """
-    most = dict(zip(rows, most_copied(state, source, rows), strict=True))
-    rows = sorted(rows, key=lambda one: -most[one])
-    counts = [min(slots, most[one]) for one in rows]
-    for part in parts_of(rows, counts, counts):
-        to, taken = (upload(list(numbers), state.lengths) for numbers in zip(*part, strict=True))
-        count = min(slots, most[part[0]])
-        state.copy_rows(to, source, count, taken)
-        drafter.copy_rows(state, to, source, count, taken)
-
-
-def most_copied(state: DecodeState, source: DecodeState, rows: Sequence[tuple[int, int]]) -> list[int]:
-    """How many leading slots have memory in both of each pair of a row of `state` and one of `source`."""
     memories = [(one.cache.row_memory, one.slots - 1) for one in (state, source)]
-    return [
-        min(
-            slots if memory is None else memory.committed_slots(row)
-            for (memory, slots), row in zip(memories, pair, strict=True)
-        )
-        for pair in rows
-    ]
-
-
-def parts_of(rows: Sequence, slots: Sequence[int], most: Sequence[int]) -> Iterator[Sequence]:
-    """Cut `rows` into parts that are copied at once, as many slots of each as of the first.
-
-    Args:
-        rows: those of which most is copied first.
-        slots: to copy of each; at most `MOST_COPIED` of a part, unless it is one row.
-        most: slots that may be copied of each.
-    """
+    rows = []
+    for *pair, slots in wanted:
+        places = zip(memories, pair, strict=True)
+        held = min(most if memory is None else memory.committed_slots(row) for (memory, most), row in places)
+        rows.append((min(slots, held), held, *pair))
+    rows.sort(reverse=True)
     first = 0
     while first < len(rows):
-        end, last = first + 1, min(first + max(MOST_COPIED // slots[first], 1), len(rows))
-        while end < last and most[end] >= slots[first]:
+        slots = rows[first][0]
+        end, last = first + 1, min(first + max(MOST_COPIED // slots, 1), len(rows))
+        while end < last and rows[end][1] >= slots:
             end += 1
-        yield rows[first:end]
+        _, _, to, taken = zip(*rows[first:end], strict=True)
+        yield upload(to, state.lengths), upload(taken, state.lengths), slots
         first = end
 
 
@@ -285,13 +252,7 @@ _NOTHING: tuple[Match | None, int] = (None, 0)
 
 
 class Plan(NamedTuple):
-    """Where the requests of a group go.
-
-    Attributes:
-        prefixes: the row of each request that is prefilled now, and what it reuses, of length 0 for nothing.
-        now: numbers of these requests in the group.
-        later: numbers of the others: they reuse what is prefilled now.
-    """
+    """Where requests of a group go, by their numbers: `now` to the rows of `prefixes`; others reuse these `later`."""
 
     prefixes: list[Prefix]
     now: list[int]
@@ -317,12 +278,8 @@ class RowPrefixes:
         """Choose rows for a group of requests, of which the first is prefilled now.
 
         A request whose text so far a free row holds, up to less than a block, takes that row. Other rows are taken in
-        the order of `free`, but a row that others copy from is not copied to.
-
-        Args:
-            group: requests, no more than there are free rows.
-            free: rows that no request occupies, the least recently used first.
-            is_lockstep: whether each request takes the row of its `index`.
+        the order of `free`, at least as many rows as `group`, but a row that others copy from is not copied to. In
+        lockstep each request takes the row of its `index`.
         """
         if self._margin is None and not self._merges_equal:
             rows = [one.index for one in group] if is_lockstep else free
@@ -434,5 +391,4 @@ class RowPrefixes:
 
 
 def _prefix_of(row: int, match: Match | None, length: int) -> Prefix:
-    """What `row` reuses of the text of `match`: `length` tokens."""
     return Prefix(row, match.name if length else row, length)

@@ -55,10 +55,7 @@ class Run:
     Results are read one round late on a GPU, which therefore never waits for the host.
 
     Args:
-        runner: has the rows, prefills them and runs rounds.
-        arrived: the first requests, see `Arrivals`.
         counters: of the requests, by their `index`.
-        settings: who is told of what, and whether further requests arrive.
         transcript: of a call in lockstep, which may stop rows; None for others.
     """
 
@@ -146,7 +143,7 @@ class Run:
             num_rounds=rounds.total(),
             rounds_by_k=dict(by_k),
             rounds_by_tree=dict(by_tree),
-            captures=self._runner.num_captures,
+            captures=self._runner.target.num_captures,
             seconds=self.seconds,
         )
         return stats
@@ -171,8 +168,8 @@ class Run:
             if not group:
                 if not self._is_empty or self._waiting[0].longest > self._runner.capacity:
                     break
-                self._withdraw(self._waiting[0], _no_memory(self._waiting[0]))
-                self._waiting.popleft()
+                request = self._waiting.popleft()
+                self._withdraw(request, _no_memory(request))
                 continue
             self._runner.prefill(prefixes, group, [one for one in self._occupants if one is not None])
             self._enter()
@@ -230,7 +227,7 @@ class Run:
             self._requeue(later)
         for prefix, request in zip(prefixes, now, strict=True):
             self._free.remove(prefix.row)
-            self._counters.count_cached(request.index, prefix.length)
+            self._counters.rows[request.index].cached_tokens += prefix.length
         self._entering = [(prefix.row, request) for prefix, request in zip(prefixes, now, strict=True)]
         return prefixes, now
 
@@ -239,7 +236,7 @@ class Run:
         # Of a row that gets the same prompt they copy what is prefilled now, not what it holds.
         sources = {one.source for one in plan.prefixes if one.source != one.row and not one.is_whole}
         kept = {one.row: one.length if one.row == one.source else 0 for one in plan.prefixes if one.row in sources}
-        held_up = {row for row, length in kept.items() if self._runner.shares(row, length)}
+        held_up = {row for row, length in kept.items() if self._runner.memory.is_shared(row, length)}
         return self._prefixes.hold_up(plan, held_up) if held_up else plan
 
     def _enter(self) -> None:
@@ -275,13 +272,14 @@ class Run:
         """Take what has arrived; wait for it if there is nothing to do. Returns whether it has waited."""
         has_waited = False
         while True:
-            arrived = arrivals(self._is_empty and not self._waiting, self._runner.leave_target)
+            arrived = arrivals(self._is_empty and not self._waiting, self._runner.target.unpatch)
             has_waited = has_waited or arrived.has_waited
             if arrived.must_restart:
                 self._leave_all()
                 return has_waited
             self._take_arrived(arrived)
-            self._refuse()
+            while self._waiting and (error := self._runner.why_refused(self._waiting[0])) is not None:
+                self._withdraw(self._waiting.popleft(), error)
             if self._waiting or not self._is_empty or not self._is_open:
                 return has_waited
 
@@ -294,7 +292,8 @@ class Run:
         self._tokens_waiting += sum([one.left for one in arrived.requests])
         withdrawn = list(arrived.withdrawn)
         for one in arrived.requests:
-            if one.adapter is not None and (error := self._runner.why_no_adapter(one.adapter)) is not None:
+            error = None if one.adapter is None else self._runner.target.adapters.why_no_rows([one.adapter])
+            if error is not None:
                 withdrawn.append((one, error))
         for request, error in withdrawn:
             self._withdraw(request, error)
@@ -320,12 +319,6 @@ class Run:
         self._occupants = [None] * len(self._occupants)
         self._free = list(range(len(self._occupants)))
 
-    def _refuse(self) -> None:
-        """End the next waiting requests if there is no room for them."""
-        while self._waiting and (error := self._runner.why_refused(self._waiting[0])) is not None:
-            self._withdraw(self._waiting[0], error)
-            self._waiting.popleft()
-
     def _requeue(self, requests: Sequence[Request]) -> None:
         """Let `requests` be the next ones that are admitted."""
         self._waiting.extendleft(reversed(requests))
@@ -340,7 +333,7 @@ class Run:
         return self._runner.is_to_move(len(self._occupants) - len(self._free), self._waiting, self.tokens_left)
 
     def _move(self) -> None:
-        """Go on in a session with another number of rows, or of slots; the results of all rounds have been read."""
+        """Go on in another session; the results of all rounds have been read."""
         rows = {row: one.length for row, one in self._occupied}
         kept = {row: self._prefixes.size(row) for row in self._prefixes.kept(self._free)} if self._is_open else {}
         count = self._runner.move(rows, kept, self._waiting)
@@ -353,21 +346,20 @@ class Run:
 
     def tokens_left(self) -> float:
         """How many tokens a row may still add, for all requests that occupy it from now on."""
-        running = [one.left for one in self._occupants if one is not None]
+        running = [one.left for _, one in self._occupied]
         return (sum(running) + self._tokens_waiting) / max(len(running), 1)
 
     def _reserve_next(self) -> bool:
         """Let rows have memory for the next round; else fewer rows are left."""
-        if self._runner.memory is None or self.reserve(self._tokens_ahead()):
+        if self._runner.memory is None:
+            return True
+        most = 2 * (self._runner.state.most_draft_tokens + 1)
+        if self.reserve(self._tokens_in_flight() + most):
             return True
         self._read_results(0)
-        if not self.reserve(self._tokens_ahead()):
+        if not self.reserve(most):
             self.preempt()
         return False
-
-    def _tokens_ahead(self) -> int:
-        """Most tokens that a row writes after those whose results are read, with the next round."""
-        return self._tokens_in_flight() + 2 * (self._runner.state.most_draft_tokens + 1)
 
     def _tokens_in_flight(self) -> int:
         """Most tokens of a row whose results are not read."""
@@ -414,15 +406,15 @@ class Run:
 
     def _launch(self) -> None:
         runner, last = self._runner, self._last
-        occupied, drafted = self._occupied, runner.next_drafts(self.tokens_left)
+        occupied = self._occupied
         # Slots up to the tokens of rounds whose results are not read yet, and up to the drafts of this one.
-        before = max([one.length for _, one in occupied], default=1)
-        before += self._tokens_in_flight()
-        runner.state.live = before + max(drafted)
-        while not runner.lease.prepare(drafted):
-            runner.drafts.refuse(drafted)
-            drafted = runner.next_drafts(self.tokens_left)
+        before = max([one.length for _, one in occupied], default=1) + self._tokens_in_flight()
+        while True:
+            drafted = runner.lease.allowed(runner.drafts.next(self.tokens_left))
             runner.state.live = before + max(drafted)
+            if runner.lease.prepare(drafted):
+                break
+            runner.drafts.refuse(drafted)
         is_typical = last is not None and last[0] == drafted
         start = last[1] if is_typical else self._clock.mark()
         result, logprobs, walk, scores, logits = runner.lease.run_round(drafted)
@@ -444,10 +436,10 @@ class Run:
     def _take(self, launched: _Launched) -> None:
         """Give requests the tokens of a round, or their first ones."""
         tokens, accepted, committed, rejected = launched.report.read()
-        running = [(row, one) for row, one in launched.occupied if not one.is_over]
-        if launched.start is None:
-            running = [(row, one) for row, one in running if not one.tokens]  # preempted ones know their first token
-        else:
+        is_first = launched.start is None
+        # Preempted requests know their first token.
+        running = [(row, one) for row, one in launched.occupied if not (one.is_over or (is_first and one.tokens))]
+        if not is_first:
             self.rounds_by_shape[launched.drafted] += 1
             for row, request in running:
                 drafted = min(request.left, launched.drafted.num_drafts)
@@ -479,7 +471,7 @@ class Run:
             if not transcript.stopped[one.index] and transcript.steps >= one.remaining:
                 raise ValueError(no_positions(f"Row {one.index} of the batch", one))
         is_complete = transcript.is_complete
-        ended = [(row, one) for row, one in running if not one.is_over and (is_complete or transcript.done[row])]
+        ended = [(row, one) for row, one in running if (is_complete or transcript.done[row]) and not one.is_over]
         if ended:
             self._runner.finish([row for row, _ in ended])
             for row, one in ended:
@@ -501,13 +493,14 @@ class Run:
             is_ended = request.add(new[:-1] if has_failed else new, now)
             if request.return_logprobs is not None:
                 request.logprobs += of_rows[request.return_logprobs][row][: len(request.tokens) - len(request.logprobs)]
+            is_full = request.left <= 0
             if is_ended and request.criteria is not None:  # the device knows of tokens only
                 stopped.append(row)
             elif not is_ended and has_failed:
                 request.error = no_distribution("The request", len(request.tokens))
-            elif not is_ended and request.left <= 0 and request.is_cut:
+            elif not is_ended and is_full and request.is_cut:
                 request.error = no_positions("The request", request)
-            if is_ended or has_failed or request.left <= 0:
+            if is_ended or has_failed or is_full:
                 self._retire(row, request, now)
             else:
                 going_on.append(request)

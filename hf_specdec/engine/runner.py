@@ -41,6 +41,7 @@ class Runner:
         drafts: decides how many drafts a round has.
         acceptance: of the drafts of this call and those before it.
         prefix_margin: see `Drafter.prefix_margin`; None if rows reuse nothing of others.
+        target: of the call.
         merges_equal: whether requests with the same prompt that are prefilled together are prefilled as one.
     """
 
@@ -55,7 +56,7 @@ class Runner:
     merges_equal = False
 
     def __init__(self, call: Call, target: HostedTarget, process: BlockProcessor):
-        self._call, self._target, self._process = call, target, process
+        self._call, self.target, self._process = call, target, process
         self.acceptance = sessions_of(call.drafter).acceptance(call.temperature is not None)
         self._logprobs = call.logprobs
         self.execution = "no rounds"
@@ -75,18 +76,6 @@ class Runner:
         slots = self.state.slots - 1 if self.memory is None else self.memory.capacity
         self.capacity = slots - self.state.most_nodes
 
-    @property
-    def num_captures(self) -> int:
-        """How many graphs the call has captured."""
-        return self._target.num_captures
-
-    def next_drafts(self, tokens_left: Callable[[], float]) -> RoundShape:
-        """Those of the next round, see `AutoDrafts.next`, as far as processors allow them."""
-        return self.lease.allowed(self.drafts.next(tokens_left))
-
-    def _note_execution(self, drafted: RoundShape) -> None:
-        self.execution = self.lease.execution(drafted)
-
     # Requests.
 
     def fits_group(self, count: int, longest: int) -> bool:
@@ -98,12 +87,9 @@ class Runner:
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill.")
 
     def prefill_next(self) -> FirstTokens | None:
-        """Go on with the prefill that was begun, for a limited time.
+        """Go on with the prefill that was begun, for a limited time; returns the first tokens, if it has ended.
 
         A prefill may be given up: the next one begins anew.
-
-        Returns:
-            the first tokens, if it has ended.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill_next.")
 
@@ -126,10 +112,6 @@ class Runner:
     def retire(self, row: int) -> None:
         """The request of `row` has ended, or waits again."""
 
-    def why_no_adapter(self, name: str) -> str | None:
-        """Why a row cannot have the LoRA adapter `name`; None if it can."""
-        return self._target.adapters.why_no_rows([name])
-
     def why_refused(self, request: Request) -> str | None:
         """Why there is no room for `request`; None if there may be."""
         return None
@@ -137,30 +119,17 @@ class Runner:
     # Other sessions.
 
     def is_to_move(self, num_occupied: int, waiting: Sequence[Request], tokens_left: Callable[[], float]) -> bool:
-        """Whether the requests of the occupied rows should go on in another session.
-
-        Args:
-            waiting: requests for which it is to have room.
-            tokens_left: see `Run.tokens_left`.
-        """
+        """Whether the occupied rows should go on in another session, one with room for requests that are `waiting`."""
         return False
 
     def move(self, rows: Mapping[int, int], kept: Mapping[int, int], waiting: Sequence[Request]) -> int | None:
-        """Let the requests of `rows` go on in the first rows of another session; None if they stay.
-
-        Args:
-            rows: occupied ones, and the tokens of their texts.
-            kept: others, likewise; what they hold goes to the rows after those, as far as there is room.
-            waiting: requests for which the session is to have room.
+        """Let the requests of `rows` go on in the first rows of another session, one with room for `waiting` requests;
+        what `kept` rows hold goes to the rows after those, as far as there is room. Rows have numbers of tokens.
 
         Returns:
-            how many rows hold what was moved.
+            how many rows hold what was moved; None if they stay.
         """
         return None
-
-    def leave_target(self) -> None:
-        """Let the target be as it was, until it is used again."""
-        self._target.unpatch()
 
     def _first_that_fits(self, attempts: Sequence[Callable[[], _T]]) -> _T:
         """The result of the first of `attempts` for which there is memory; what is kept for other calls is freed before
@@ -178,25 +147,16 @@ class Runner:
             self._free_kept()
         return attempts[-1]()
 
-    # Memory; all but the first two of these are called only where there is one that follows the texts.
-
-    def free_others(self) -> None:
-        """Free what is kept for other calls, if that is not done."""
-        self._free_kept()
-
     def _free_kept(self) -> None:
         sessions_of(self._call.drafter).clear()
         torch.cuda.empty_cache()
 
-    def shares(self, row: int, length: int) -> bool:
-        """Whether `row` shares memory with others from so many tokens on."""
-        return self.memory.is_shared(row, length)
+    # Memory that follows the texts, where there is such.
 
     def share(self, prefixes: Sequence[Prefix]) -> list[Prefix]:
         """Let rows share memory of the beginnings that they reuse, and no other memory; before `reserve`.
 
-        Returns:
-            `prefixes`; those of rows that keep what they hold may be shorter.
+        Returns `prefixes`; those of rows that keep what they hold may be shorter.
         """
         memory, margin = self.memory, self.prefix_margin or 0
         kept = {one.row: one.length if one.row == one.source else 0 for one in prefixes}

@@ -15,7 +15,7 @@ from ..patching.support import why_not_used
 from ..row_buffers import upload
 from .capture import capture_prefill
 from .hosted_target import HostedTarget
-from .prefill import PackedPrompts, PromptBuffers, finish_prefill, prefill_chunk, start_prefill
+from .prefill import PromptBuffers, finish_prefill, prefill_chunk, start_prefill
 from .sessions import Session
 
 # Tokens of a forward pass that is not captured: of the single row of a call, which plain `generate()` runs at once; of
@@ -36,12 +36,10 @@ def can_pack(target: HostedTarget) -> bool:
 
 
 class SessionPrefill:
-    """The prefill of a session.
+    """The prefill of a session, by passes of at most `chunk_size` columns.
 
-    Args:
-        chunk_size: most columns of a forward pass, of each row.
-        is_continuous: whether many groups of prompts are prefilled, of different lengths: then in captured chunks of a
-            few sizes.
+    With `is_continuous` many groups of prompts are prefilled, of different lengths: then in captured chunks of a few
+    sizes.
     """
 
     def __init__(self, session: Session, target: HostedTarget, chunk_size: int | None, is_continuous: bool):
@@ -64,11 +62,7 @@ class SessionPrefill:
             pass
 
     def start(self, spans: Sequence[PromptSpan], bring_cached: Callable[[], None] | None = None) -> None:
-        """Begin a prefill of all rows, see `run`; `run_next` runs it.
-
-        Args:
-            bring_cached: brings what is cached of the prompts into the session; None if nothing is.
-        """
+        """Begin a prefill of all rows, which `run_next` runs; `bring_cached` brings what is cached of the prompts."""
         start_prefill(self._session.state, self._target.drafter)
         if bring_cached is not None:
             bring_cached()
@@ -98,11 +92,9 @@ class SessionPrefill:
         finish_prefill(state, prompts, slice(None))
 
     def reread(self, spans: Sequence[PromptSpan], bring_cached: Callable[[], None]) -> None:
-        """Run positions again that the user's cache holds, so that the drafter gets hidden states of them.
+        """Run the last positions again that the user's cache holds, so that the drafter gets hidden states of them.
 
-        Args:
-            spans: the last ones of each row that it holds.
-            bring_cached: restores what it holds, which need not be what the tokens give.
+        `bring_cached` restores what it holds, which need not be what the tokens give.
         """
         state = self._session.state
         rows = upload([span.row for span in spans], state.lengths)
@@ -130,7 +122,7 @@ class SessionPrefill:
     def _fill(self, spans: Sequence[PromptSpan], steps: int) -> None:
         self._prompts = prompts = self._session.prompts
         if self._is_packed and prompts.packed is None:
-            prompts.packed = PackedPrompts.of(self._session.state, self._target.drafter)
+            prompts.pack(self._session.state, self._target.drafter)
         prompts.fill(spans, steps, self._goes_on)
         self._goes_on = False
 
@@ -150,14 +142,11 @@ class SessionPrefill:
 
     def capture(self, spans: Sequence[PromptSpan]) -> None:
         """Capture the chunks that such a prefill lacks; it is to be begun afterwards."""
-        session, drafter = self._session, self._target.drafter
+        session = self._session
         for chunk in dict.fromkeys(self._captured_chunks(spans)):
             if chunk not in session.prefills:
                 self._fill((), chunk)  # warm-ups and the capture prefill no position
-                captured = self._target.counted(
-                    session, lambda chunk=chunk: capture_prefill(session, self._target(), drafter, chunk)
-                )
-                session.prefills.add(chunk, captured)
+                session.prefills.add(chunk, capture_prefill(session, self._target, chunk))
 
     def _columns(self, spans: Sequence[PromptSpan]) -> int:
         """Columns of the prefill: tokens of all prompts together if they are packed, else of the longest."""

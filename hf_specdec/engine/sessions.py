@@ -54,14 +54,7 @@ class Hosting:
 
 
 class SessionKey(NamedTuple):
-    """What a session depends on.
-
-    Attributes:
-        shape: of its buffers.
-        grows: whether keys and values are in a `RowMemory`.
-        compiles_rounds: see `Drafter.compiles_rounds`.
-        hosting: of target and drafter.
-    """
+    """What a session depends on; it `grows` if keys and values are in a `RowMemory`."""
 
     shape: Shape
     grows: bool
@@ -76,7 +69,6 @@ class Captures(OrderedDict[Hashable, Any]):
     """
 
     def get(self, key: Hashable, default: Any = None) -> Any:
-        """What was captured under `key`; `default` if nothing was."""
         if key in self:
             self.move_to_end(key)
         return super().get(key, default)
@@ -95,13 +87,11 @@ class Session:
         rounds: captured rounds, by `BlockProcessor.key`, K and `RaggedCache.kernel_span`.
         catch_ups: captured `catch_up`, by width and `RaggedCache.kernel_span`.
         prefills: captured chunks of prefills, by width.
-        prompts: buffers of prefills.
-        graph_pool: memory pool of all these graphs.
         round_times: of its rounds, for `num_assistant_tokens="auto"`.
         capture_seconds: how long the last capture of a round took.
         patches: of the targets that these were captured of, whose tables they read.
         num_bytes: of a GPU's memory that it has taken, without what graphs share.
-        fence: recorded after the work of the last call, which the device may not have finished.
+        fence: recorded after the work of the last call.
     """
 
     def __init__(self, state: DecodeState):
@@ -115,11 +105,6 @@ class Session:
         self.num_bytes = 0
         self.fence = Fence(state.tokens.device)
         self._borrower: Callable[[], DeferredCache | None] = lambda: None
-
-    @property
-    def is_allocated(self) -> bool:
-        """Whether a forward pass has allocated what it writes."""
-        return self.state.prompt_logits is not None
 
     @property
     def row_memory(self) -> RowMemory | None:
@@ -150,8 +135,7 @@ class Session:
 
 
 class SessionPool:
-    """The idle sessions of a drafter, by `SessionKey`, and its `Hosting`s by different targets; how many of its drafts
-    were accepted.
+    """The idle sessions of a drafter, by `SessionKey`, and its `Hosting`s; how many of its drafts were accepted.
 
     A call takes a session out of the pool, so simultaneous calls get different sessions; they may be on different
     streams. Copying or unpickling a pool gives an empty one.
@@ -181,9 +165,8 @@ class SessionPool:
         Others that no call can use again, and the least recently used, are dropped with their sessions.
         """
         with self._lock:
-            found = next((one for one in self._hostings if one.fingerprint == fingerprint), None) or Hosting(
-                fingerprint
-            )
+            same = (one for one in self._hostings if one.fingerprint == fingerprint)
+            found = next(same, None) or Hosting(fingerprint)
             others = [one for one in self._hostings if one is not found and not one.fingerprint.is_past(fingerprint)]
             self._hostings = [*others, found][-MAX_HOSTINGS:]
             dropped = [one for one in self._idle if one[0].hosting not in self._hostings]

@@ -123,7 +123,7 @@ class Lockstep(Runner):
     def _plan_reuse(self) -> None:
         """Find out what rows reuse of each other: beginnings where prompts are packed, else whole prompts."""
         self._groups: Groups | None = None
-        call, target, prompts = self._call, self._target, self._call.prompts
+        call, target, prompts = self._call, self.target, self._call.prompts
         most_saved = (call.batch - 1) * prompts.longest
         if most_saved < prefix_cache.FEWEST_SAVED or not depends_on_tokens_only(call):
             return
@@ -134,7 +134,7 @@ class Lockstep(Runner):
         # Hooks may treat rows with the same prompt in different ways.
         elif not can_copy_rows(call.drafter) or target.keeps_hidden_states or target.has_hooks:
             return
-        ids = prompts.token_ids()
+        ids = [row.tolist() for row in prompts.rows(torch.device("cpu"))]
         for one, tokens in zip(self._requests, ids, strict=True):
             one.prompt_ids = tokens
         if self.prefix_margin is None:
@@ -158,7 +158,7 @@ class Lockstep(Runner):
         self._plan_reuse()
         if self._first_pass is not None:
             self._first_pass.run(shape.slots, shape.num_draft_tokens)
-        lease = SessionLease(call, self._target, shape, self._process)
+        lease = SessionLease(call, self.target, shape, self._process)
         with settled_on_error(lease.take()):
             self._use(lease)
             self.state.set_temperature(call.temperature)
@@ -167,7 +167,7 @@ class Lockstep(Runner):
             needs_rounds = call.max_new_tokens > 1
             # A pass allocates what is captured or copied to, and tells how the target's layers hold states.
             has_states = call.prompts.cached and self.state.cache.recurrence is not None
-            if self._target.is_captured or has_states or self._groups is not None:
+            if self.target.is_captured or has_states or self._groups is not None:
                 lease.allocate()
             if needs_rounds and lease.lacks_round(drafted):
                 lease.capture_round(drafted)
@@ -225,7 +225,7 @@ class Lockstep(Runner):
             [one.remaining for one in requests],
             [one.seed for one in requests],
             ends_of(requests, state.eos),
-            adapters=self._target.adapters_of(requests),
+            adapters=self.target.adapters_of(requests),
             **{name: [values[one.index] for one in requests] for name, values in self._numbers.items()},
         )
         temperatures = self._call.row_temperatures
@@ -236,8 +236,8 @@ class Lockstep(Runner):
     def _bring_cached(self) -> None:
         call, prompts, state = self._call, self._call.prompts, self.state
         if self._first_pass is not None:
-            self._target()
-            self._first_pass.bring(state, self._target.hidden_states)
+            self.target()
+            self._first_pass.bring(state, self.target.hidden_states)
             if not prompts.cached:
                 return
         else:
@@ -245,8 +245,8 @@ class Lockstep(Runner):
             read()
             if prompts.reread:
                 self.lease.prefill.reread(prompts.reread_spans, read)
-        if not (self._target.reads_hidden_states or prompts.hidden):
-            self._target()  # which patches the drafter, too
+        if not (self.target.reads_hidden_states or prompts.hidden):
+            self.target()  # which patches the drafter, too
             prefill_drafter(state, call.drafter, max(prompts.cached_lengths), self.lease.prefill.chunk_size)
 
     def run_rounds(self, run: Run) -> None:
@@ -254,7 +254,7 @@ class Lockstep(Runner):
         with settled_on_error(self.session):
             run.run()
             if run.rounds_by_shape:
-                self._note_execution(next(iter(run.rounds_by_shape)))
+                self.execution = self.lease.execution(next(iter(run.rounds_by_shape)))
             self._hand_over_cache(run.transcript)
         self.lease.keep()
 
@@ -294,7 +294,7 @@ class Lockstep(Runner):
         # Tokens that were not given are in the cache already.
         columns_of_all = torch.nn.functional.pad(sequences, (prompts.hidden, 0))
         texts = [row[pad:] for row, pad in zip(columns_of_all, prompts.padding, strict=True)]
-        run_to_ends(state, self._target(), texts, ends, self.lease.prefill.chunk_size)
+        run_to_ends(state, self.target(), texts, ends, self.lease.prefill.chunk_size)
         return most
 
     def complete(self, run: Run) -> SpeculativeOutput | torch.Tensor:
@@ -307,7 +307,7 @@ class Lockstep(Runner):
         stats = run.stats(call, self._shape.draft_probs)
         if not call.config.return_dict_in_generate:
             return self._sequences
-        kept, prompts = self._target.hidden_states, call.prompts
+        kept, prompts = self.target.hidden_states, call.prompts
         given = prompts.lengths, prompts.cached_lengths, prompts.width - prompts.cached
         logprobs = {name: torch.stack(transcript.record(name), dim=1).to(call.device) for name in call.logprobs}
         return SpeculativeOutput(

@@ -38,7 +38,6 @@ class Target:
     """The target as a function of tokens and slots, giving logits and auxiliary hidden states.
 
     Attributes:
-        model: the target, patched.
         recorder: of the auxiliary hidden states that the drafter reads.
         rollouts_recorder: of those that a drafter learns from, if calls keep them.
         hidden_states: keeps all hidden states, if the caller asked for them.

@@ -74,13 +74,8 @@ def check_rows_are_apart(processors: LogitsProcessorList, input_ids: torch.Tenso
     """Check that processors of the caller give a row scores that do not depend on other rows.
 
     Rows of a batch have different lengths while drafts are verified, so that a processor cannot be shown all of them as
-    plain `generate()` does. Each is tried on the prompts with random scores: those of a row, the first and the last,
-    are processed twice, beside the other rows and beside others with its own text.
-
-    Args:
-        processors: of the call.
-        input_ids: `[B, P]` int64, the prompts.
-        vocabulary: V.
+    plain `generate()` does. Each is tried on the prompts `[B, P]` int64 with random scores: those of a row, the first
+    and the last, are processed twice, beside the other rows and beside others with its own text.
 
     Raises:
         ValueError: a processor mixes rows, or returns something else for the same arguments.
@@ -133,19 +128,19 @@ def processors_of_row(processors: LogitsProcessorList, row: int, batch: int) -> 
     Raises:
         ValueError: a `RowTemperature` has not one temperature for each of `batch` rows.
     """
-    return LogitsProcessorList(_processor_of_row(processor, row, batch) for processor in processors)
 
+    def of_row(processor: LogitsProcessor) -> LogitsProcessor:
+        if type(processor) is RowTemperature:
+            return RowTemperature(processor.check_rows(batch)[row : row + 1])
+        if type(processor) in POINTWISE_PROCESSORS:
+            return processor
+        if type(processor) is PrefixConstrainedLogitsProcessor:
+            # A constraint may be one of the row, and fail on the texts of others.
+            allowed_tokens = allowed_tokens_of(processor)
+            return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed_tokens(row, tokens), num_beams=1)
+        return _InBatch(processor, row, batch)
 
-def _processor_of_row(processor: LogitsProcessor, row: int, batch: int) -> LogitsProcessor:
-    if type(processor) is RowTemperature:
-        return RowTemperature(processor.check_rows(batch)[row : row + 1])
-    if type(processor) in POINTWISE_PROCESSORS:
-        return processor
-    if type(processor) is PrefixConstrainedLogitsProcessor:
-        # A constraint may be one of the row, and fail on the texts of others.
-        allowed_tokens = allowed_tokens_of(processor)
-        return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed_tokens(row, tokens), num_beams=1)
-    return _InBatch(processor, row, batch)
+    return LogitsProcessorList(map(of_row, processors))
 
 
 class _InBatch(LogitsProcessor):
@@ -197,7 +192,11 @@ class BlockProcessor:
         self._padding = torch.tensor(padding, device=prompts.device)
         self._is_pointwise = all(type(processor) in POINTWISE_PROCESSORS for processor in processors)
         # Decided once, here: a compiled round that compared temperatures would be recompiled for each of them.
-        self._are_in_state = [self._is_in_state(processor, temperature) for processor in processors]
+        # The caller may pass a `TemperatureLogitsWarper` of another temperature in `logits_processor`.
+        self._are_in_state = [
+            type(one) is RowTemperature or (type(one) is TemperatureLogitsWarper and one.temperature == temperature)
+            for one in processors
+        ]
 
     @property
     def key(self) -> tuple | None:
@@ -210,12 +209,7 @@ class BlockProcessor:
         )
 
     def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
-        """Process the logits of a block.
-
-        Args:
-            logits: `[B, K + 1, V]`.
-            block: `[B, K + 1]` int64, the last committed token and the drafts.
-            state: of the generation.
+        """Process the logits `[B, K + 1, V]` of a block `[B, K + 1]` int64, the last committed token and the drafts.
 
         Returns:
             `[B, K + 1, V]` float32; `logits` themselves if there are no processors.
@@ -237,12 +231,6 @@ class BlockProcessor:
                     scores = processor(tokens, scores.flatten(0, 1)).view(shape)
             return scores
         return self._one_length_at_a_time(scores.clone(), block, state)
-
-    @staticmethod
-    def _is_in_state(processor: LogitsProcessor, temperature: float | None) -> bool:
-        # The caller may pass a `TemperatureLogitsWarper` of another temperature in `logits_processor`.
-        is_of_call = type(processor) is TemperatureLogitsWarper and processor.temperature == temperature
-        return is_of_call or type(processor) is RowTemperature
 
     def _for_current_rows(self, processor: LogitsProcessor) -> LogitsProcessor:
         # A constraint may fail on texts outside of its grammar, such as rows that are cut or filled to a call's length.

@@ -36,17 +36,20 @@ class Rollouts:
 
     def __init__(self, layer_ids: Sequence[int], max_tokens: int):
         self.layer_ids, self.max_tokens, self.dropped = list(layer_ids), max_tokens, 0
-        self._texts: deque[Text] = deque()  # whose operations are atomic: a manager has a thread of its own
+        # Each with the tokens of all before it. Operations are atomic: a manager has a thread of its own.
+        self._texts: deque[tuple[int, Text]] = deque()
+        self._num_tokens = 0
 
     def keep(self, hidden_states: torch.Tensor, prompt: torch.Tensor, tokens: Sequence[int]) -> None:
         """Take a text: `hidden_states` `[length - 1, width]`, which are copied, `prompt` `[n]` int64, new `tokens`."""
         new = torch.tensor(tokens, dtype=torch.int64, device=hidden_states.device)
         text = torch.cat([prompt.to(new.device), new])
-        self._texts.append(Text(text, len(prompt), hidden_states.clone()))
-        while sum(len(one.tokens) for one in list(self._texts)) > self.max_tokens:
+        self._texts.append((self._num_tokens, Text(text, len(prompt), hidden_states.clone())))
+        self._num_tokens += len(text)
+        while self._texts and self._num_tokens - self._texts[0][0] > self.max_tokens:
             self._texts.popleft()
             self.dropped += 1
 
     def take(self) -> list[Text]:
         """All texts, the oldest first; the ring is empty then."""
-        return [self._texts.popleft() for _ in range(len(self._texts))]
+        return [self._texts.popleft()[1] for _ in range(len(self._texts))]

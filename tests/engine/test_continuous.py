@@ -414,7 +414,7 @@ def test_what_is_withdrawn_or_has_no_adapter_ends():
 
     class Rows(Runner):
         num_rows, capacity, memory, state = 1, 100, None, SimpleNamespace(tokens=torch.zeros(1))
-        _target = SimpleNamespace(adapters=Adapters((), frozenset(), None, {}), unpatch=lambda: None)
+        target = SimpleNamespace(adapters=Adapters((), frozenset(), None, {}), unpatch=lambda: None)
 
         def __init__(self):
             pass

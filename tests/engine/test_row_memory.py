@@ -378,6 +378,7 @@ class SimulatedRows(Runner):
     """A `Runner` without a model, which knows what every slot of every row holds."""
 
     prefix_margin = 1
+    target = SimpleNamespace(unpatch=lambda: None)
 
     def __init__(self, rows, slots):
         self.memory = RowMemory(rows, slots, 64, CPU)
@@ -393,9 +394,6 @@ class SimulatedRows(Runner):
             self.held[row] = self.held[row][:length]
 
     def free_others(self):
-        pass
-
-    def leave_target(self):
         pass
 
     def observe(self, row, request):
@@ -427,14 +425,13 @@ def test_equal_prompts_take_rows_that_share_memory():
     class Place(SimulatedRows):
         merges_equal = True
 
-        def shares(self, row, length):
-            return True
-
         def prefill(self, prefixes, requests, running):
             entered.extend(requests)
 
     requests = [Request(index, torch.tensor([5, 6, 7]), 4, prompt_ids=[5, 6, 7]) for index in range(2)]
-    rows = Run(Place(2, 1024), Arrived(requests, is_open=False), Counters(2, 1), ContinuousBatching())
+    place = Place(2, 1024)
+    place.memory.is_shared = lambda row, length: True
+    rows = Run(place, Arrived(requests, is_open=False), Counters(2, 1), ContinuousBatching())
     rows.admit()
     assert [one.index for one in entered] == [0, 1] and not any(one.is_over for one in requests)
 

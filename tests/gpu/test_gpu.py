@@ -94,9 +94,9 @@ def test_replayed_prefills_equal_eager_ones(monkeypatch, kind, mode):
     target, widths = on_gpu("llama"), []
     lengths = [[9, 1, 5], [17, 3, 1], [1, 1, 1], [40, 2, 30], [300, 200, 9], [12, 33, 8], [9, 1, 5]]
 
-    def counted(session, target, drafter, width):
+    def counted(session, hosted, width):
         widths.append(width)
-        return capture_prefill(session, target, drafter, width)
+        return capture_prefill(session, hosted, width)
 
     monkeypatch.setattr("hf_specdec.engine.session_prefill.capture_prefill", counted)
     generated = []
