@@ -114,9 +114,12 @@ class Checkpoint:
             ("wrong shapes", shapes),
             ("errors", list(errors)),
         )
-        problems = "; ".join(f"{what}: {_enumerate(names)}" for what, names in found if names)
+        problems = []
+        for what, names in found:
+            more = f" and {len(names) - MAX_NAMED_TENSORS} more" if len(names) > MAX_NAMED_TENSORS else ""
+            problems += [f"{what}: {', '.join(names[:MAX_NAMED_TENSORS])}{more}"] if names else []
         if problems:
-            raise ValueError(f"The weights of {self.name} do not fit its config.json: {problems}.")
+            raise ValueError(f"The weights of {self.name} do not fit its config.json: {'; '.join(problems)}.")
 
     @property
     def uses_safetensors(self) -> bool:
@@ -165,11 +168,6 @@ def quiet_loading() -> Iterator[None]:
 
 # Selects the names of the tensors to read, given a checkpoint's name, config.json and the names of all tensors.
 Selection = Callable[[str, Mapping[str, Any], Collection[str]], Collection[str]]
-
-
-def _enumerate(names: Sequence[str]) -> str:
-    more = len(names) - MAX_NAMED_TENSORS
-    return ", ".join(names[:MAX_NAMED_TENSORS]) + (f" and {more} more" if more > 0 else "")
 
 
 @dataclass(frozen=True)
@@ -253,12 +251,8 @@ def has_projection(config: Mapping[str, Any]) -> bool:
 def read_config_file(
     repo: str | Path, subfolder: str = "", revision: str | None = None, **hub: Any
 ) -> tuple[Path, dict[str, Any]]:
-    """Find `config.json` alone, downloading it if needed; arguments as of `open_checkpoint`. Returns path and content.
-
-    Raises:
-        OSError: expected an existing folder or an accessible repository with a `config.json`.
-        ValueError: expected a JSON object whose values pass `check_settings`, not Mistral's own format.
-    """
+    """Path and content of `config.json` alone, downloaded if needed; arguments and errors as of `open_checkpoint`.
+    Raises `ValueError` for values that `check_settings` refuses, and for Mistral's own format."""
     files = _Files(repo, subfolder, revision, hub)
     check_folder(repo)
     if not isinstance(subfolder, str) or not _is_inside(subfolder):

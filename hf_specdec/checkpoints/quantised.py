@@ -51,7 +51,8 @@ def find_scale(name: str, tensors: Mapping[str, Any], block: tuple[int, int] | N
     if weight.dtype not in _EIGHT_BITS or scale_name is None or f"{name}_zero_point" in tensors:
         return None
     shape = tensors[scale_name].shape
-    if _broadcasts(shape, weight.shape):
+    is_one, is_row_each = all(size == 1 for size in shape), shape == weight.shape[:1]
+    if is_one or is_row_each or (len(shape) == len(weight.shape) and shape == (*weight.shape[:-1], 1)):
         return Scale(scale_name, tensors[scale_name].file, None)
     if len(shape) != len(weight.shape) or len(shape) < 2 or shape[:-2] != weight.shape[:-2]:
         return None
@@ -59,12 +60,6 @@ def find_scale(name: str, tensors: Mapping[str, Any], block: tuple[int, int] | N
         if shape[-2:] == (-(-weight.shape[-2] // rows), -(-weight.shape[-1] // columns)):
             return Scale(scale_name, tensors[scale_name].file, (rows, columns))
     return None
-
-
-def _broadcasts(scale: tuple[int, ...], weight: tuple[int, ...]) -> bool:
-    """Whether a scale is for the whole weight, or for each of its rows."""
-    is_one, is_row_each = all(size == 1 for size in scale), scale == weight[:1]
-    return is_one or is_row_each or (len(scale) == len(weight) and scale == (*weight[:-1], 1))
 
 
 def stated_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -97,11 +92,8 @@ def dequantise(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
 
 
 def check_not_quantised(names: Collection[str], checkpoint: str, what: str = "weights") -> None:
-    """Check that none of the tensor `names` of a checkpoint belongs to a quantised weight.
-
-    Raises:
-        ValueError: expected plain weights, or such that `find_scale` finds the scale of; names a tensor.
-    """
+    """Raise `ValueError` if one of the tensor `names` of a checkpoint belongs to a quantised weight, of which
+    `find_scale` found no scale."""
     parts = [name for name in names if _PARTS.fullmatch(name)]
     if parts:
         raise ValueError(

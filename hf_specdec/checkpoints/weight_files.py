@@ -15,12 +15,7 @@ from .quantised import Scale
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint, as its file's header describes it.
-
-    Attributes:
-        shape, dtype, file: of what is stored.
-        scale: by which a quantised weight is multiplied; None for others.
-    """
+    """A tensor of a checkpoint, as its file's header describes it; a quantised weight has a `scale`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -48,8 +43,11 @@ def read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
     """The tensors of the files by name."""
     tensors = {}
     for file in files:
-        read = _safetensors_header if file.suffix == ".safetensors" else _pickle_header
-        tensors.update(read(file))
+        if file.suffix == ".safetensors":
+            tensors |= _safetensors_header(file)
+        else:
+            for name, tensor in _load_pickle(file).items():
+                tensors[name] = StoredTensor(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), file)
     return tensors
 
 
@@ -65,13 +63,6 @@ def _safetensors_header(file: Path) -> dict[str, StoredTensor]:
             f"{file} is not a complete safetensors file ({error}): it is truncated or of another format. "
             "Download or export it again."
         ) from error
-
-
-def _pickle_header(file: Path) -> dict[str, StoredTensor]:
-    return {
-        name: StoredTensor(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), file)
-        for name, tensor in _load_pickle(file).items()
-    }
 
 
 def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
