@@ -48,11 +48,7 @@ class StopStringQueue:
         return self._ready.popleft()
 
     def get_nowait(self) -> Any:
-        """As of `asyncio.Queue`.
-
-        Raises:
-            asyncio.QueueEmpty: nothing is there.
-        """
+        """As of `asyncio.Queue`, of which it raises `QueueEmpty`."""
         while not self._ready:
             self._take(self._source.get_nowait())
         return self._ready.popleft()
@@ -99,6 +95,11 @@ class _ScoredToken(NamedTuple):
     logprob: float
     text: str
     start: int
+
+    def entry(self) -> dict[str, Any]:
+        """In the form of chats; bytes of tokens that are no special ones."""
+        octets = list(self.text.encode()) if self.name == self.text else None
+        return {"token": self.name, "logprob": self.logprob, "bytes": octets, "top_logprobs": []}
 
 
 class AnswerLogprobs:
@@ -147,7 +148,7 @@ class AnswerLogprobs:
                     "text_offset": [one.start for one in tokens],
                 }
             elif tokens:
-                choice["logprobs"] = {"content": [_entry(one) for one in tokens]}
+                choice["logprobs"] = {"content": [one.entry() for one in tokens]}
         return answer
 
     def _next(self, is_last: bool) -> list[_ScoredToken]:
@@ -170,12 +171,6 @@ class AnswerLogprobs:
                     yield _event(self.added_to(chunk))
         finally:
             await stream.aclose()
-
-
-def _entry(token: _ScoredToken) -> dict[str, Any]:
-    is_special = token.name != token.text
-    octets = None if is_special else list(token.text.encode())
-    return {"token": token.name, "logprob": token.logprob, "bytes": octets, "top_logprobs": []}
 
 
 def _chunks(part: str) -> list[dict[str, Any]]:

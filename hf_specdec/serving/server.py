@@ -288,13 +288,8 @@ def _fit(
 def _options_of(
     config: GenerationConfig, base: GenerationConfig, processor: Any, parsed: ParsedBody, length: int
 ) -> dict[str, Any]:
-    """Keywords of `add_request` for a request with the generation config `config` and a prompt of `length` tokens.
-
-    `base` is the configuration of all other requests.
-
-    Raises:
-        RefusedRequest: it has settings that requests cannot have of their own.
-    """
+    """Keywords of `add_request` for a prompt of `length` tokens with the generation config `config`, where others have
+    `base`; raises `RefusedRequest` for settings that requests cannot have of their own."""
     others = sorted(
         name
         for name, value in vars(config).items()
@@ -368,19 +363,14 @@ def _checking_handler(
         streams = [one.body_iterator for one in found if isinstance(one, StreamingResponse)]
         if failed is not None:
             for one in streams:
-                await _close_stream(one)
+                await anext(one, None)  # which nobody reads: it ends its request, as if its client had left
+                await one.aclose()
             raise failed
         if streams:
             return StreamingResponse(join_streams(streams), media_type="text/event-stream")
         return JSONResponse(join(found))
 
     return handle_request
-
-
-async def _close_stream(stream: Any) -> None:
-    """Let a stream that nobody reads end its request, as if its client had left."""
-    await anext(stream, None)
-    await stream.aclose()
 
 
 def _build_server(
@@ -491,11 +481,7 @@ def add_serve(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run_serve(arguments: argparse.Namespace) -> None:
-    """Run the server until it is stopped.
-
-    Raises:
-        OSError, ValueError: an argument is invalid, or the server cannot be started.
-    """
+    """Run the server until it is stopped."""
     adapters = dict(one.partition("=")[::2] for one in arguments.adapter)
     wrong = len(adapters) < len(arguments.adapter) or not all(adapters.keys()) or not all(adapters.values())
     if wrong or {arguments.target, NO_ADAPTER} & adapters.keys():
