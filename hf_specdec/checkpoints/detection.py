@@ -73,14 +73,9 @@ class Published:
 
 
 class Signs(NamedTuple):
-    """Signs of a family, each of which is enough; but if there is a `speculators_model_type`, it alone counts.
-
-    Attributes:
-        speculators: values of `speculators_model_type`.
-        names: parts of architectures in lower case.
-        keys: of config.json or the nested `dflash_config`, with any value.
-        tensors: parts of the names of tensors.
-    """
+    """Signs of a family, each of which is enough; but if there is a `speculators_model_type`, it alone counts: values
+    of it, parts of architectures in lower case, keys of config.json or the nested `dflash_config`, parts of names of
+    tensors."""
 
     speculators: tuple[str, ...] = ()
     names: tuple[str, ...] = ()

@@ -36,14 +36,9 @@ _FRAME_NAMES = {
 
 
 class MtpLayout(NamedTuple):
-    """Names of the tensors of MTP modules.
-
-    Attributes:
-        where: where the modules are, for messages.
-        pattern: of the names; group `index` is a module's number and `part` the name inside the module. A tensor
-            without an index is shared by all modules.
-        is_appended: whether modules are numbered as layers after the target's last.
-    """
+    """Names of the tensors of MTP modules: `where` these are, for messages, and a pattern, whose group `index` is a
+    module's number and `part` the name inside the module; a tensor without an index is shared by all modules. If
+    `is_appended`, modules are numbered as layers after the target's last."""
 
     where: str
     pattern: re.Pattern[str]

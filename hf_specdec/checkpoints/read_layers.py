@@ -65,15 +65,11 @@ class LayersReader:
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions) -> DraftLayersConfig:
-        """Read a checkpoint of any dialect.
+        """Read a checkpoint of any dialect as published; without the `target`'s text configuration, what depends on it
+        stays open.
 
-        Args:
-            checkpoint: as published.
-            target: the target's text configuration; without it, what depends on the target stays open.
-            decisions: with what was given by the caller; records what is decided.
-
-        Raises:
-            ValueError: expected a config.json that agrees with itself and with the tensors.
+        `decisions` have what was given by the caller, and record what is decided. Raises `ValueError` for a config.json
+        that contradicts itself or the tensors.
         """
         return cls(checkpoint, target, decisions)._config()
 

@@ -31,12 +31,8 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 
 
 class StopStringQueue:
-    """The queue of a streamed answer, of which its handler reads text as far as no stop string begins in it.
-
-    Args:
-        source: the queue that is filled: strings, others objects, and None at the end.
-        stops: strings that end the answer, which are no part of it.
-    """
+    """The queue of a streamed answer, of which its handler reads text as far as none of `stops`, which end the answer
+    and are no part of it, begins in it. `source` is filled with strings, others objects, and None at the end."""
 
     def __init__(self, source: asyncio.Queue, stops: Sequence[str]):
         self._source, self._stops = source, stops
@@ -105,15 +101,9 @@ class _ScoredToken(NamedTuple):
 class AnswerLogprobs:
     """Log-probabilities of the tokens of an answer, in the form of OpenAI's chats and completions.
 
-    The text of a token is what it adds to the answer: those of all tokens are the answer. A token that ends inside of a
-    character adds nothing, that which completes it all of it. Special tokens, such as that which ends the answer, have
-    their name and no bytes.
-
-    Args:
-        stops: strings that end the answer, which are no part of it.
-
-    Attributes:
-        tokenizer: of the target; to be set before results are read.
+    The text of a token is what it adds to the answer: those of all tokens are the answer, up to one of `stops`. A token
+    that ends inside of a character adds nothing, that which completes it all of it. Special tokens, such as that which
+    ends the answer, have their name and no bytes. The `tokenizer` is to be set before results are read.
     """
 
     tokenizer: PreTrainedTokenizerFast

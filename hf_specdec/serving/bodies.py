@@ -86,17 +86,9 @@ class RefusedRequest(Exception):
 
 @dataclass(frozen=True)
 class ParsedBody:
-    """What a request asks for.
-
-    Attributes:
-        body: for transformers' handler.
-        options: keywords of `add_request`.
-        presence_penalty, frequency_penalty: as of OpenAI.
-        stops: strings that end an answer, and are no part of it.
-        n: answers.
-        has_logprobs: whether it asks for the log-probabilities of the tokens of answers.
-        has_length: whether it states how many tokens an answer may have.
-    """
+    """What a request asks for: the body for transformers' handler, `options` of `add_request`, penalties as of OpenAI,
+    strings that end an answer and are no part of it, `n` answers, whether with the log-probabilities of their tokens,
+    and whether it states how many tokens an answer may have."""
 
     body: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
@@ -113,11 +105,8 @@ class ParsedBody:
 
 
 def read_body(kind: str, body: Mapping[str, Any]) -> ParsedBody:
-    """What the body of a request of a `kind` asks for.
-
-    Raises:
-        RefusedRequest: it is malformed, or asks for what the server does not have.
-    """
+    """What the body of a request of a `kind` asks for; raises `RefusedRequest` if it is malformed, or asks for what the
+    server does not have."""
     given = {name: value for name, value in body.items() if value is not None}
     _check_text(given)
     if kind == CHAT:

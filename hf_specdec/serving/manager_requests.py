@@ -63,13 +63,9 @@ class StopStrings(StopStringCriteria):
 
 
 class RequestFactory:
-    """Makes requests; several threads may use it at once.
-
-    Args:
-        settings: `seed` is that of requests without a seed, `per_request_processors` whether they may have
-            `SAMPLING_OPTIONS` and `PROCESSOR_OPTIONS` of their own, `return_logprobs` that of requests without it.
-        is_in_use: whether a request has an id, which is then given to no other.
-    """
+    """Makes requests; several threads may use it at once. `settings` are those of requests without a seed or
+    `return_logprobs`, and say whether they may have `SAMPLING_OPTIONS` and `PROCESSOR_OPTIONS` of their own. An id that
+    `is_in_use` is given to no other."""
 
     def __init__(
         self,

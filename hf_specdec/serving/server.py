@@ -171,12 +171,10 @@ class _OptionsManager:
 
 @contextmanager
 def serving(settings: ServeSettings) -> Iterator[None]:
-    """Context in which servers that transformers starts run requests by managers with a drafter.
+    """Context in which servers that transformers starts run requests by managers with a drafter; raises `ValueError` if
+    the server's dependencies are not installed, or this version of transformers has another server.
 
     Python's garbage collector ignores until the end of the context what there was when the last manager was made.
-
-    Raises:
-        ValueError: the server's dependencies are not installed, or this version of transformers has another server.
     """
     if not serving_parts.is_serve_available():
         raise ValueError(
@@ -263,11 +261,8 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
 def _fit(
     settings: ServeSettings, model: PreTrainedModel, config: GenerationConfig, length: int, parsed: ParsedBody
 ) -> None:
-    """Let the answer to a prompt of `length` tokens be no longer than there is room for it.
-
-    Raises:
-        RefusedRequest: there is none, or less than was asked for, where the target would have positions for more.
-    """
+    """Let the answer to a prompt of `length` tokens be no longer than there is room for it; raises `RefusedRequest` if
+    there is none, or less than was asked for, where the target would have positions for more."""
     room, is_end = settings.room(model, length)
     if room is None:
         return

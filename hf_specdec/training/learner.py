@@ -24,14 +24,8 @@ SOURCES = TRAINER, ROLLOUTS = "trainer", "rollouts"
 
 
 class _Pass(NamedTuple):
-    """Texts of a pass of the target, without padding between tokens.
-
-    Attributes:
-        input_ids: `[B, S]` int64.
-        lengths, prompt_lengths: `[B, 1]` int64.
-        hidden: `[B, S, H]`, after the final norm.
-        aux_hidden_states: `[B, S, width]`, or None.
-    """
+    """Texts of a pass of the target, without padding between tokens: ids `[B, S]` int64, lengths `[B, 1]` int64, hidden
+    states `[B, S, H]` after the final norm, and auxiliary ones `[B, S, width]`, or None."""
 
     input_ids: torch.Tensor
     lengths: torch.Tensor

@@ -73,14 +73,8 @@ class TargetOutputs(Batch):
 
 
 class Teacher:
-    """Runs the frozen target over batches for `drafter`.
-
-    Args:
-        target, drafter: the models.
-        greedy_share: how much of the distributions to learn is moved to the target's most likely token, which is what
-            greedy decoding accepts.
-        temperature: that the target's logits are divided by before.
-    """
+    """Runs the frozen target over batches for `drafter`, at a `temperature`. `greedy_share` of the distributions to
+    learn is moved to the target's most likely token, which is what greedy decoding accepts."""
 
     def __init__(
         self, target: PreTrainedModel, drafter: CachedDrafter, greedy_share: float = 0.0, temperature: float = 1.0
