@@ -24,7 +24,7 @@ from training.targets import load_target
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec import AutoDrafter
-from hf_specdec.prompt_sources import load_prompts
+from hf_specdec.prompt_sources import encode, load_prompts
 from hf_specdec.stats import RowStats, add_up
 
 PROMPTS = Path(__file__).parent / "prompts"
@@ -53,13 +53,8 @@ class Shape(NamedTuple):
 
 
 class Text(NamedTuple):
-    """What came of one prompt.
-
-    Attributes:
-        prompt_length: tokens of the prompt, with the chat template.
-        is_degenerate: whether the text degenerates into repetition.
-        stats: of the row.
-    """
+    """What came of one prompt: its length in tokens, with the chat template, whether the text degenerates into
+    repetition, and the statistics of its row."""
 
     prompt_length: int
     is_degenerate: bool
@@ -97,16 +92,10 @@ def generate_texts(
     args: argparse.Namespace,
 ) -> list[Text]:
     """The texts that `prompts` are continued with, drafts of `shape` in a round."""
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     results = []
-    for start in tqdm(range(0, len(chats), args.batch_size), desc=f"K = {shape}", unit="batch"):
-        inputs = tokenizer.apply_chat_template(
-            chats[start : start + args.batch_size],
-            add_generation_prompt=True,
-            padding=True,
-            return_tensors="pt",
-            return_dict=True,
-        ).to(model.device)
+    for start in tqdm(range(0, len(prompts), args.batch_size), desc=f"K = {shape}", unit="batch"):
+        batch = prompts[start : start + args.batch_size]
+        inputs = encode(tokenizer, batch, as_chat=True, padding=True, return_tensors="pt").to(model.device)
         output = model.generate(
             **inputs,
             assistant_model=drafter,
@@ -119,13 +108,10 @@ def generate_texts(
         lengths = inputs["attention_mask"].sum(dim=1).tolist()
         texts = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
         for length, text, stats in zip(lengths, texts, output.speculation.rows, strict=True):
-            results.append(Text(length, is_degenerate(without_end(text, tokenizer.eos_token_id)), stats))
+            end = tokenizer.eos_token_id  # followed by padding
+            answer = text[: text.index(end)] if end in text else text
+            results.append(Text(length, is_degenerate(np.asarray(answer)), stats))
     return results
-
-
-def without_end(tokens: list[int], eos_token_id: int) -> np.ndarray:
-    """A text without its end-of-sequence token and the padding after it."""
-    return np.asarray(tokens[: tokens.index(eos_token_id)] if eos_token_id in tokens else tokens)
 
 
 def pool(rows: list[RowStats]) -> dict:

@@ -7,7 +7,6 @@ rounds what it stores as the engine does, and the logits of every token of the a
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from transformers import DynamicCache
 from hf_specdec import NoDrafter
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.ops import dequantise, quantise
+from hf_specdec.prompt_sources import encode, load_prompts
 
 PROMPTS = Path(__file__).parent / "prompts"
 
@@ -38,11 +38,8 @@ def main() -> None:
     rounding = NoDrafter(model, kv_cache_dtype="fp8")
     logits, is_same_text, sizes = [], [], []
     for number, name in enumerate(arguments.files):
-        line = (
-            (PROMPTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[arguments.files[:number].count(name)]
-        )
-        turns = [{"role": "user", "content": json.loads(line)["prompt"]}]
-        inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        prompt = load_prompts(PROMPTS / f"{name}.jsonl")[arguments.files[:number].count(name)]
+        inputs = encode(tokenizer, [prompt], return_tensors="pt")
         options = {"do_sample": False, "max_new_tokens": arguments.max_new_tokens}
         text = model.generate(**inputs, **options)
         is_same_text.append(torch.equal(model.generate(**inputs, **options, assistant_model=rounding), text))

@@ -92,11 +92,8 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def read_work(args: argparse.Namespace) -> tuple[list[Prompt], dict[str, Any]]:
-    """The prompts, and the settings that completions depend on.
-
-    Raises:
-        OSError, ValueError: see `read_prompts`, or two prompts have the same id.
-    """
+    """The prompts, and the settings that completions depend on; raises `OSError` or `ValueError` as `read_prompts`, and
+    if two prompts have the same id."""
     prompts = read_prompts(args.prompts, args.limit)
     if len({prompt.id for prompt in prompts}) < len(prompts):
         seen: set[int | str] = set()
@@ -108,11 +105,8 @@ def read_work(args: argparse.Namespace) -> tuple[list[Prompt], dict[str, Any]]:
 
 
 def prompt_lengths(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], as_chat: bool | None) -> list[int]:
-    """The number of tokens of each prompt.
-
-    Raises:
-        ValueError: a prompt has no tokens, or `as_chat` and the tokenizer has no chat template.
-    """
+    """The number of tokens of each prompt; raises `ValueError` if one has none, or `as_chat` and the tokenizer has no
+    chat template."""
     if as_chat and tokenizer.chat_template is None:
         raise ValueError("--chat-template is set, but the target's tokenizer has none; expected a chat model.")
     if not prompts:
@@ -129,13 +123,7 @@ def row_seed(seed: int, prompt_id: int | str) -> int:
 
 
 class Generator:
-    """Generates completions of prompts.
-
-    Args:
-        target, tokenizer: loaded.
-        drafter: bound to the target.
-        args: of the command line.
-    """
+    """Generates completions of prompts with a drafter that is bound to the target."""
 
     def __init__(
         self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, args: argparse.Namespace
@@ -180,15 +168,8 @@ class Generator:
 def generate_all(
     generator: Generator, shares: Sequence[Sequence[Prompt]], work: SharedWork, journal: Journal, bar: tqdm
 ) -> None:
-    """Generate the shares that this process claims; the main process returns when all processes are done.
-
-    Args:
-        generator: of this process.
-        shares: of the run, the same on all processes.
-        work: hands out the shares.
-        journal: gets the records.
-        bar: counts the prompts of all processes.
-    """
+    """Generate the `shares` that this process claims from `work`; the main process returns when all processes are done.
+    `bar` counts the prompts of all processes."""
     initial = bar.n
     while (number := work.claim()) < len(shares):
         start = time.perf_counter()

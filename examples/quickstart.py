@@ -12,6 +12,7 @@ from smollm2 import load_smollm2
 from transformers import TextStreamer
 
 from hf_specdec import AutoDrafter
+from hf_specdec.prompt_sources import encode
 
 DRAFTER = Path(__file__).parents[1] / "model_cards" / "smollm2-135m-instruct-eagle3"
 PROMPTS = [
@@ -33,10 +34,7 @@ def main() -> None:
     drafter = AutoDrafter.from_pretrained(args.drafter, target=model, num_assistant_tokens=args.num_assistant_tokens)
 
     def generate(prompt: str, **options) -> tuple[torch.Tensor, float]:
-        chat = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        ).to(model.device)
+        inputs = encode(tokenizer, [prompt], return_tensors="pt").to(model.device)
         start = time.perf_counter()
         out = model.generate(**inputs, do_sample=False, max_new_tokens=args.max_new_tokens, **options)
         return out[0, inputs["input_ids"].shape[1] :], time.perf_counter() - start

@@ -7,7 +7,6 @@ counted on the same answers, without the model: `python examples/suffix_acceptan
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,19 +16,16 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from hf_specdec import NoDrafter, SuffixDrafter
 from hf_specdec.ops import suffix_drafts
+from hf_specdec.prompt_sources import encode, load_prompts
 
 PROMPTS = Path(__file__).parent / "prompts"
 
 
 def answers(model, tokenizer, name: str, count: int, new_tokens: int) -> list[tuple[list[int], list[int]]]:
     """Tokens of prompts of a file, evenly spread over it, and of their greedy answers."""
-    lines = [json.loads(line)["prompt"] for line in (PROMPTS / f"{name}.jsonl").read_text().splitlines()]
+    lines = load_prompts(PROMPTS / f"{name}.jsonl")
     chosen = lines[:: max(len(lines) // count, 1)][:count]
-    texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": one}], add_generation_prompt=True, tokenize=False)
-        for one in chosen
-    ]
-    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    prompts = encode(tokenizer, chosen)["input_ids"]
     out = model.generate_batch(prompts, assistant_model=NoDrafter(model), do_sample=False, max_new_tokens=new_tokens)
     return list(zip(prompts, [one.generated_tokens for one in out.values()], strict=True))
 

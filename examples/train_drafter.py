@@ -40,7 +40,6 @@ from hf_specdec.training.objective import (
     LOSSES,
     BlockObjective,
     DraftObjective,
-    Objective,
     Teacher,
     compile_layers,
     summarize,
@@ -204,16 +203,8 @@ class Progress:
 
 
 class Trainer:
-    """The training loop: batches, learning rate schedule, evaluation, checkpoints.
-
-    Args:
-        args: of the command line.
-        accelerator: of this process.
-        target: frozen.
-        drafter: bound to the target.
-        documents: training data.
-        about: the entries of `training.json` besides the arguments and the curve.
-    """
+    """The training loop: batches, learning rate schedule, evaluation, checkpoints; the target is frozen, the drafter
+    bound to it. `about` has the entries of `training.json` besides the arguments and the curve."""
 
     def __init__(
         self,
@@ -231,9 +222,9 @@ class Trainer:
         divide_channels(drafter, self._states_at_answers(), is_trained=args.init_from is not None)
         common = (drafter, args.num_steps, args.step_decay, args.survival_floor, args.loss)
         if "anchors" in DEFAULTS[args.family]:
-            objective = BlockObjective(*common, args.anchors, args.replay_share)
+            objective = BlockObjective(*common, num_anchors=args.anchors, replay_share=args.replay_share)
         else:
-            objective = DraftObjective(*common, args.depth_ratio, args.round_floor)
+            objective = DraftObjective(*common, depth_ratio=args.depth_ratio, round_floor=args.round_floor)
         if args.compile:
             objective.compile_parts()
             compile_layers(target)
@@ -248,7 +239,9 @@ class Trainer:
         self.progress = Progress()
         accelerator.register_for_checkpointing(self.progress)
         self.checkpoint = args.out / "checkpoint"
-        if args.resume and (found := self._found_checkpoint()):
+        # That of a run which was killed between two names is under the other.
+        found = next((path for path in (self.checkpoint, self._before) if path.exists()), None)
+        if args.resume and found is not None:
             accelerator.load_state(str(found))
 
     def _states_at_answers(self) -> Iterator[torch.Tensor]:
@@ -257,10 +250,6 @@ class Trainer:
         for indices in order[:MEASURED_BATCHES]:
             outputs = self.teacher.read(self.documents.batch(indices).to(self.accelerator.device))
             yield outputs.aux_hidden_states.flatten(0, 1)[outputs.places]
-
-    def _found_checkpoint(self) -> Path | None:
-        """The last checkpoint that is whole: that of a run which was killed between two names is under the other."""
-        return next((path for path in (self.checkpoint, self._before) if path.exists()), None)
 
     @property
     def _before(self) -> Path:
@@ -378,7 +367,7 @@ class Trainer:
         held_out_counts = torch.zeros_like(train_counts)
         for indices in order[self.accelerator.process_index :: self.accelerator.num_processes]:
             batch = self.documents.batch(indices).to(self.accelerator.device)
-            held_out_counts += self.drafter_objective(self.teacher.read(batch))[1]
+            held_out_counts += self.accelerator.unwrap_model(self.objective)(self.teacher.read(batch))[1]
         train, held_out = (
             summarize(self.accelerator.reduce(counts, "sum")) for counts in (train_counts, held_out_counts)
         )
@@ -386,10 +375,6 @@ class Trainer:
         self.progress.curve.append({**point, "train": train, "held_out": held_out})
         if self.accelerator.is_main_process:
             tqdm.write(f"step {self.progress.step}: train loss {train['loss']}, held out {json.dumps(held_out)}")
-
-    @property
-    def drafter_objective(self) -> Objective:
-        return self.accelerator.unwrap_model(self.objective)
 
     def save(self) -> None:
         """Write a checkpoint to resume from, the drafter, `training.json` and the model card.

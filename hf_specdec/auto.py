@@ -43,11 +43,8 @@ class CheckpointKeywords(HubOptions, Overrides, total=False):
 def read_checkpoint(
     checkpoint: Checkpoint, target: PreTrainedConfig | None = None, overrides: Overrides | None = None
 ) -> NormalizedCheckpoint:
-    """Detect the family of a checkpoint, bring its configuration into normal form, and check its tensors against that.
-
-    Raises:
-        ValueError: expected a supported family and dialect, and a config.json that agrees with itself and the tensors.
-    """
+    """Detect the family of a checkpoint, bring its configuration into normal form, and check its tensors against that;
+    raises `ValueError` for unsupported ones, and for what contradicts itself."""
     found = read_config(checkpoint, target, overrides)
     with checkpoint.config_errors():
         found.family.check_checkpoint(checkpoint, found.config)
@@ -195,11 +192,7 @@ class AutoDrafter:
 def share_with_target(
     drafter: Drafter, target: PreTrainedModel, share_embedding: bool | None, share_head: bool | None
 ) -> None:
-    """Drop the drafter's own embeddings and heads that are copies of the target's, or that the caller wants to share.
-
-    Args:
-        share_embedding, share_head: see `Overrides`.
-    """
+    """Drop the drafter's own embeddings and heads that are copies of the target's, or that the caller wants shared."""
     pairs = (
         ("embed_tokens", "own_embedding", target.get_input_embeddings(), share_embedding),
         ("lm_head", "own_head", target.get_output_embeddings(), share_head),

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from . import __version__
 from .host.parts import why_broken
 from .inspection.doctor import add_doctor
 
 
-def _subcommands() -> tuple[Callable[[argparse._SubParsersAction], None], ...]:
-    """Each adds the parser of one subcommand and sets its default `run`, a function of the parsed arguments that may
-    return an exit status. One that sets `passes_on` gets arguments that it does not know in `others`.
-    """
-    if why_broken() is not None:  # the others cannot be imported
-        return (add_doctor,)
-    from .bench import add_bench
-    from .inspection.report import add_inspect
-    from .serving.server import add_serve
-
-    return add_inspect, add_bench, add_serve, add_doctor
-
-
 def build_parser() -> argparse.ArgumentParser:
+    """Each subcommand sets its default `run`, a function of the parsed arguments that may return an exit status. One
+    that sets `passes_on` gets arguments that it does not know in `others`.
+    """
     parser = argparse.ArgumentParser(prog="hf-specdec", description="Speculative decoding for transformers.")
     parser.add_argument("--version", action="version", version=f"hf-specdec {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True)
-    for add in _subcommands():
-        add(subparsers)
+    add_doctor(subparsers)
+    if why_broken() is None:  # else the others cannot be imported
+        from .bench import add_bench
+        from .inspection.report import add_inspect
+        from .serving.server import add_serve
+
+        for add in (add_inspect, add_bench, add_serve):
+            add(subparsers)
     return parser
 
 

@@ -77,6 +77,7 @@ class DrafterConfig(PreTrainedConfig):
         keywords: those of `AutoDrafter.from_pretrained` that the family has.
         description: what a checkpoint of the family is, if that says more than the name of the family.
         least: the least value of fields that have one.
+        choices: the values that fields may have, besides None for those that are completed.
     """
 
     # In a slot, since transformers compares and saves the instance's `__dict__`.
@@ -87,6 +88,7 @@ class DrafterConfig(PreTrainedConfig):
     keywords = frozenset()
     description = None
     least = {}
+    choices = {}
 
     vocab_size: int = 32000
     draft_vocab_size: int | None = None
@@ -102,6 +104,13 @@ class DrafterConfig(PreTrainedConfig):
         for name, least in self.least.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}.")
+        for name, choices in self.choices.items():
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                one_of = "one of " if len(choices) > 1 else ""
+                raise ValueError(
+                    f"{name} is {value!r}; expected {one_of}{', '.join(map(repr, choices))} in a {self.family} drafter."
+                )
         self.target: PreTrainedConfig | None = None
         self._complete()
         super().__post_init__(**kwargs)
@@ -136,20 +145,14 @@ class DrafterConfig(PreTrainedConfig):
         return self.vocab_size
 
     def _get_generation_parameters(self) -> dict:
-        """Generation parameters that transformers refuses to save in a configuration: none.
-
-        `num_assistant_tokens` is such a parameter by name, but is a field of this class. Older versions of transformers
-        look for them in a configuration built without arguments, which some families cannot build.
-        """
+        """None of what transformers refuses to save, as `num_assistant_tokens` is by name. Older versions look for it
+        in a configuration built without arguments, which some families cannot build."""
         return {}
 
     @classmethod
     def check_keywords(cls, given: Mapping[str, Any], name: str) -> None:
-        """Check that the checkpoint called `name` is interpreted by keywords that the family has.
-
-        Raises:
-            ValueError: expected only `keywords` in `given`, or `parallel_drafting` as it always is.
-        """
+        """Raise `ValueError` if `given` has other than `keywords` of the family, or `parallel_drafting` as it always
+        is; `name` is that of the checkpoint."""
         unknown = given.keys() - cls.keywords
         if given.get("parallel_drafting") is False and not cls.parallel_drafting:
             unknown -= {"parallel_drafting"}
@@ -236,19 +239,16 @@ def _check_sizes(hidden_size: int | None, vocab_size: int | None, target: PreTra
 
 
 def default_aux_layer_ids(num_layers: int) -> list[int]:
-    """Layer ids of the auxiliary hidden states that EAGLE-3 reads by default: 2, n // 2 and n - 3, ascending, distinct.
+    """Layer ids that EAGLE-3 reads by default of n = `num_layers` layers: 2, n // 2 and n - 3, ascending, distinct.
 
-    Layer id `b` is the residual stream that enters layer `b` (0-based) of a target with n = `num_layers` layers, which
-    is `hidden_states[b]` in transformers; id n is the stream that leaves the last layer, before the final norm.
+    Id b is the stream that enters layer b, `hidden_states[b]` in transformers; id n leaves the last, before the norm.
     """
     return sorted({min(max(layer_id, 0), num_layers) for layer_id in (2, num_layers // 2, num_layers - 3)})
 
 
 def default_block_layer_ids(num_layers: int, num_draft_layers: int) -> list[int]:
-    """Layer ids of the auxiliary hidden states that DFlash reads by default: one for each draft layer, evenly spread.
-
-    It is z-lab's rule (`build_target_layer_ids`), which counts outputs of layers, for a target with `num_layers`.
-    """
+    """Those that DFlash reads by default, one for each draft layer, evenly spread: z-lab's rule
+    (`build_target_layer_ids`), which counts outputs of layers."""
     if num_draft_layers == 1:
         return [num_layers // 2 + 1]
     step = (num_layers - 4) / (num_draft_layers - 1)
@@ -493,6 +493,7 @@ class DFlashConfig(DraftLayersConfig):
     family = "dflash"
     keywords = _LAYERS | {"anchor_first", "causal", "mask_token_id"}
     has_no_defaults_at_init = True  # `mask_token_id` has no default.
+    choices = {"parallel_drafting": (True,), "use_aux_hidden_state": (True,)}
 
     num_assistant_tokens: int | None = None
     parallel_drafting: bool = True
@@ -507,12 +508,6 @@ class DFlashConfig(DraftLayersConfig):
     logit_softcap: float | None = None
 
     def _complete(self) -> None:
-        if not self.parallel_drafting or not self.use_aux_hidden_state:
-            found = "parallel_drafting" if not self.parallel_drafting else "use_aux_hidden_state"
-            raise ValueError(
-                f"{found} is False; expected True: {self.family} drafters draft a block at a time, from auxiliary "
-                "hidden states of the target."
-            )
         if not 1 <= self.depth <= MAX_ASSISTANT_TOKENS:
             raise ValueError(
                 f"block_size is {self.block_size}; expected {2 - self.anchor_first} to "
@@ -619,6 +614,7 @@ class DSpineConfig(DFlashConfig):
     model_type = "hf_specdec_dspine"
     family = "dspine"
     least = {"transfer_rank": 1, "message_size": 1, "selector_top_k": 1}
+    choices = DFlashConfig.choices | {"anchor_first": (False,), "logit_softcap": (None,)}
 
     transfer_rank: int = 1024
     message_size: int = 512
@@ -627,11 +623,6 @@ class DSpineConfig(DFlashConfig):
     def _complete(self) -> None:
         super()._complete()
         DFlash2Config._check_selector(self)
-        if self.anchor_first or self.logit_softcap is not None:
-            raise ValueError(
-                f"anchor_first is {self.anchor_first} and logit_softcap {self.logit_softcap}; expected False and None, "
-                f"as {self.family} drafters are published."
-            )
 
 
 class DominoConfig(DFlashConfig):
@@ -663,17 +654,11 @@ class DSparkConfig(DFlashConfig):
     model_type = "hf_specdec_dspark"
     family = "dspark"
     least = {"markov_rank": 1}
+    choices = DFlashConfig.choices | {"markov_type": MARKOV_TYPES}
 
     anchor_first: bool = True
     markov_rank: int = 256
     markov_type: str = "vanilla"
-
-    def _complete(self) -> None:
-        if self.markov_type not in MARKOV_TYPES:
-            raise ValueError(
-                f"markov_type is {self.markov_type!r}; expected one of {', '.join(map(repr, MARKOV_TYPES))}."
-            )
-        super()._complete()
 
 
 class SuffixConfig(DrafterConfig):
@@ -765,6 +750,7 @@ class Pard2Config(DraftModelConfig):
     keywords = frozenset({"mask_token_id"})
     description = None
     has_no_defaults_at_init = True  # `mask_token_id` and `hidden_state_ids` have no default.
+    choices = {"parallel_drafting": (True,)}
 
     parallel_drafting: bool = True
     hidden_state_ids: list[int] | None = None
@@ -773,8 +759,6 @@ class Pard2Config(DraftModelConfig):
     projection_bias: bool = False
 
     def _complete(self) -> None:
-        if not self.parallel_drafting:
-            raise ValueError("parallel_drafting is False; expected True: PARD-2 drafts all tokens of a round at once.")
         ids = self.hidden_state_ids
         if not ids or len(set(ids)) != len(ids):
             raise ValueError(
@@ -783,7 +767,6 @@ class Pard2Config(DraftModelConfig):
         super()._complete()
 
     def check_fit(self, target: PreTrainedConfig, num_layers: int, name: str) -> list[int]:
-        """As of every family; ids are in the order in which `target_proj` reads the hidden states."""
         super().check_fit(target, num_layers, name)
         _check_sizes(self.target_hidden_size, None, target, name)
         ids = [index + num_layers + 1 if index < 0 else index for index in self.hidden_state_ids]
@@ -822,6 +805,7 @@ class MtpConfig(DrafterConfig):
     family = "mtp"
     keywords = _SHARE | {"chaining", "hidden_first", "norm_offset", "norm_output", "zero_first_embedding"}
     description = "holds MTP modules, which draft token by token from one hidden state"
+    choices = {"chaining": CHAININGS, "parallel_drafting": (False,)}
 
     block: dict | None = None
     num_modules: int = 1
@@ -839,21 +823,12 @@ class MtpConfig(DrafterConfig):
     def _complete(self) -> None:
         if self.chaining is None:
             self.chaining = default_chaining(self.num_modules)
-        if self.chaining not in CHAININGS:
-            raise ValueError(f"chaining is {self.chaining!r}; expected one of {', '.join(map(repr, CHAININGS))}.")
-        if self.parallel_drafting:
-            raise ValueError("parallel_drafting is True, but MTP modules have no mask token; expected False.")
         super()._complete()
 
     @classmethod
     def for_target(cls, text: PreTrainedConfig, block: dict[str, Any], **settings: Any) -> MtpConfig:
-        """The configuration of modules for a target.
-
-        Args:
-            text: the target's text configuration.
-            block: settings of the decoder layers: `mtp_block_settings` of the target, or the same with other MLPs.
-            settings: other fields.
-        """
+        """The configuration of modules for a target with the text configuration `text`; `block` is its
+        `mtp_block_settings`, or the same with other MLPs, `settings` are other fields."""
         return cls(
             block=block,
             num_modules=block["num_hidden_layers"],
@@ -876,9 +851,6 @@ def mtp_block_settings(text: PreTrainedConfig, num_modules: int) -> dict[str, An
 
     A module's layer has full attention, and experts where the target has any, unless the configuration states
     otherwise (`mtp_layer_types`, `mtp_mlp_layer_types`).
-
-    Raises:
-        ValueError: expected `text` to have `num_hidden_layers`.
     """
     settings = text.to_dict()
     if "num_hidden_layers" not in settings:
@@ -899,9 +871,9 @@ def mtp_block_settings(text: PreTrainedConfig, num_modules: int) -> dict[str, An
         "eos_token_id": None,
     }
     # Per-layer settings are derived again from the layers' types; quantised modules are dequantised when they are read.
-    for name in ("per_layer_config", "num_nextn_predict_layers", "num_mtp_layers", "architectures", "auto_map"):
+    derived = ("per_layer_config", "num_nextn_predict_layers", "num_mtp_layers", "architectures", "auto_map")
+    for name in (*derived, "quantization_config"):
         settings.pop(name, None)
-    settings.pop("quantization_config", None)
     return settings | {name: value for name, value in changes.items() if name in settings}
 
 

@@ -21,11 +21,7 @@ GGUF_SUFFIX = ".gguf"
 
 def load_target(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Load a target for inference (see `prepare_target`) from a folder, Hub repository or GGUF file, which is
-    dequantised.
-
-    Raises:
-        OSError: there is no such folder, repository or file.
-    """
+    dequantised; raises `OSError` if there is none."""
     options: dict[str, Any] = {"dtype": dtype}
     if Path(name).suffix == GGUF_SUFFIX:
         from transformers import GgufConfig
@@ -40,11 +36,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def from_pretrained_arguments(name: str) -> dict[str, str]:
-    """The arguments of `from_pretrained` that name the folder, Hub repository or GGUF file `name`.
-
-    Raises:
-        OSError: there is no such folder or file.
-    """
+    """The arguments of `from_pretrained` that name the folder, Hub repository or GGUF file `name`; raises `OSError` if
+    there is no such folder or file."""
     path = Path(name)
     if path.suffix == GGUF_SUFFIX:
         if not path.is_file():
@@ -71,12 +64,8 @@ def set_end_tokens(
 ) -> None:
     """Set the end-of-sequence and padding tokens in the generation config of `model`.
 
-    Args:
-        eos_token: the only end-of-sequence token, also of the tokenizer; None to keep those of the generation config.
-        ignore_eos: whether there are no end-of-sequence tokens.
-
-    Raises:
-        ValueError: `eos_token` is not a token of the tokenizer.
+    `eos_token` is the only end-of-sequence token, also of the tokenizer, None to keep those of the config; with
+    `ignore_eos` there are none. Raises `ValueError` if it is no token of the tokenizer.
     """
     settings = model.generation_config
     if eos_token is not None:

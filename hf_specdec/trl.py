@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from .drafters.attachment import Attachment
 from .drafters.base import Drafter
@@ -36,23 +36,19 @@ class DrafterCallback(TrainerCallback):
         self.attachment: Attachment | None = None
         self.learner: DrafterLearner | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args, state, control, **kwargs: Any) -> None:
         self.attachment = self._drafter.attach(kwargs["model"], **self._options)
         self._logged = copy.copy(self.attachment.stats), 0
         if self._learning:
             settings = {} if self._learning is True else self._learning
             self.learner = DrafterLearner(self._drafter, kwargs["model"], **settings).__enter__()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs: Any) -> None:
         self.attachment.note_step()
         if self.learner is not None:
             self.learner.step()
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
-    ) -> None:
+    def on_log(self, args, state, control, logs: dict, **kwargs: Any) -> None:
         if self.attachment is None:  # an evaluation without training
             return
         stats, refused = self.attachment.stats, self.attachment.refusals.total()
@@ -74,9 +70,7 @@ class DrafterCallback(TrainerCallback):
         for one in (logs, *state.log_history[-1:]):
             one.update({f"speculation/{name}": value for name, value in found.items()})
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args, state, control, **kwargs: Any) -> None:
         if self.learner is not None:
             self.learner.__exit__()
         self.attachment.detach()

@@ -14,14 +14,11 @@ SETTINGS = "settings.json"
 
 
 class Journal:
-    """Finished prompts of a run: a jsonl file for each process, in a folder next to the output.
+    """Finished prompts of a run, which is to write the jsonl file `output`: a jsonl file for each process, in a folder
+    beside it. Completions depend on `settings`, JSON values.
 
     When the run is finished the files are joined and the folder is removed. The output is written atomically: if it
     exists, it is complete.
-
-    Args:
-        output: the jsonl file that the run writes.
-        settings: that completions depend on, as JSON values.
     """
 
     def __init__(self, output: Path, settings: dict[str, Any]):
@@ -31,15 +28,10 @@ class Journal:
         self._file: Any = None
 
     def begin(self) -> set[int | str] | None:
-        """Start the run, or resume it; to be called by one process, before the others `open`.
+        """Start the run, or resume it: ids of the prompts that are done, or None if the output exists. To be called by
+        one process, before the others `open`. Lines that a crash cut off are removed.
 
-        Lines that a crash cut off are removed.
-
-        Returns:
-            ids of the prompts that are done; None if the output exists.
-
-        Raises:
-            ValueError: the files belong to a run with other settings or to one that is still running, or are damaged.
+        Raises `ValueError` if files belong to a run with other settings or to one that still runs, or are damaged.
         """
         if self.output.exists():
             self._check_settings(self.output, self.summary, lambda content: content["settings"])

@@ -14,16 +14,8 @@ Cost = Callable[[int, int], int]
 
 
 def cut(lengths: Sequence[int], limit: int, cost: Cost) -> list[range]:
-    """Cut prompts into batches of neighbours that cost at most `limit` each, or have one row.
-
-    Args:
-        lengths: of the prompts, descending.
-        limit: on the cost of a batch.
-        cost: of a batch.
-
-    Returns:
-        the indices of each batch.
-    """
+    """Cut prompts, by their descending `lengths`, into batches of neighbours that cost at most `limit` each, or have
+    one row: the indices of each."""
     batches, start = [], 0
     while start < len(lengths):
         end = start + 1
@@ -55,9 +47,6 @@ class SharedWork:
 
     All processes construct it together. The counters are in a store of torch.distributed in the main process, which
     therefore has to end last: it waits until `done` is the number of all prompts.
-
-    Args:
-        state: of accelerate.
     """
 
     def __init__(self, state: PartialState):

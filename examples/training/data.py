@@ -18,13 +18,8 @@ PROMPT_COST = 0.25
 
 
 class Documents:
-    """Prompts and answers, end to end in one tensor.
-
-    Args:
-        tokens: all documents' tokens.
-        lengths, prompt_lengths: `[D]`, of the documents and of their prompts.
-        max_length: longer documents are cut.
-    """
+    """Prompts and answers, end to end in one tensor, with the lengths `[D]` of documents and of their prompts; longer
+    ones than `max_length` are cut."""
 
     def __init__(self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_lengths: torch.Tensor, max_length: int):
         self.tokens = tokens
@@ -86,13 +81,11 @@ class Documents:
 
     def answer_counts(self, vocab_size: int) -> torch.Tensor:
         """`[vocab_size]`, how often each token occurs in the answers."""
-        document = torch.repeat_interleave(torch.arange(len(self)), torch.diff(self.starts, append=self._end()))
+        end = torch.tensor([len(self.tokens)])
+        document = torch.repeat_interleave(torch.arange(len(self)), torch.diff(self.starts, append=end))
         position = torch.arange(len(self.tokens)) - self.starts[document]
         answers = self.tokens[position >= self.prompt_lengths[document]]
         return torch.bincount(answers, minlength=vocab_size)
-
-    def _end(self) -> torch.Tensor:
-        return torch.tensor([len(self.tokens)])
 
 
 def shard_counts(folder: Path) -> dict[str, int]:
@@ -115,16 +108,8 @@ def written_options(folder: Path) -> dict:
 
 
 def draft_vocabulary(counts: torch.Tensor, size: int, always: list[int]) -> tuple[torch.Tensor, float]:
-    """The `size` most frequent tokens as EAGLE-3's `d2t`: sorted ids minus their indices.
-
-    Args:
-        counts: `[V]` frequencies.
-        size: at most V.
-        always: ids that are in the draft vocabulary however rare, such as those that end a turn.
-
-    Returns:
-        `d2t` and the share of the counted tokens that the draft vocabulary covers.
-    """
+    """The `size` most frequent tokens by their `counts` `[V]` as EAGLE-3's `d2t`, sorted ids minus their indices, and
+    the share of all that these cover; the ids `always`, such as those that end a turn, are there however rare."""
     ranked = counts.clone()
     ranked[always] = counts.max() + 1
     ids = ranked.argsort(descending=True, stable=True)[:size].sort().values

@@ -72,31 +72,28 @@ NOT_INHERITED = ("quantization_config", "dtype", "architectures", "_name_or_path
 def new_drafter(
     args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Tensor, mask_token_id: int | None
 ) -> CachedDrafter:
-    """An untrained drafter, bound to `target`.
-
-    Args:
-        args: of the command line.
-        target: the model to draft for.
-        d2t: `[V_d]` int64, of the draft vocabulary.
-        mask_token_id: None for a drafter that drafts one token a pass.
-    """
+    """An untrained drafter, bound to `target`; `d2t` `[V_d]` int64 is the draft vocabulary, `mask_token_id` None for a
+    drafter that drafts one token a pass."""
     name = args.target_name or target.config.name_or_path
     if args.family in ("pard", "pard2"):
         drafter = _new_pard(args, target, mask_token_id, name)
     elif args.family == "mtp":
         drafter = _new_mtp(args, target, name)
-    elif args.family in ("dflash", "dspark"):
-        drafter = _new_block_drafter(args, target, d2t, mask_token_id, name)
     else:
-        drafter = _new_eagle(args, target, d2t, mask_token_id, name)
+        drafter = _new_with_layers(args, target, d2t, mask_token_id, name)
     drafter.bind(target)
     return drafter
 
 
-def _layer_settings(args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Tensor, name: str) -> dict:
-    """Layers in the shapes of the target's; embedding and head are shared with the target."""
-    text = target.config.get_text_config()
-    return {
+def _new_with_layers(
+    args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Tensor, mask_token_id: int | None, name: str
+) -> DraftLayersDrafter:
+    """EAGLE-3, P-EAGLE, DFlash or DSpark with layers in the shapes of the target's, whose embedding and head it shares.
+
+    All layers of blocks see the whole block, and DSpark's Markov head says nothing yet.
+    """
+    text, count = target.config.get_text_config(), len(decoder_layers(target))
+    settings = {
         "vocab_size": text.vocab_size,
         "draft_vocab_size": len(d2t),
         "hidden_size": text.hidden_size,
@@ -113,42 +110,23 @@ def _layer_settings(args: argparse.Namespace, target: PreTrainedModel, d2t: torc
         "own_head": False,
         "target_name_or_path": name,
     }
-
-
-def _new_eagle(
-    args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Tensor, mask_token_id: int | None, name: str
-) -> Eagle3Drafter:
-    settings = _layer_settings(args, target, d2t, name) | {
-        "aux_hidden_state_layer_ids": default_aux_layer_ids(len(decoder_layers(target))),
-        "fc_norm": args.fc_norm,
-        "norm_output": args.norm_output,
-    }
-    if mask_token_id is None:
-        drafter = Eagle3Drafter(Eagle3Config(**settings))
+    if args.family in ("dflash", "dspark"):
+        settings |= {"aux_hidden_state_layer_ids": default_block_layer_ids(count, args.layers)}
     else:
-        config = PEagleConfig(**settings, mask_token_id=mask_token_id, num_assistant_tokens=args.num_steps)
-        drafter = PEagleDrafter(config)
-        drafter.mask_hidden.data.normal_(std=MASK_SCALE)
-    if drafter.d2t is not None:
-        drafter.d2t.copy_(d2t)
-    drafter.to(target.device)
-    _scale_like_final_norm(drafter.norm, target)
-    return drafter
-
-
-def _new_block_drafter(
-    args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Tensor, mask_token_id: int, name: str
-) -> DFlashDrafter:
-    """A DFlash drafter, or a DSpark one whose Markov head says nothing yet; all layers see the whole block."""
-    settings = _layer_settings(args, target, d2t, name) | {
-        "aux_hidden_state_layer_ids": default_block_layer_ids(len(decoder_layers(target)), args.layers),
-        "mask_token_id": mask_token_id,
-    }
+        settings |= {"aux_hidden_state_layer_ids": default_aux_layer_ids(count), "fc_norm": args.fc_norm}
+        settings |= {"norm_output": args.norm_output}
+    if mask_token_id is not None:
+        settings |= {"mask_token_id": mask_token_id}
     if args.family == "dflash":
         drafter = DFlashDrafter(DFlashConfig(**settings, block_size=args.num_steps + 1))
-    else:
+    elif args.family == "dspark":
         drafter = DSparkDrafter(DSparkConfig(**settings, block_size=args.num_steps, markov_rank=args.markov_rank))
         drafter.markov_head.markov_w2.weight.data.zero_()
+    elif mask_token_id is None:
+        drafter = Eagle3Drafter(Eagle3Config(**settings))
+    else:
+        drafter = PEagleDrafter(PEagleConfig(**settings, num_assistant_tokens=args.num_steps))
+        drafter.mask_hidden.data.normal_(std=MASK_SCALE)
     if drafter.d2t is not None:
         drafter.d2t.copy_(d2t)
     drafter.to(target.device)
@@ -291,22 +269,14 @@ def _layer_of(name: str) -> int:
 
 
 def spread_layers(count: int, kept: int) -> list[int]:
-    """Indices of `kept` of `count` layers, evenly spaced, with the first and the last.
-
-    Raises:
-        ValueError: `kept` is not 1 to `count`.
-    """
+    """Indices of `kept` of `count` layers, evenly spaced, with the first and the last; `ValueError` for other sizes."""
     if not 1 <= kept <= count:
         raise ValueError(f"--layers is {kept}; expected 1 to the target's {count}, some of which are copied.")
     return [round(index * (count - 1) / max(kept - 1, 1)) for index in range(kept)]
 
 
 def thinned_config(target: PreTrainedModel, kept: list[int]) -> dict:
-    """The target's configuration with the layers `kept` only.
-
-    Raises:
-        ValueError: its `num_hidden_layers` is not the number of the target's layers.
-    """
+    """The target's configuration with the layers `kept` only; raises `ValueError` if it does not number them."""
     config = target.config.get_text_config().to_dict()
     count = config.get("num_hidden_layers")
     if count != len(decoder_layers(target)):
@@ -331,15 +301,8 @@ def rope_theta(text) -> float:
 
 
 def choose_mask_token(counts: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token with the highest id that occurs in no document, a special token if possible.
-
-    Args:
-        counts: `[V]`, how often each token occurs in the documents.
-        tokenizer: of the target.
-
-    Raises:
-        ValueError: every token occurs.
-    """
+    """The token with the highest id that occurs in no document, by their `counts` `[V]`, a special token if possible;
+    raises `ValueError` if every token occurs."""
     unused = (counts == 0).nonzero()[:, 0].tolist()
     if not unused:
         raise ValueError("Every token occurs in the training data; give one that may stand for masks: --mask-token-id.")

@@ -167,13 +167,10 @@ def word_grams(words: list[str], order: int = 4) -> set[tuple[str, ...]]:
 
 
 class PromptFilter:
-    """Refuses prompts that repeat, and prompts that are equal or similar to held-out ones.
+    """Refuses prompts that repeat, and prompts that are equal or similar to held-out ones; `refused` counts both.
 
     Similar: at least half of the prompt's word 4-grams, without case and punctuation, occur in one held-out prompt, or
     half of a held-out prompt's 4-grams occur in it.
-
-    Attributes:
-        refused: how many were similar to a held-out prompt, or seen before.
     """
 
     def __init__(self, held_out: Iterable[str]):

@@ -8,11 +8,8 @@ TAIL = 64
 
 
 def loop_at_end(tokens: np.ndarray, max_period: int, min_repeats: int) -> tuple[int, int] | None:
-    """The loop that `tokens` end in, as (first index, period); None if they do not.
-
-    A loop is an n-gram of at most `max_period` tokens that occurs at least `min_repeats` times in a row at the end.
-    The shortest period is returned.
-    """
+    """The loop that `tokens` end in, as (first index, period), the shortest one: an n-gram of at most `max_period`
+    tokens that occurs at least `min_repeats` times in a row at the end; None if they end in none."""
     for period in range(1, min(max_period, len(tokens) // min_repeats) + 1):
         differs = np.flatnonzero(tokens[period:] != tokens[:-period])
         start = int(differs[-1]) + 1 if len(differs) else 0

@@ -71,15 +71,8 @@ class WriteOptions:
 
 
 class ChatFormat:
-    """The target's chat template, cut where the user's turn begins and where the assistant's does.
-
-    Args:
-        tokenizer: with a chat template.
-        model: whose generation config names the tokens that end a turn.
-
-    Raises:
-        ValueError: the tokenizer has no chat template.
-    """
+    """The target's chat template, cut where the user's turn begins and where the assistant's does; raises `ValueError`
+    if the tokenizer has none. The model's generation config names the tokens that end a turn."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel):
         if tokenizer.chat_template is None:
@@ -119,24 +112,11 @@ def generate(
     seeds: list[int],
     max_rows: int,
 ) -> list[list[int]]:
-    """Continue `prompts`, each at its own temperature, by continuous batching; those of one temperature in one call.
+    """Continue `prompts` of token ids, each at its own temperature (0 is greedy) and with its own seed, by continuous
+    batching on at most `max_rows` rows; those of one temperature in one call.
 
-    Args:
-        model: the target.
-        drafter: bound to it.
-        prompts: token ids of each.
-        temperatures: of each; 0 is greedy.
-        max_new_tokens: of each.
-        stop_ids: tokens that end a text.
-        min_p: see `WriteOptions`.
-        seeds: of each, if it is sampled.
-        max_rows: most texts at once.
-
-    Returns:
-        the new tokens of each prompt, up to and including the first of `stop_ids`.
-
-    Raises:
-        RuntimeError: the target cannot continue a prompt, such as for want of positions or memory.
+    Returns the new tokens of each, up to and including the first of `stop_ids`. Raises `RuntimeError` if the target
+    cannot continue one, such as for want of positions or memory.
     """
     results: list[list[int]] = [[] for _ in prompts]
     for temperature in sorted(set(temperatures)):
@@ -165,12 +145,7 @@ def generate(
 
 
 class Writer:
-    """Generates shards of training data with the target.
-
-    Args:
-        model, tokenizer: the target.
-        options: how it generates.
-        prompt_filter: refuses prompts that must not be used, and counts them.
+    """Generates shards of training data with the target; `prompt_filter` refuses prompts that must not be used.
 
     Attributes:
         drafter: without drafts, for generating; it keeps buffers and CUDA graphs until it is released.
@@ -190,12 +165,10 @@ class Writer:
         self.filter = prompt_filter
 
     def write_shard(self, seed: int, given: Sequence[str] = ()) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-        """The tensors of one shard, and counts of what was generated and dropped.
+        """The tensors of one shard, and counts of what was generated and dropped; `seed` is of everything random.
 
-        Args:
-            seed: of everything random.
-            given: prompts to answer; if there are any, the target writes none, and long ones are made of these and
-                of its answers.
+        If prompts are `given`, these are answered and the target writes none, and long ones are made of them and the
+        answers.
         """
         rng = random.Random(seed)
         names = ("prompts", "composed_prompts", "given_prompts", "long_prompts", "too_long", "unfinished", "degenerate")

@@ -17,10 +17,8 @@ Batch = dict[str, torch.Tensor]
 def text_batches(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], batch_size: int, device: torch.device
 ) -> list[Batch]:
-    """Batches of all prompts in order, left-padded; as user turns if the tokenizer has a chat template.
-
-    Every batch has `batch_size` rows: the last one is filled up with the first prompts.
-    """
+    """Batches of all prompts in order, left-padded; as user turns if the tokenizer has a chat template. Every batch has
+    `batch_size` rows: the last one is filled up with the first prompts."""
     pad_on_the_left(tokenizer)
     batches = []
     for texts in _full_batches(prompts, batch_size):

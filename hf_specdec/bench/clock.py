@@ -20,11 +20,8 @@ def synchronize(device: torch.device) -> None:
 
 
 class Clock(BaseStreamer):
-    """A streamer that records when the first and the last tokens of a call reach the host.
-
-    Attributes:
-        first, last: `time.perf_counter()` then; None before.
-    """
+    """A streamer that records when the `first` and the `last` tokens of a call reach the host, by
+    `time.perf_counter()`."""
 
     def __init__(self) -> None:
         self._has_prompt = False
@@ -53,12 +50,10 @@ SHORT_GAP = 4.0
 
 
 class GpuClock(Clock):
-    """Also measures how long the GPU computes after the first tokens, by the profiler, eagerly or in CUDA graphs.
+    """Also measures how long the GPU `device` computes after the first tokens, by the profiler, eagerly or in CUDA
+    graphs.
 
     Profiling slows a call down, so it is done in a separate call from those that are timed.
-
-    Args:
-        device: the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,10 +69,8 @@ class GpuClock(Clock):
         self._runs = True
 
     def busy_seconds(self) -> float:
-        """Seconds of kernels and copies since the first tokens, with the gaps of up to `SHORT_GAP` between them.
-
-        To be called once, after `generate()`.
-        """
+        """Seconds of kernels and copies since the first tokens, with the gaps of up to `SHORT_GAP` between them; to be
+        called once, after `generate()`."""
         if not self._runs:
             return 0.0
         self._profiler.stop()

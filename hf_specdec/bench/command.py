@@ -134,11 +134,8 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run_bench(arguments: argparse.Namespace) -> None:
-    """Measure every case and print the table.
-
-    Raises:
-        OSError, ValueError: an argument is invalid, a file does not exist, or no case could be measured.
-    """
+    """Measure every case and print the table; raises `OSError` or `ValueError` if an argument is invalid, a file does
+    not exist, or no case could be measured."""
     check_arguments(arguments)
     was_initialized = dist.is_initialized()
     try:
@@ -149,11 +146,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
 
 
 def check_drafters(names: Sequence[str]) -> None:
-    """Say at once which drafters will fail, since they are measured after all baselines.
-
-    Raises:
-        ValueError: no drafter can be read.
-    """
+    """Say at once which drafters will fail, as they are measured after all baselines; raises `ValueError` if all do."""
     missing = {}
     for name in names:
         try:
@@ -278,11 +271,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def find_device(name: str | None, tensor_parallel: bool = False) -> torch.device:
-    """The device called `name`, by default a GPU if there is one; with `tensor_parallel` the one of this rank.
-
-    Raises:
-        ValueError: torch cannot use the device, or `tensor_parallel` and it is not of the type that transformers uses.
-    """
+    """The device called `name`, by default a GPU if there is one; with `tensor_parallel` the one of this rank, of the
+    type that transformers uses. Raises `ValueError` if torch cannot use it."""
     if tensor_parallel:
         kind = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         if name not in (None, kind.type):
@@ -412,10 +402,8 @@ def measure_drafter(
 
 
 def acceptance(arguments: argparse.Namespace, drafter: Drafter, case: Case) -> AbstractContextManager:
-    """The context of a drafter's `generate()` calls: scripted acceptance with `--synthetic-acceptance`.
-
-    With K = "auto" an acceptance length is that of the drafter's own K.
-    """
+    """The context of a drafter's `generate()` calls: scripted acceptance with `--synthetic-acceptance`. With K = "auto"
+    an acceptance length is that of the drafter's own K."""
     asked = arguments.synthetic_acceptance
     if asked is None:
         return nullcontext()

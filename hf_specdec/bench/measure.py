@@ -47,12 +47,7 @@ class Spread:
 
 @dataclass
 class Latency:
-    """A time of many requests, in milliseconds.
-
-    Attributes:
-        median: of all.
-        p99: what 99 % of them take at most.
-    """
+    """A time of many requests, in milliseconds; `p99` is what 99 % of them take at most."""
 
     median: float
     p99: float
@@ -225,14 +220,11 @@ class Bench:
         context: Callable[[], AbstractContextManager] = nullcontext,
         **options: Any,
     ) -> Case:
-        """Measure `case` and fill in its figures, or `case.error` if an exception is raised.
+        """Measure `case` with or without a `drafter` and fill in its figures, or `case.error` if an exception is
+        raised.
 
-        Args:
-            case: to measure.
-            batches: makes the inputs of the `generate()` calls.
-            drafter: of the case.
-            context: makes the context of the calls.
-            options: of the case's `generate()` calls.
+        `batches` makes the inputs of the `generate()` calls, `context` their context, `options` are further ones of
+        theirs.
         """
         options["do_sample"] = case.temperature > 0
         if case.temperature > 0:

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DistributedConfig, PreTrainedModel
 
 from .. import loading
-from ..auto import AutoDrafter, read_config
+from ..auto import read_config
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading, read_config_file
 from ..drafters import Drafter
 from ..host.modeling import with_random_weights
@@ -15,14 +15,10 @@ from ..host.modeling import with_random_weights
 def load_target(
     name: str, dtype: torch.dtype, device: torch.device, random_weights: bool = False, tensor_parallel: bool = False
 ) -> PreTrainedModel:
-    """The target, prepared by `loading.prepare_target`.
+    """The target, prepared by `loading.prepare_target`: a folder, Hub repository or GGUF file.
 
-    Args:
-        name: folder, Hub repository or GGUF file.
-        dtype, device: of its weights.
-        random_weights: whether only its config.json is read.
-        tensor_parallel: whether it is sharded over the ranks that torchrun has started, each of which reads or draws
-            its own shards only; `device` is then the device of this rank.
+    With `random_weights` only its config.json is read. With `tensor_parallel` it is sharded over the ranks that
+    torchrun has started, each of which reads or draws its own shards only, on its own device.
     """
     if tensor_parallel:
         return loading.prepare_target(_sharded_target(name, dtype, random_weights))
@@ -46,13 +42,6 @@ def _sharded_target(name: str, dtype: torch.dtype, random_weights: bool) -> PreT
     # With an empty state dict transformers initializes all tensors at random, of sharded ones only the rank's shard.
     with quiet_loading():
         return model_class.from_pretrained(None, config=config, state_dict={}, dtype=dtype, distributed_config=sharding)
-
-
-def load_drafter(name: str, target: PreTrainedModel, *, random_weights: bool = False) -> Drafter:
-    """The drafter called `name`, a folder or Hub repository, bound to `target`."""
-    if not random_weights:
-        return AutoDrafter.from_pretrained(name, target)
-    return random_drafter(name, target)
 
 
 def random_drafter(name: str, target: PreTrainedModel) -> Drafter:

@@ -6,13 +6,13 @@ import importlib.util
 import platform
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..config import AUTO
+from ..inspection.doctor import installed_version
 from .measure import Case, Latency, Setting, Spread, short_name
 
 if TYPE_CHECKING:
@@ -28,14 +28,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         name = torch.cuda.get_device_name(device)
     else:
         name = f"{platform.processor() or platform.machine()} ({device.type}, {torch.get_num_threads()} threads)"
-    return {"device": name, "python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return {"device": name, "python": platform.python_version(), **{name: installed_version(name) for name in PACKAGES}}
 
 
 def _spread(value: Spread, digits: int = 2) -> str:
@@ -101,10 +94,8 @@ def _lines(drafted: list[Case]) -> list[tuple[str, list[Case]]]:
 
 
 def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
-    """The cases as aligned text, a line each, without empty columns and without `VARIED` ones that do not vary.
-
-    Below the cases follow the errors of those that failed, and the drift of the machine.
-    """
+    """The cases as aligned text, a line each, without empty columns and without `VARIED` ones that do not vary; then
+    the errors of those that failed, and the drift of the machine."""
     measured = [case for case in cases if case.error is None]
     rows = [_shown(case) for case in measured]
     kept = [

@@ -20,14 +20,9 @@ _STREAM = max(RandomStream) + 1
 def acceptance_rates(requested: Sequence[float], num_draft_tokens: int) -> list[float]:
     """The share of rounds that accept the draft at each of K positions, and with it all drafts before it.
 
-    Args:
-        requested: one number of at least 1, the mean acceptance length: then each draft is accepted with the same
-            probability, given that those before it are. Or the shares themselves, of which the first K are taken.
-        num_draft_tokens: K.
-
-    Raises:
-        ValueError: `requested` is neither (see `check_acceptance`), the acceptance length is above K + 1, or there are
-            fewer than K shares.
+    `requested` is one number of at least 1, the mean acceptance length: then each draft is accepted with the same
+    probability, given that those before it are; or the shares themselves, of which the first K are taken. Raises
+    `ValueError` if it is neither, above K + 1, or has fewer than K shares.
     """
     check_acceptance(requested)
     if _is_length(requested):

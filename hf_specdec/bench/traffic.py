@@ -56,10 +56,7 @@ def round_bytes(
 
     The target's weights count once, the drafter's once for each of its passes; embeddings do not count, since only a
     few rows of them are read. Of a tensor-parallel target, the shards of this rank and its share of the KV heads count.
-
-    Returns:
-        None if the number is not known: of mixture-of-experts models, where it depends on the routing, and of drafters
-        that do not say what they read.
+    None for mixture-of-experts models, whose routing decides, and for drafters that do not say what they read.
     """
     text = target.config.get_text_config()
     if any(getattr(text, name, None) for name in _EXPERTS):

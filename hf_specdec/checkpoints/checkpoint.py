@@ -14,8 +14,7 @@ from transformers import logging as hf_logging
 
 from ..host.serving import cached_file, extract_commit_hash
 from .limits import check_settings
-from .quantised import dequantise, find_scale, is_unused, stated_block
-from .weight_files import StoredTensor, read_headers, read_stored
+from .weight_files import StoredTensor, read_headers, read_stored, with_scales
 
 CONFIG_FILE = "config.json"
 # In the order in which transformers prefers them.
@@ -72,12 +71,7 @@ class Checkpoint:
 
     def read(self) -> dict[str, torch.Tensor]:
         """Load all of `tensors`, and no other tensors of their files; quantised ones are dequantised."""
-        places = {name: tensor.file for name, tensor in self.tensors.items()}
-        scales = {name: tensor.scale for name, tensor in self.tensors.items() if tensor.scale is not None}
-        found = read_stored(places | {scale.name: scale.file for scale in scales.values()})
-        for name, scale in scales.items():
-            found[name] = dequantise(found[name], found.pop(scale.name), scale.block)
-        return found
+        return read_stored(self.tensors)
 
     def only(self, names: Collection[str]) -> Checkpoint:
         """The checkpoint with the tensors called `names` alone."""
@@ -114,9 +108,12 @@ class Checkpoint:
             ("wrong shapes", shapes),
             ("errors", list(errors)),
         )
-        problems = "; ".join(f"{what}: {_enumerate(names)}" for what, names in found if names)
+        problems = []
+        for what, names in found:
+            more = f" and {len(names) - MAX_NAMED_TENSORS} more" if len(names) > MAX_NAMED_TENSORS else ""
+            problems += [f"{what}: {', '.join(names[:MAX_NAMED_TENSORS])}{more}"] if names else []
         if problems:
-            raise ValueError(f"The weights of {self.name} do not fit its config.json: {problems}.")
+            raise ValueError(f"The weights of {self.name} do not fit its config.json: {'; '.join(problems)}.")
 
     @property
     def uses_safetensors(self) -> bool:
@@ -165,11 +162,6 @@ def quiet_loading() -> Iterator[None]:
 
 # Selects the names of the tensors to read, given a checkpoint's name, config.json and the names of all tensors.
 Selection = Callable[[str, Mapping[str, Any], Collection[str]], Collection[str]]
-
-
-def _enumerate(names: Sequence[str]) -> str:
-    more = len(names) - MAX_NAMED_TENSORS
-    return ", ".join(names[:MAX_NAMED_TENSORS]) + (f" and {more} more" if more > 0 else "")
 
 
 @dataclass(frozen=True)
@@ -241,7 +233,7 @@ def open_checkpoint(
     projection = files.fetch(PROJECTION_FILE) if has_projection(config) else None
     tensors = read_headers([*weights, *([projection] if projection is not None else [])])
     kept = set(selected(tensors.keys()))
-    tensors = _with_scales({key: tensors[key] for key in tensors if key in kept}, config)
+    tensors = with_scales({key: tensors[key] for key in tensors if key in kept}, config)
     return Checkpoint(files.name, config_file.parent, config, tensors)
 
 
@@ -253,12 +245,8 @@ def has_projection(config: Mapping[str, Any]) -> bool:
 def read_config_file(
     repo: str | Path, subfolder: str = "", revision: str | None = None, **hub: Any
 ) -> tuple[Path, dict[str, Any]]:
-    """Find `config.json` alone, downloading it if needed; arguments as of `open_checkpoint`. Returns path and content.
-
-    Raises:
-        OSError: expected an existing folder or an accessible repository with a `config.json`.
-        ValueError: expected a JSON object whose values pass `check_settings`, not Mistral's own format.
-    """
+    """Path and content of `config.json` alone, downloaded if needed; arguments and errors as of `open_checkpoint`.
+    Raises `ValueError` for values that `check_settings` refuses, and for Mistral's own format."""
     files = _Files(repo, subfolder, revision, hub)
     check_folder(repo)
     if not isinstance(subfolder, str) or not _is_inside(subfolder):
@@ -344,15 +332,3 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a JSON {type(content).__name__}; expected an object.")
     return content
-
-
-def _with_scales(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """`tensors` with the scales of quantised weights as a part of these, and without scales that are not used."""
-    block = stated_block(config)
-    scales = {name: find_scale(name, tensors, block) for name in tensors}
-    parts = {scale.name for scale in scales.values() if scale is not None}
-    return {
-        name: tensor._replace(scale=scales[name])
-        for name, tensor in tensors.items()
-        if name not in parts and not is_unused(name)
-    }

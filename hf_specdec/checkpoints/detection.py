@@ -73,14 +73,9 @@ class Published:
 
 
 class Signs(NamedTuple):
-    """Signs of a family, each of which is enough; but if there is a `speculators_model_type`, it alone counts.
-
-    Attributes:
-        speculators: values of `speculators_model_type`.
-        names: parts of architectures in lower case.
-        keys: of config.json or the nested `dflash_config`, with any value.
-        tensors: parts of the names of tensors.
-    """
+    """Signs of a family, each of which is enough; but if there is a `speculators_model_type`, it alone counts: values
+    of it, parts of architectures in lower case, keys of config.json or the nested `dflash_config`, parts of names of
+    tensors."""
 
     speculators: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -118,11 +113,8 @@ def is_pard2(found: Published) -> bool:
 
 
 def is_block_drafter(found: Published) -> bool:
-    """Whether a checkpoint is a drafter of blocks of any kind: DFlash, or made of it.
-
-    Raises:
-        ValueError: expected a known `projector_type`.
-    """
+    """Whether a checkpoint is a drafter of blocks of any kind: DFlash, or made of it; raises `ValueError` for an
+    unknown `projector_type`."""
     if not (_has_block_name(found) or (found.speculators is None and _has_blocks(found))):
         return False
     projector = found.blocks.get("projector_type")
@@ -201,11 +193,8 @@ def is_peagle(found: Published) -> bool:
 
 
 def is_mtp(found: Published) -> bool:
-    """Whether a checkpoint is used for the MTP modules in it, and not as a draft model.
-
-    Raises:
-        ValueError: expected modules of a supported model type.
-    """
+    """Whether a checkpoint is used for the MTP modules in it, and not as a draft model; raises `ValueError` for modules
+    of an unsupported model type."""
     is_eagle = is_eagle3(found) or is_peagle(found)
     holds = is_speculators_mtp(found.config) or (not is_eagle and holds_modules(found.config, found.tensors))
     if not holds or _is_whole_draft_model(found):
@@ -220,10 +209,8 @@ def is_mtp(found: Published) -> bool:
 
 
 def _is_whole_draft_model(found: Published) -> bool:
-    """Whether a language model that may have MTP modules is used as a draft model, and not for these modules.
-
-    It is, if the target is another model. Without a target, a checkpoint that holds modules is used for them.
-    """
+    """Whether a language model that may have MTP modules is used as a draft model: the target is another model, or
+    there is none and the checkpoint holds no modules."""
     if is_apart(found.config, found.tensors) or not is_language_model(found):
         return False
     if found.config.get("model_type") not in CONFIG_MAPPING or MTP_ONLY & found.given.keys():
@@ -340,11 +327,8 @@ REFUSALS = (
 
 
 def check_not_refused(found: Published) -> None:
-    """Check that a checkpoint is of no family that is known and not supported, nor of an unknown one of speculators.
-
-    Raises:
-        ValueError: expected another family; names the one found.
-    """
+    """Raise `ValueError` that names the family of a checkpoint if it is known and not supported, or unknown and of
+    speculators."""
     if found.speculators not in (None, *_SUPPORTED_TYPES, *_OTHER_TYPES):
         raise ValueError(
             f"{found.name} is a drafter of speculators_model_type {found.speculators!r}, which is not known here; "

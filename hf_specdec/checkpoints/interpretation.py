@@ -49,12 +49,9 @@ def check_rope_overrides(overrides: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Decision:
-    """One property that a checkpoint leaves open, and how it was decided.
-
-    Attributes:
-        name: a keyword of `AutoDrafter.from_pretrained` where there is one.
-        doubtful: whether published checkpoints are known for which the rule would be wrong.
-    """
+    """One property that a checkpoint leaves open, and how it was decided: `name` is a keyword of
+    `AutoDrafter.from_pretrained` where there is one; `doubtful`, if published checkpoints are known that the rule is
+    wrong for."""
 
     name: str
     value: Any

@@ -16,24 +16,14 @@ MAX_SIZE = 2**24
 # Levels of nesting. Published configurations have a few.
 MAX_DEPTH = 32
 
-# Keys that the family of a checkpoint is detected by, by the type that their value must have.
-_TYPES: dict[type, tuple[tuple[str, ...], str]] = {
-    str: (("model_type", "speculators_model_type", "spd_type"), "a string"),
-    list: (("architectures",), "a list"),
-    bool: (("parallel_drafting",), "true or false"),
-    dict: (
-        (
-            "dflash_config",
-            "dspark_config",
-            "eagle_config",
-            "mtp_config",
-            "speculators_config",
-            "text_config",
-            "transformer_layer_config",
-        ),
-        "an object",
-    ),
-}
+# Keys that the family of a checkpoint is detected by, by the type that their value must have and its name.
+_OBJECTS = ("dflash", "dspark", "eagle", "mtp", "speculators", "text", "transformer_layer")
+_TYPES = (
+    (str, "a string", ("model_type", "speculators_model_type", "spd_type")),
+    (list, "a list", ("architectures",)),
+    (bool, "true or false", ("parallel_drafting",)),
+    (dict, "an object", tuple(f"{name}_config" for name in _OBJECTS)),
+)
 
 _BOUNDS = (
     (re.compile(r"(^|_)(layers?|modules|depths|steps)$"), MAX_LAYERS),
@@ -50,12 +40,9 @@ _EPSILON = re.compile(r"(^|_)(eps|epsilon)$")
 
 
 def check_settings(config: Mapping[str, Any], name: str) -> None:
-    """Check each value of the `config.json` of `name` on its own; readers and configurations check more.
-
-    Raises:
-        ValueError: expected a value of another type or within a bound; names the key, its value and the bound.
-    """
-    for value_type, (keys, expected) in _TYPES.items():
+    """Raise `ValueError` if a value of the `config.json` of `name` is of another type than expected or out of its
+    bound; readers and configurations check more."""
+    for value_type, expected, keys in _TYPES:
         for key in keys:
             if not isinstance(config.get(key), value_type | None):
                 raise ValueError(f"{name} has {key} {config[key]!r} in its config.json; expected {expected}.")
@@ -99,11 +86,8 @@ def _problem(key: str, value: float) -> str | None:
 
 
 def check_mask_token(token: Any, num_embeddings: int, name: str) -> int:
-    """Return the mask token of the drafter called `name` as an integer.
-
-    Raises:
-        ValueError: expected the id of one of the `num_embeddings` tokens that the drafter embeds.
-    """
+    """The mask token of the drafter called `name` as an integer; raises `ValueError` unless it is one of the
+    `num_embeddings` tokens that it embeds."""
     number = int(token) if str(token).lstrip("-").isdigit() else None
     if number is None or not 0 <= number < num_embeddings:
         raise ValueError(

@@ -36,14 +36,9 @@ _FRAME_NAMES = {
 
 
 class MtpLayout(NamedTuple):
-    """Names of the tensors of MTP modules.
-
-    Attributes:
-        where: where the modules are, for messages.
-        pattern: of the names; group `index` is a module's number and `part` the name inside the module. A tensor
-            without an index is shared by all modules.
-        is_appended: whether modules are numbered as layers after the target's last.
-    """
+    """Names of the tensors of MTP modules: `where` these are, for messages, and a pattern, whose group `index` is a
+    module's number and `part` the name inside the module; a tensor without an index is shared by all modules. If
+    `is_appended`, modules are numbered as layers after the target's last."""
 
     where: str
     pattern: re.Pattern[str]
@@ -143,10 +138,8 @@ def is_speculators_mtp(config: Mapping[str, Any]) -> bool:
 
 
 def is_apart(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether there are modules only, published without the target: by speculators, or as SGLang's export numbers them.
-
-    That export has `num_hidden_layers` 1 and calls the module layer 0 (sgl-project/sglang deepseek_weight_loader.py).
-    """
+    """Whether there are modules only, without the target: by speculators, or as SGLang's export numbers them, which has
+    `num_hidden_layers` 1 and calls the module layer 0 (sgl-project/sglang deepseek_weight_loader.py)."""
     if is_speculators_mtp(config):
         return True
     matches = (APPENDED.pattern.fullmatch(name) for name in names)
@@ -193,12 +186,6 @@ class ModuleTensor(NamedTuple):
             else:
                 yield f"decoder.layers.{index}.{self.part}"
 
-    @property
-    def copied_from(self) -> str | None:
-        """`"lm_head"` or `"embed_tokens"` if the tensor may be a copy of that one of the target's; else None."""
-        name = _FRAME_NAMES.get(self.part.rpartition(".")[0])
-        return name if name in ("lm_head", "embed_tokens") else None
-
 
 def own_copies(family: MtpFamily, given: Mapping[str, Any]) -> set[str]:
     """Which of `"lm_head"` and `"embed_tokens"` each module has of its own: by the `Overrides` given, or its family."""
@@ -210,8 +197,8 @@ def own_copies(family: MtpFamily, given: Mapping[str, Any]) -> set[str]:
 def needed_tensors(config: Mapping[str, Any], names: Collection[str], given: Mapping[str, Any]) -> list[ModuleTensor]:
     """`module_tensors` without copies in whose place the target's tensors are used; see `own_copies`."""
     found = module_tensors(config, names)
-    used = {None} | own_copies(find_family(config), given) if found else ()
-    return [tensor for tensor in found if tensor.copied_from in used]
+    copies = {"lm_head", "embed_tokens"} - (own_copies(find_family(config), given) if found else set())
+    return [tensor for tensor in found if _FRAME_NAMES.get(tensor.part.rpartition(".")[0]) not in copies]
 
 
 def module_tensors(config: Mapping[str, Any], names: Collection[str]) -> list[ModuleTensor]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import LlamaConfig, MuseGlimmerAssistantConfig, PreTrainedConfig, Qwen3Config
 
 from ..config import (
     DEFAULT_ROPE_THETA,
@@ -23,23 +23,6 @@ from .detection import architectures, block_settings, speculators_type
 from .dialects import DEEPSPEC, SPECFORGE, SPECULATORS, TRANSFORMERS, detect_block_dialect, speculators_depth
 from .interpretation import Decisions
 from .read_layers import IDS, LayersReader
-
-# What transformers' MuseGlimmerAssistantConfig has where config.json says nothing.
-_MUSE_DEFAULTS = {
-    "hidden_size": 6656,
-    "intermediate_size": 19968,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "sliding_window": 2048,
-    "block_size": 16,
-    "mask_token_id": 201818,
-    "target_layer_ids": [1, 13, 25, 37, 49],
-}
 
 # Settings with another value than these make another model, which is not supported.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -75,7 +58,8 @@ class DFlashReader(LayersReader):
     def __init__(self, checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions):
         super().__init__(checkpoint, target, decisions)
         if self.dialect == TRANSFORMERS:
-            self.top = _MUSE_DEFAULTS | {key: value for key, value in self.top.items() if value is not None}
+            stated = {key: value for key, value in self.top.items() if value is not None}
+            self.top = MuseGlimmerAssistantConfig.from_dict(stated).to_dict() | stated
             self.layer = self._layer_settings()
         self._check_supported()
 
@@ -148,16 +132,14 @@ class DFlashReader(LayersReader):
 
     def _windows(self, num_layers: int) -> dict[str, Any]:
         layer, uses_window = self.layer, bool(self.nested.get("use_swa"))
+        is_split = layer.get("use_sliding_window") and layer.get("sliding_window") is not None
         if uses_window:
             window = self.nested.get("swa_window_size") or layer.get("sliding_window")
             self.layer = {**layer, "layer_types": ["sliding_attention"] * num_layers, "sliding_window": window}
-        elif layer.get("layer_types") is None and layer.get("sliding_window") is not None:
-            # transformers' rule for Qwen3
-            is_muse = self.dialect == TRANSFORMERS
-            if is_muse or layer.get("use_sliding_window"):
-                first = 0 if is_muse else layer.get("max_window_layers", 28)
-                types = ["sliding_attention" if index >= first else "full_attention" for index in range(num_layers)]
-                self.layer = {**layer, "layer_types": types}
+        elif is_split and layer.get("layer_types") is None:  # transformers' rule for Qwen3
+            first = layer.get("max_window_layers", 28)
+            types = ["sliding_attention" if index >= first else "full_attention" for index in range(num_layers)]
+            self.layer = {**layer, "layer_types": types}
         is_windowed = "sliding_attention" in (self.layer.get("layer_types") or ())
         if is_windowed and layer.get("use_sliding_window") is False and not uses_window:
             raise ValueError(

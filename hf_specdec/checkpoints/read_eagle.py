@@ -36,7 +36,7 @@ class Eagle3Reader(LayersReader):
             "use_aux_hidden_state": self._agreed("use_aux_hidden_state", self._reads_aux_hidden_states(), "fc.weight"),
             "norm_before_fc": self._agreed("norm_before_fc", self._flag("norm_before_fc"), "input_norm.weight"),
             "fc_norm": self._agreed("fc_norm", self._flag("fc_norm"), "fc_norm.0.weight"),
-            "num_assistant_tokens": self._num_assistant_tokens(),
+            "num_assistant_tokens": self._trained_depth() or Eagle3Config.num_assistant_tokens,
         }
 
     def _reads_aux_hidden_states(self) -> bool:
@@ -87,15 +87,13 @@ class Eagle3Reader(LayersReader):
         return self._decide(IDS, ids, rule, doubtful=True)
 
     def _norm_before_residual(self) -> bool:
-        stated, rule, doubtful = self._flag("norm_before_residual"), "config.json", False
-        if stated is None:
-            stated, rule, doubtful = self._default_norm_before_residual()
-        return self._decide("norm_before_residual", stated, rule, doubtful)
-
-    def _default_norm_before_residual(self) -> tuple[bool, str, bool]:
-        if self.dialect == SPECULATORS:
-            return True, "not in config.json; vLLM reads a speculators EAGLE-3 config without it as True", True
-        return False, f"not in config.json; the default of {self.dialect}", False
+        stated = self._flag("norm_before_residual")
+        if stated is not None:
+            return self._decide("norm_before_residual", stated, "config.json")
+        if self.dialect == SPECULATORS and self.config_class is Eagle3Config:
+            rule = "not in config.json; vLLM reads a speculators EAGLE-3 config without it as True"
+            return self._decide("norm_before_residual", True, rule, doubtful=True)
+        return self._decide("norm_before_residual", False, f"not in config.json; the default of {self.dialect}")
 
     def _norm_output(self) -> bool:
         """Whether the hidden state fed back is taken after the final norm (EAGLE 3.1).
@@ -122,9 +120,8 @@ class Eagle3Reader(LayersReader):
             return self._decide("final_norm", self._agreed("use_last_layernorm", stated, "norm.weight"), "config.json")
         return self._decide("final_norm", True, "the family has a norm before its head")
 
-    def _num_assistant_tokens(self) -> int:
-        trained = self._setting("ttt_length") if self.dialect == DEEPSPEC else speculators_depth(self.top)
-        return trained or Eagle3Config.num_assistant_tokens
+    def _trained_depth(self) -> int | None:
+        return self._setting("ttt_length") if self.dialect == DEEPSPEC else speculators_depth(self.top)
 
 
 class PEagleReader(Eagle3Reader):
@@ -150,15 +147,13 @@ class PEagleReader(Eagle3Reader):
             found["mask_hidden_shape"] = [1] * (len(mask.shape) - 1) + [total]
         return found
 
-    def _trained_rope(self, rope: dict[str, Any]) -> dict[str, Any]:
-        if self.dialect != SPECFORGE or rope["rope_type"] == "default":
+    def _rope(self) -> dict[str, Any]:
+        rope = super()._rope()
+        if self.dialect != SPECFORGE or rope["rope_type"] == "default" or "rope_parameters" in self.given:
             return rope
         plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
         rule = f"SpecForge's P-EAGLE trainer leaves out the {rope['rope_type']} scaling that config.json has"
         return self._decide("rope_parameters", plain, rule, doubtful=True)
-
-    def _default_norm_before_residual(self) -> tuple[bool, str, bool]:
-        return False, "not in config.json; the default of P-EAGLE's publishers", False
 
     def _norm_output(self) -> bool:
         stated = bool(self._flag("norm_output")) and self.dialect != SPECFORGE

@@ -35,15 +35,11 @@ _LAYER_FIELDS = (
 _ATTENTION = "layers.0.self_attn"
 
 
-def _accepted_width(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """A `hidden_size` that transformers' class accepts: a multiple of the number of heads, even with a `head_dim`."""
-    width, heads = stated.get("hidden_size"), stated.get("num_attention_heads")
-    are_sizes = all(type(size) is int and size > 0 for size in (width, heads))
-    return {"hidden_size": heads} if are_sizes and "head_dim" in stated and width % heads else {}
-
-
 class LayersReader:
-    """Reads the configuration of one checkpoint; a family implements `_layer_ids` and `_fields`.
+    """Reads the configuration of one checkpoint.
+
+    A family implements `_layer_ids`, the ids of the auxiliary hidden states, ascending, None if they depend on a target
+    that is not known; and `_fields`, given the fields of all families: those that it adds, or has other values for.
 
     Of a `checkpoint` without weight files (`Checkpoint.tensors` is None), `config.json` is taken at its word, and what
     it does not state is as most publishers have it: the drafter shares the target's embedding.
@@ -69,15 +65,11 @@ class LayersReader:
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions) -> DraftLayersConfig:
-        """Read a checkpoint of any dialect.
+        """Read a checkpoint of any dialect as published; without the `target`'s text configuration, what depends on it
+        stays open.
 
-        Args:
-            checkpoint: as published.
-            target: the target's text configuration; without it, what depends on the target stays open.
-            decisions: with what was given by the caller; records what is decided.
-
-        Raises:
-            ValueError: expected a config.json that agrees with itself and with the tensors.
+        `decisions` have what was given by the caller, and record what is decided. Raises `ValueError` for a config.json
+        that contradicts itself or the tensors.
         """
         return cls(checkpoint, target, decisions)._config()
 
@@ -99,14 +91,6 @@ class LayersReader:
             "target_name_or_path": speculators_target(self.top),
         }
         return self.config_class(**fields | self._fields(fields))
-
-    def _layer_ids(self) -> list[int] | None:
-        """Ids of the auxiliary hidden states, ascending; None if they depend on a target that is not known."""
-        raise NotImplementedError
-
-    def _fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that the family adds to `fields`, or has other values for."""
-        raise NotImplementedError
 
     def _layer_settings(self) -> Mapping[str, Any]:
         """The part of config.json that describes the draft layers."""
@@ -169,8 +153,12 @@ class LayersReader:
         stated = {key: self.layer[key] for key in _LAYER_FIELDS if self.layer.get(key) is not None}
         if "intermediate_size_mlp" in self.layer:  # Llama 4's name of the width of its MLPs without experts
             stated["intermediate_size"] = self.layer["intermediate_size_mlp"]
+        width, heads = (stated.get(key) for key in ("hidden_size", "num_attention_heads"))
+        accepted = dict(stated)
+        if "head_dim" in stated and all(type(one) is int and one > 0 for one in (width, heads)) and width % heads:
+            accepted["hidden_size"] = heads  # transformers' classes ask for a multiple, even with a `head_dim`
+        complete = config_class(**accepted)
         # speculators' files hold only the differences to the defaults of the class.
-        complete = config_class(**stated | _accepted_width(stated))
         fields = {key: stated.get(key, getattr(complete, key)) for key in _LAYER_FIELDS}
         fields["num_hidden_layers"] = self._num_layers()
         bias, mlp_bias = self.layer.get("attention_bias"), self.layer.get("mlp_bias")
@@ -236,11 +224,8 @@ class LayersReader:
     def _stated_ids(
         self, places: Iterable[tuple[Mapping[str, Any], Sequence[str], int]]
     ) -> tuple[str, list[int], int] | None:
-        """The first key that lists layer ids, the ids, and what is to be added to them; None if there is none.
-
-        Args:
-            places: a part of config.json, keys that must agree with each other, and what is added to ids there.
-        """
+        """The first key that lists layer ids, the ids, and what is to be added to them; None if there is none. Of
+        `places` a part of config.json, keys that must agree with each other, and what is added to ids there."""
         for source, keys, offset in places:
             found = {key: source[key] for key in keys if source.get(key) not in (None, [])}
             for key, ids in found.items():
@@ -273,11 +258,7 @@ class LayersReader:
     def _rope(self) -> dict[str, Any]:
         if "rope_parameters" in self.given:
             return self._decide("rope_parameters", None, "")
-        return self._trained_rope(read_rope(self.layer, self.dialect, self.name, self.decisions))
-
-    def _trained_rope(self, rope: dict[str, Any]) -> dict[str, Any]:
-        """The RoPE parameters that the drafter was trained with, given those that config.json states."""
-        return rope
+        return read_rope(self.layer, self.dialect, self.name, self.decisions)
 
     def _has_own(self, keyword: str, tensor: str, planned: bool) -> bool:
         """Whether the checkpoint has an embedding or head of its own, which the override `keyword` may require."""

@@ -37,16 +37,15 @@ _IDS = "pard2_target_layers"
 
 
 def read_draft_model(checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions) -> DraftModelConfig:
-    """Read the config.json of a causal language model, which is PARD's if it names a mask token.
-
-    Arguments as of `LayersReader.read`; `bind` checks whether the vocabularies fit.
-
-    Raises:
-        ValueError: expected a model that can draft, and a configuration that agrees with itself.
-    """
+    """Read the config.json of a causal language model, which is PARD's if it names a mask token; arguments and errors
+    as of `LayersReader.read`. `bind` checks whether the vocabularies fit."""
     stated = checkpoint.config
-    if holds_modules(stated, checkpoint.tensors or ()):
-        decisions.decide("family", DraftModelConfig.family, _why_not_mtp(checkpoint))
+    names = checkpoint.tensors or ()
+    if holds_modules(stated, names):
+        rule = "the target is another model than the one that the MTP modules in its weights are for; they are left out"
+        if not module_names(stated, names):
+            rule = "its config.json states MTP modules, but its weights hold none, and the target is another model"
+        decisions.decide("family", DraftModelConfig.family, rule)
     model = read_language_model(checkpoint)
     is_pard = stated.get("spd_type") == "pard" or stated.get("pard_token") is not None
     parallel, token = _read_drafting(checkpoint, is_pard, decisions)
@@ -95,19 +94,8 @@ def _read_drafting(checkpoint: Checkpoint, is_pard: bool, decisions: Decisions) 
     return parallel, token
 
 
-def _why_not_mtp(checkpoint: Checkpoint) -> str:
-    if module_names(checkpoint.config, checkpoint.tensors or ()):
-        return "the target is another model than the one that the MTP modules in its weights are for; they are left out"
-    return "its config.json states MTP modules, but its weights hold none, and the target is another model"
-
-
 def read_pard2(checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions) -> Pard2Config:
-    """Read the config.json of a PARD-2 drafter in AMD's own form; arguments as of `read_draft_model`.
-
-    Raises:
-        ValueError: expected a model that can draft, with a projection of hidden states, and a configuration that agrees
-            with itself and the projection.
-    """
+    """Read the config.json of a PARD-2 drafter in AMD's own form; arguments and errors as of `LayersReader.read`."""
     name, stated = checkpoint.name, checkpoint.config
     model = read_language_model(checkpoint)
     token = decisions.decide("mask_token_id", stated.get("pard_token"), "pard_token of config.json")
@@ -165,13 +153,8 @@ def _read_projection(checkpoint: Checkpoint, count: int, target: PreTrainedConfi
 def read_cache_reader(
     checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions
 ) -> CacheReaderConfig:
-    """Read the config.json of a Gemma 4 assistant, and K from its generation_config.json.
-
-    Arguments as of `LayersReader.read`.
-
-    Raises:
-        ValueError: expected an assistant that transformers knows.
-    """
+    """Read the config.json of a Gemma 4 assistant, and K from its generation_config.json; arguments and errors as of
+    `LayersReader.read`."""
     model, file = read_language_model(checkpoint), checkpoint.folder / "generation_config.json"
     settings = json.loads(file.read_text()) if file.is_file() else {}
     stated = settings.get("num_assistant_tokens") if isinstance(settings, Mapping) else None
@@ -184,11 +167,8 @@ def read_cache_reader(
 
 
 def read_language_model(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """transformers' configuration of the causal language model in `checkpoint`.
-
-    Raises:
-        ValueError: expected a decoder-only language model that is part of transformers.
-    """
+    """transformers' configuration of the language model in `checkpoint`; raises `ValueError` unless it is a
+    decoder-only model that is part of transformers."""
     model_type = checkpoint.config.get("model_type")
     found = f"{checkpoint.name} is a checkpoint of model_type {model_type!r}"
     if model_type not in CONFIG_MAPPING:

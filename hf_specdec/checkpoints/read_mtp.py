@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -39,9 +36,14 @@ def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions:
     output_rule = rule if family.norm_output else "as vLLM; transformers hands on the stream after the final norm"
     heads = "each module has a trained head" if "lm_head" in own else "the modules have copies of the target's, or none"
     copies = "the modules have copies of the target's"
+    block, num_layers = mtp_block_settings(text, num_modules), text.num_hidden_layers
+    # Of lists that have an entry for each layer and each module, the modules' part.
+    for name, value in text_settings(config).items():
+        if name in block and isinstance(value, list) and len(value) == num_layers + num_modules:
+            block[name] = value[num_layers:]
     return MtpConfig.for_target(
         text,
-        _block_settings(text, text_settings(config), num_modules),
+        block,
         hidden_first=decide("hidden_first", family.hidden_first, rule),
         norm_offset=decide("norm_offset", family.norm_offset, rule),
         norm_output=decide("norm_output", family.norm_output, output_rule),
@@ -97,11 +99,3 @@ def _text_config(checkpoint: Checkpoint, family: MtpFamily, decisions: Decisions
             f"transformers {transformers.__version__} does not have; a newer one may."
         )
     return CONFIG_MAPPING[known].from_dict(settings).get_text_config()
-
-
-def _block_settings(text: PreTrainedConfig, published: Mapping[str, Any], num_modules: int) -> dict[str, Any]:
-    """`mtp_block_settings`, with the modules' part of lists that have an entry for each layer and each module."""
-    block, num_layers = mtp_block_settings(text, num_modules), text.num_hidden_layers
-    lists = {name: value for name, value in published.items() if name in block and isinstance(value, list)}
-    longer = {name: value[num_layers:] for name, value in lists.items() if len(value) == num_layers + num_modules}
-    return block | longer

@@ -17,11 +17,7 @@ def rope_by_layer_type(rope: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def read_rope(layer: Mapping[str, Any], dialect: str, name: str, decisions: Decisions) -> dict[str, Any]:
     """RoPE in transformers 5's form, from `rope_parameters`, `rope_scaling` and `rope_theta` of `layer`, the part of
-    the config.json of the checkpoint `name` that describes its draft layers.
-
-    Raises:
-        ValueError: expected at most one set of RoPE parameters, as an object.
-    """
+    the config.json of the checkpoint `name` that describes its draft layers; raises `ValueError` for several ones."""
     stated = _stated_rope(layer, dialect, name, decisions)
     kind, rest = _split(stated)
     inner, outer = stated.get("rope_theta"), layer.get("rope_theta")

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..config import DrafterConfig
 from .checkpoint import Checkpoint
-from .quantised import check_not_quantised
+from .weight_files import check_not_quantised
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +73,8 @@ def plain_weight(weight: torch.Tensor) -> torch.Tensor:
 def check_tensors(checkpoint: Checkpoint, family: type[nn.Module], config: DrafterConfig) -> None:
     """Compare names and shapes of the files' tensors with those of a `family` model of this `config`; loads no weights.
 
-    Raises:
-        ValueError: expected exactly the model's tensors, once and not quantised but as `find_scale` reads them, and
-            offsets in `d2t`; names each difference.
+    Raises `ValueError` that names each difference, for quantised tensors but as `with_scales` reads them, and for a
+    `d2t` that has no offsets.
     """
     with checkpoint.config_errors(), torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in family(config).state_dict().items()}

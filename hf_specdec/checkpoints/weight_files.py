@@ -1,26 +1,48 @@
-"""Weight files of checkpoints: their headers, and the tensors that they hold."""
+"""Weight files of checkpoints: their headers, the tensors that they hold, and those of them that are quantised.
+
+Weights of 8 bits with scales are read as plain ones, other forms are refused. Names and layouts are as DeepSeek and
+transformers (`weight_scale_inv`, by blocks), compressed-tensors and NVIDIA ModelOpt (`weight_scale`, for a tensor, its
+rows or its blocks) write them.
+"""
 
 from __future__ import annotations
 
 import pickle
+import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .quantised import Scale
+_EIGHT_BITS = {"F8_E4M3", "F8_E5M2", "I8", "float8_e4m3fn", "float8_e5m2", "int8"}
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")
+# The published size of blocks where config.json does not state it.
+_BLOCK = 128
+
+# Scales of activations and of quantised caches, which weights in bfloat16 are run without.
+_UNUSED = re.compile(r"(.*\.)?((input|output|[qkv]|prob)_scale|input_global_scale)")
+# Parts of quantised weights, by the last parts of their names.
+_PARTS = re.compile(
+    r"(.*[._])?(scale|scales|scale_inv|scale_2|global_scale|zero_point|weight_packed|weight_shape|qweight|qzeros|g_idx"
+    r"|SCB|weight_format|absmax|quant_map|nested_absmax|nested_quant_map|blocks|bitsandbytes__\w+)"
+)
+
+
+class Scale(NamedTuple):
+    """The tensor by which a quantised weight is multiplied; `block` is the rows and columns that an entry of it is for,
+    None if its shape broadcasts to that of the weight.
+    """
+
+    name: str
+    file: Path
+    block: tuple[int, int] | None
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint, as its file's header describes it.
-
-    Attributes:
-        shape, dtype, file: of what is stored.
-        scale: by which a quantised weight is multiplied; None for others.
-    """
+    """A tensor of a checkpoint, as its file's header describes it; a quantised weight has a `scale`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -28,9 +50,11 @@ class StoredTensor(NamedTuple):
     scale: Scale | None = None
 
 
-def read_stored(places: Mapping[str, Path]) -> dict[str, torch.Tensor]:
-    """Load tensors as they are stored, by name, from the files that they are in."""
+def read_stored(tensors: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    """Load tensors by name, from the files that they are in; quantised ones are dequantised."""
+    scales = {name: tensor.scale for name, tensor in tensors.items() if tensor.scale is not None}
     by_file: dict[Path, list[str]] = {}
+    places = {name: tensor.file for name, tensor in tensors.items()} | {one.name: one.file for one in scales.values()}
     for name, file in places.items():
         by_file.setdefault(file, []).append(name)
     found: dict[str, torch.Tensor] = {}
@@ -41,6 +65,8 @@ def read_stored(places: Mapping[str, Path]) -> dict[str, torch.Tensor]:
         else:
             state = _load_pickle(file)
             found |= {name: state[name] for name in names}
+    for name, scale in scales.items():
+        found[name] = _dequantise(found[name], found.pop(scale.name), scale.block)
     return found
 
 
@@ -48,8 +74,11 @@ def read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
     """The tensors of the files by name."""
     tensors = {}
     for file in files:
-        read = _safetensors_header if file.suffix == ".safetensors" else _pickle_header
-        tensors.update(read(file))
+        if file.suffix == ".safetensors":
+            tensors |= _safetensors_header(file)
+        else:
+            for name, tensor in _load_pickle(file).items():
+                tensors[name] = StoredTensor(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), file)
     return tensors
 
 
@@ -67,13 +96,6 @@ def _safetensors_header(file: Path) -> dict[str, StoredTensor]:
         ) from error
 
 
-def _pickle_header(file: Path) -> dict[str, StoredTensor]:
-    return {
-        name: StoredTensor(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), file)
-        for name, tensor in _load_pickle(file).items()
-    }
-
-
 def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
     """A PyTorch state dict, memory-mapped where the file allows it; code in the file is never run."""
     try:
@@ -87,3 +109,76 @@ def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ValueError(f"{file} holds a {type(state).__name__}; expected a dictionary of tensors (a state dict).")
     return state
+
+
+def _find_scale(name: str, tensors: Mapping[str, Any], block: tuple[int, int] | None) -> Scale | None:
+    """The scale of the weight called `name` of `tensors`, the `StoredTensor`s by name; None if the weight is not
+    quantised in a form that `_dequantise` reads. `block` is what `_stated_block` returns.
+    """
+    weight = tensors[name]
+    scale_name = next((name + suffix for suffix in _SCALE_SUFFIXES if name + suffix in tensors), None)
+    if weight.dtype not in _EIGHT_BITS or scale_name is None or f"{name}_zero_point" in tensors:
+        return None
+    shape = tensors[scale_name].shape
+    is_one, is_row_each = all(size == 1 for size in shape), shape == weight.shape[:1]
+    if is_one or is_row_each or (len(shape) == len(weight.shape) and shape == (*weight.shape[:-1], 1)):
+        return Scale(scale_name, tensors[scale_name].file, None)
+    if len(shape) != len(weight.shape) or len(shape) < 2 or shape[:-2] != weight.shape[:-2]:
+        return None
+    for rows, columns in (block, (_BLOCK, _BLOCK)) if block is not None else ((_BLOCK, _BLOCK),):
+        if shape[-2:] == (-(-weight.shape[-2] // rows), -(-weight.shape[-1] // columns)):
+            return Scale(scale_name, tensors[scale_name].file, (rows, columns))
+    return None
+
+
+def _stated_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a block by the `quantization_config` of config.json; None if it states none."""
+    text = config.get("text_config")
+    for source in (config, text if isinstance(text, Mapping) else {}):
+        settings = source.get("quantization_config")
+        if not isinstance(settings, Mapping):
+            continue
+        groups = settings.get("config_groups")
+        weights = [one.get("weights") for one in (groups.values() if isinstance(groups, Mapping) else ()) if one]
+        blocks = [one.get("block_structure") for one in weights if isinstance(one, Mapping)]
+        for block in (settings.get("weight_block_size"), *blocks):
+            if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+                return block[0], block[1]
+    return None
+
+
+def _dequantise(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
+    """`weight` times its `scale`, in bfloat16; `block` as in `Scale`."""
+    values, factors = weight.float(), scale.float()
+    if block is not None:
+        for dim, size in zip((-2, -1), block, strict=True):
+            factors = factors.repeat_interleave(size, dim).narrow(dim, 0, values.shape[dim])
+    elif factors.numel() == 1:
+        factors = factors.reshape(())
+    elif factors.dim() == 1:
+        factors = factors.reshape(-1, *[1] * (values.dim() - 1))
+    return (values * factors).bfloat16()
+
+
+def check_not_quantised(names: Collection[str], checkpoint: str, what: str = "weights") -> None:
+    """Raise `ValueError` if one of the tensor `names` of a checkpoint belongs to a quantised weight, of which
+    `_find_scale` found no scale."""
+    parts = [name for name in names if _PARTS.fullmatch(name)]
+    if parts:
+        raise ValueError(
+            f"The {what} of {checkpoint} are quantised in a form that is not read here (they have {parts[0]}); "
+            "expected bfloat16, float16 or float32, or 8 bits with a scale for a tensor, its rows or its blocks. Use a "
+            f"checkpoint whose {what} are not quantised."
+        )
+
+
+def with_scales(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """`tensors` with the scales of quantised weights as a part of these, and without scales that are not used."""
+    block = _stated_block(config)
+    scales = {name: _find_scale(name, tensors, block) for name in tensors}
+    parts = {scale.name for scale in scales.values() if scale is not None}
+    return {
+        name: tensor._replace(scale=scales[name])
+        for name, tensor in tensors.items()
+        if name not in parts and not _UNUSED.fullmatch(name)
+    }

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..cache.ragged_cache import RaggedCache
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.mtp_layouts import missing_experts, module_tensors, needed_tensors
-from ..checkpoints.quantised import check_not_quantised
+from ..checkpoints.weight_files import check_not_quantised
 from ..config import MtpConfig
 from ..errors import first_line
 from ..host.caches import cache_parameter

@@ -30,7 +30,7 @@ from ..errors import first_line
 from ..graphs.buckets import useful_drafts
 from ..graphs.cuda_graphs import on_device
 from ..host.caches import OUTPUT_NAME, given_cache, is_of_caller
-from ..host.generation import GenerateOutput, assisted_decoding, mask_length
+from ..host.generation import GenerateOutput, mask_length
 from ..kernels.types import Proposal, VerificationResult
 from ..modules.module_hooks import hooks_of, without_hooks
 from ..modules.patch import engine as running_engine
@@ -154,7 +154,7 @@ def _run(
     )
     with on_device(model.device), running_engine(), looked_at_once():
         if engine == "stock":
-            return assist(assisted_decoding, inputs_tensor, model_kwargs, call)
+            return assist(inputs_tensor, model_kwargs, call)
         prepared = for_static_engine(call, model_kwargs, by_target)
         if isinstance(prepared, str):
             raise ValueError(prepared)

@@ -11,7 +11,7 @@ import platform
 from importlib import metadata
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from .. import __version__
 from ..errors import first_line
@@ -42,7 +42,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if arguments.parts:
         print(parts_table())
         return 0
-    lacks_triton = torch.cuda.is_available() and _installed("triton") is None
+    lacks_triton = torch.cuda.is_available() and installed_version("triton") is None
     obstacles = [one for one in (why_broken(), _NO_TRITON if lacks_triton else None) if one is not None]
     print("\n".join(_describe_installation()))
     for obstacle in obstacles:
@@ -57,7 +57,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     return bool(obstacles) or reason is not None
 
 
-def _installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -69,7 +69,7 @@ def _describe_installation() -> list[str]:
     for package in _PACKAGES:
         note = "" if package != "transformers" else f" (tested with {TESTED[0]} to {TESTED[1]})"
         note += ", newer than tested" if package == "transformers" and not is_tested() else ""
-        lines.append(f"{package:<17} {_installed(package) or 'not installed'}{note}")
+        lines.append(f"{package:<17} {installed_version(package) or 'not installed'}{note}")
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     lines.append(f"GPU               {', '.join(gpus) or 'none: rounds run on the CPU, without CUDA graphs'}")
     if gpus:
@@ -103,20 +103,16 @@ def _why_not_target(name: str, is_loaded: bool) -> tuple[str, str | None]:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         target = load_target(name, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
         return type(target).__name__, why_not_supported(target) or why_not_equivalent(target, "static")
-    target = _without_weights(name)
-    return type(target).__name__, why_not_supported(target)
-
-
-def _without_weights(name: str) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(name)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            target = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # a class may raise anything
         raise ValueError(
             f"transformers makes no causal language model of {name} ({type(error).__name__}: {first_line(error)}); "
             "expected a decoder-only target."
         ) from error
+    return type(target).__name__, why_not_supported(target)
 
 
 def parts_table() -> str:

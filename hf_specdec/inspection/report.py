@@ -16,7 +16,7 @@ from ..auto import AutoDrafter, NormalizedCheckpoint, find_checkpoint, read_chec
 from ..checkpoints.checkpoint import Checkpoint, check_folder
 from ..config import DraftLayersConfig
 from ..prompt_sources import encode
-from .self_check import SelfCheck, self_check
+from .self_check import self_check
 
 PROMPT = "Explain in a few sentences why the sky is blue, and then write a short poem about it."
 # What families report (`DrafterConfig.report`) is shown under these titles, or else their own.
@@ -47,11 +47,7 @@ def add_inspect(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:
-    """Print the report.
-
-    Raises:
-        OSError, ValueError: expected a checkpoint that can be read, and, for the self-check, one that fits the target.
-    """
+    """Print the report; raises `OSError` or `ValueError` for a checkpoint that cannot be read, or checked by itself."""
     if arguments.self_check and arguments.target is None:
         raise ValueError("--self-check compares the drafter with its target; pass --target too.")
     if arguments.revision is not None and Path(arguments.repo).is_dir():
@@ -72,7 +68,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     if target is not None:
         report["target"] = describe_fit(found, target, arguments.target)
     if arguments.self_check:
-        report["self_check"] = describe_self_check(run_self_check(arguments, located))
+        report["self_check"] = run_self_check(arguments, located)
     print(json.dumps(report, indent=2) if arguments.json else render(report))
 
 
@@ -104,27 +100,13 @@ def describe_fit(found: NormalizedCheckpoint, target: PreTrainedConfig, name: st
     return report if layer_ids is None else report | {"aux_hidden_state_layer_ids": layer_ids}
 
 
-def run_self_check(arguments: argparse.Namespace, located: dict[str, Any]) -> SelfCheck:
-    """Load the drafter and the target that `arguments` name, and score the interpretations."""
+def run_self_check(arguments: argparse.Namespace, located: dict[str, Any]) -> dict[str, Any]:
+    """Load the drafter and the target that `arguments` name, and score the interpretations; as JSON values."""
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype="auto", token=arguments.token)
     target = target.to(device).eval()
     drafter = AutoDrafter.from_pretrained(arguments.repo, target, **located)
-    return self_check(drafter, target, _prompt(arguments.target, arguments.token, target))
-
-
-def _prompt(name: str, token: str | None, target: PreTrainedModel) -> torch.Tensor:
-    """`[1, n]` token ids: `PROMPT` in the target's chat format if it has one; without a tokenizer, any 16 tokens."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, token=token)
-    except (OSError, ValueError):
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(target.config.get_text_config().vocab_size, (1, 16), generator=generator)
-    return encode(tokenizer, [PROMPT], return_tensors="pt").input_ids
-
-
-def describe_self_check(result: SelfCheck) -> dict[str, Any]:
-    """The report on the self-check, as JSON values."""
+    result = self_check(drafter, target, _prompt(arguments.target, arguments.token, target))
     scores = [
         {"interpretation": score.interpretation, "agreement": list(score.agreement), "mean": score.mean}
         for score in result.scores
@@ -136,6 +118,16 @@ def describe_self_check(result: SelfCheck) -> dict[str, Any]:
         "conclusion": result.conclusion,
         "scores": scores,
     }
+
+
+def _prompt(name: str, token: str | None, target: PreTrainedModel) -> torch.Tensor:
+    """`[1, n]` token ids: `PROMPT` in the target's chat format if it has one; without a tokenizer, any 16 tokens."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, token=token)
+    except (OSError, ValueError):
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(target.config.get_text_config().vocab_size, (1, 16), generator=generator)
+    return encode(tokenizer, [PROMPT], return_tensors="pt").input_ids
 
 
 def render(report: dict[str, Any]) -> str:

@@ -22,12 +22,8 @@ NUM_STEPS = 3
 
 
 class Score(NamedTuple):
-    """How often draft tokens under an interpretation are the target's most likely tokens.
-
-    Attributes:
-        agreement: a fraction for each draft step.
-        hits: `[n]` bool, over all steps and positions; n is the same for every interpretation.
-    """
+    """How often draft tokens under an interpretation are the target's most likely tokens: the share of each draft step,
+    and `hits` `[n]` bool over all steps and positions; n is the same for every interpretation."""
 
     interpretation: Overrides
     agreement: tuple[float, ...]
@@ -73,29 +69,21 @@ def interpretations_of(
 ) -> list[Overrides]:
     """Every interpretation that a checkpoint of this configuration may have been trained for, the current one first.
 
-    Args:
-        config: the drafter's.
-        aux_hidden_state_layer_ids: the current ones, ascending.
-        num_layers: of the target. Layer ids one lower and one higher are tried where they exist.
-        target_rope: RoPE parameters of the target, also by type of layer. A drafter may have been trained with their
-            scaling without stating it.
+    Layer ids one lower and one higher than the current ones, ascending, are tried where the target has them, and the
+    target's RoPE parameters, also by type of layer: a drafter may have been trained with their scaling without saying
+    so.
     """
     choices: dict[str, list[Any]] = {}
     if aux_hidden_state_layer_ids:
         shifted = [[layer_id + shift for layer_id in aux_hidden_state_layer_ids] for shift in (0, 1, -1)]
         choices["aux_hidden_state_layer_ids"] = [ids for ids in shifted if ids[0] >= 0 and ids[-1] <= num_layers]
     choices |= config.readings()
-    ropes = _ropes(config.rope_parameters, list(rope_by_layer_type(target_rope).values()) or [target_rope])
-    return [dict(zip(choices, values, strict=True)) | rope for *values, rope in product(*choices.values(), ropes)]
-
-
-def _ropes(own: dict[str, Any], theirs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """RoPE that a drafter may have been trained with, its `own` first; `theirs` is that of the target's layers."""
+    own, theirs = config.rope_parameters, list(rope_by_layer_type(target_rope).values()) or [target_rope]
     bases = [float(rope.get("rope_theta", DEFAULT_ROPE_THETA)) for rope in theirs]
     known = {own["rope_type"], "default", *LENGTH_DEPENDENT}
-    return [{"rope_theta": theta} for theta in dict.fromkeys((own["rope_theta"], DEFAULT_ROPE_THETA, *bases))] + [
-        {"rope_parameters": dict(rope)} for rope in theirs if rope.get("rope_type", "default") not in known
-    ]
+    ropes = [{"rope_theta": theta} for theta in dict.fromkeys((own["rope_theta"], DEFAULT_ROPE_THETA, *bases))]
+    ropes += [{"rope_parameters": dict(rope)} for rope in theirs if rope.get("rope_type", "default") not in known]
+    return [dict(zip(choices, values, strict=True)) | rope for *values, rope in product(*choices.values(), ropes)]
 
 
 def with_interpretation(
@@ -122,14 +110,11 @@ def with_interpretation(
 def self_check(
     drafter: DraftLayersDrafter, target: PreTrainedModel, input_ids: torch.Tensor, num_new_tokens: int = 128
 ) -> SelfCheck:
-    """Score every interpretation of a bound drafter on a prompt and the target's greedy continuation of it.
+    """Score every interpretation of a bound drafter on a prompt `[1, n]` int64 and the target's greedy continuation of
+    it.
 
-    The target runs once over the text. Under each interpretation the drafter then drafts `NUM_STEPS` tokens from every
-    position, and is scored by how often its most likely token is the target's.
-
-    Args:
-        drafter: bound to `target`, which is in eval mode.
-        input_ids: `[1, n]` int64 prompt.
+    The target, in eval mode, runs once over the text. Under each interpretation the drafter then drafts `NUM_STEPS`
+    tokens from every position, and is scored by how often its most likely token is the target's.
     """
     input_ids = input_ids.to(target.device)
     text = target.generate(

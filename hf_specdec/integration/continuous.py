@@ -36,20 +36,6 @@ from .validation import TOKEN_DTYPES, check_call, check_tokens
 
 logger = logging.getLogger(__name__)
 
-_LENGTHS = ("max_length", "max_new_tokens")
-
-# Arguments of `generate()` that are no settings.
-_OF_CALL = (
-    "logits_processor",
-    "prefix_allowed_tokens_fn",
-    "stopping_criteria",
-    "tokenizer",
-    "streamer",
-    "synced_gpus",
-    "seeds",
-    "generator",
-    "tree",
-)
 # Settings that are inputs of the target, too.
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 
@@ -122,13 +108,9 @@ def generate_batch(
         return None if are_of_all_rows(found) else found
 
     with tqdm(total=len(prompts) * sequences, disable=not progress_bar, unit="request") as bar:
-
-        def on_finished(one: Request) -> None:
-            bar.update(1)
-
         run = ContinuousBatching(
             settings.max_requests_per_batch,
-            on_finished,
+            lambda one: bar.update(1),
             records_timestamps=record_timestamps,
             reuses_prefixes=settings.allow_block_sharing,
             processors_of=processors_of,
@@ -166,12 +148,8 @@ def call_of(
 ) -> tuple[Call, dict[str, Any]]:
     """A call by continuous batching, checked and prepared as `generate()` does it, and inputs of the target.
 
-    Args:
-        config: with all defaults filled in; it is changed.
-        prompts: `[length]` int64 each, on the host, with which the call is checked; the first one is the longest.
-
-    Raises:
-        ValueError: `model` cannot generate with `drafter` as asked.
+    It is checked with `prompts`, `[length]` int64 each on the host, the longest first. `config` is changed. Raises
+    `ValueError` if `model` cannot generate with `drafter` as asked.
     """
     config.use_cache = True  # trainers and servers leave it off for transformers' own continuous batching
     check_call(model, drafter, config.get_generation_mode(drafter), config, synced_gpus)
@@ -195,6 +173,10 @@ def call_of(
     fields = {"model": model, "prompts": read, "processors": shared, "criteria": criteria, "streamer": streamer}
     options = {"is_continuous": True, "tree": tree}
     return new_call(drafter, config, Randomness(seeds, generator), found, **options, **fields), model_kwargs
+
+
+# Arguments of `generate()` that are no settings: those of `call_of` besides the first ones.
+_OF_CALL = tuple(inspect.signature(call_of).parameters)[4:]
 
 
 def asked_logprobs(asked: bool | str | None) -> str | None:
@@ -222,11 +204,7 @@ def check_config(settings: ContinuousBatchingConfig) -> None:
 
 
 def tokens_of(prompt: Any, index: int) -> torch.Tensor:
-    """`prompt`, which is `inputs[index]`, as `[length]` int64 on the host.
-
-    Raises:
-        ValueError: it is not a list or a one-dimensional tensor of token ids, at least one.
-    """
+    """`prompt`, which is `inputs[index]`, as `[length]` int64 on the host; raises `ValueError` if it is no such."""
     try:
         tokens = torch.as_tensor(prompt, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -252,15 +230,11 @@ def _check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
 
 def check_length(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` if a call states how long texts may be with their prompts, whose lengths differ."""
-    asked = {name: _asked(name, model, config, kwargs) for name in _LENGTHS}
-    if asked["max_length"] is not None and asked["max_new_tokens"] is None:
+    places = [kwargs, *(vars(one) for one in (config, model.generation_config) if one is not None)]
+    names = ("max_length", "max_new_tokens")
+    longest, most_new = (next((one[name] for one in places if one.get(name) is not None), None) for name in names)
+    if longest is not None and most_new is None:
         raise ValueError(
-            f"max_length is {asked['max_length']}, which counts the tokens of a prompt, too, and max_new_tokens is not "
+            f"max_length is {longest}, which counts the tokens of a prompt, too, and max_new_tokens is not "
             "set; expected max_new_tokens, which holds for prompts of any length."
         )
-
-
-def _asked(name: str, model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> Any:
-    """The setting `name` of a call of `generate()`; None if nobody has made it."""
-    places = [kwargs, *(vars(one) for one in (config, model.generation_config) if one is not None)]
-    return next((one[name] for one in places if one.get(name) is not None), None)

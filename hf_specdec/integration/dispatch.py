@@ -24,7 +24,7 @@ from ..engine.continuous import check_continuous, decode_continuously
 from ..engine.static_engine import decode
 from ..graphs.cuda_graphs import on_device
 from ..host.caches import given_cache, is_of_caller
-from ..host.generation import BaseStreamer, GenerateOutput, assisted_decoding, make_cache, mask_length
+from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
 from ..hosting.eligibility import (
     check_batch_invariant,
     check_key_dtype,
@@ -148,15 +148,8 @@ def _with_present_hooks(call: Call, model_kwargs: dict[str, Any], is_continuous:
 
 
 def _choose_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Call, str]:
-    """`call` for the engine that runs it, with the reason, and that engine, `"static"` or `"stock"`.
-
-    Args:
-        model_kwargs: inputs of the target as prepared by `generate()`.
-        is_continuous: whether it is to run by continuous batching.
-
-    Raises:
-        ValueError: the static engine was forced and cannot run it.
-    """
+    """`call` for the engine that runs it, with the reason, and that engine, `"static"` or `"stock"`; raises
+    `ValueError` if the static engine was forced and cannot run it."""
     drafter = call.drafter
     on_static, obstacle = _fitted_to_static_engine(call, model_kwargs, is_continuous)
     if drafter.engine == "static" and obstacle is not None:
@@ -175,6 +168,9 @@ def _choose_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool
     call = replace(on_static if engine == "static" else call, reason=reason)
     if call.chooses_trees and (obstacle := why_no_tree(call, engine)) is not None:
         call = replace(call, chooses_trees=False, reason=f"{reason}; drafts are chains, since {obstacle}")
+    if engine == "stock" and call.is_auto:
+        _warn('num_assistant_tokens="auto" has no effect on the stock engine, where all rounds have the same K.')
+        call = replace(call, num_draft_tokens=drafter.num_own_draft_tokens, is_auto=False)
     return call, engine
 
 
@@ -200,17 +196,10 @@ def generate_with_drafter(
 ) -> GenerateOutput | torch.Tensor:
     """`GenerationMixin._assisted_decoding` for a `Drafter`: check the call, choose the engine and run it.
 
-    Args:
-        on_begin: called when the call was checked, before an engine runs it.
-        seeds, generator: keywords of `generate()` that a call with a `Drafter` has besides, see `Randomness`.
-        return_logprobs: another: `"processed"`, `"raw"` or `"both"`, see `SpeculativeOutput.logprobs`.
-        adapter_names: another: the LoRA adapter of each row, or `"__base__"`, as PEFT's own `generate()` takes it.
-        tree: another, see `Drafter.configure`; the drafter's if None.
-        input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, inputs_tensor,
-            tokenizer, model_kwargs: as `generate()` passes them.
-
-    Raises:
-        ValueError: no engine can run the call, or what was given is wrong.
+    `on_begin` is called when the call was checked, before an engine runs it. A call with a `Drafter` has the keywords
+    `seeds`, `generator` (see `Randomness`), `return_logprobs` (`"processed"`, `"raw"` or `"both"`, see
+    `SpeculativeOutput.logprobs`), `adapter_names` (as of PEFT's own `generate()`) and `tree` (see `Drafter.configure`)
+    besides. Raises `ValueError` if no engine can run the call, or what was given is wrong.
     """
     mask = model_kwargs.get("attention_mask")
     mask = None if mask is None else mask.cpu()  # read several times; the device is waited for once
@@ -242,7 +231,6 @@ def generate_with_drafter(
     call, engine = _choose_engine(call, model_kwargs, False)
     if engine == "stock" or call.inputs is not None:
         make_call_cache(model, generation_config, model_kwargs)
-    call = _for_engine(call, engine)
     _check_engine(call, engine, None)
     if engine == "static":
         check_tokens(model, input_ids.cpu(), mask)
@@ -263,7 +251,7 @@ def generate_with_drafter(
         check_stock_call(call, model_kwargs)
         check_stock(call, model_kwargs)
         on_begin()
-        output = assist(assisted_decoding, inputs_tensor, model_kwargs, call)
+        output = assist(inputs_tensor, model_kwargs, call)
     check_same_tokens(model, output if isinstance(output, torch.Tensor) else output.sequences)
     if attentions is not None:
         output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
@@ -292,18 +280,16 @@ def new_call(
     tree: int | str | None = None,
     **others: Any,
 ) -> Call:
-    """The call of `generate()`, or one by continuous batching, with its K and N.
+    """The call of `generate()`, or one by continuous batching, with its K and N; `others` are further fields of `Call`.
 
-    Args:
-        all_processors: of the call, and of its requests. Where one of them reads the text, which is one text, drafts
-            are chains.
-        tree: of the call; the drafter's if None.
-        others: further fields of `Call`.
+    Where one of `all_processors`, of the call and of its requests, reads the text, which is one text, drafts are
+    chains.
     """
     tree = drafter.tree if tree is None else drafter.check_tree(tree)
     readers = [type(one).__name__ for one in all_processors if type(one) not in POINTWISE_PROCESSORS]
     asked = _num_draft_tokens(drafter, config, randomness, is_continuous)
-    most = _most_draft_tokens(drafter) if asked == AUTO else asked
+    limit = drafter.most_draft_tokens
+    most = max(one for one in CANDIDATES if limit is None or one <= limit) if asked == AUTO else asked
     # Where chains are verified by rejection sampling, which trees are not, a call keeps to chains.
     is_match = not config.do_sample or drafter.verification == MATCH
     why_chains = ""
@@ -336,20 +322,9 @@ def generate_continuously(
     settings: ContinuousBatching,
     on_begin: Callable[[], object] = bool,
 ) -> list[Request]:
-    """Check a call, and run it by continuous batching on the static engine.
-
-    Args:
-        call: the call, whose own prompts are a few that it is checked with.
-        model_kwargs: inputs of the target for these.
-        prompts: `[length]` int64 each, on the host, of the requests; none if requests arrive.
-        on_begin: called when the call was checked.
-
-    Returns:
-        a request for each of `prompts`.
-
-    Raises:
-        ValueError: the static engine cannot run the call.
-    """
+    """Check a call, and run it by continuous batching on the static engine: a request for each of `prompts`, `[length]`
+    int64 on the host, none if requests arrive. It is checked with a few prompts of its own, for which `model_kwargs`
+    are. Raises `ValueError` if the static engine cannot run it."""
     model = call.model
     with lock_of(model), on_device(model.device), engine_context(), Evaluation(call.drafter), looked_at_once():
         call = on_static_engine(call, model_kwargs, prompts)
@@ -406,28 +381,11 @@ def make_call_cache(model: PreTrainedModel, config: GenerationConfig, model_kwar
         make_cache(model, config, model_kwargs, *args, **kwargs)
 
 
-def _for_engine(call: Call, engine: str) -> Call:
-    """`call` without what `engine` does not have."""
-    if engine == "stock" and call.is_auto:
-        _warn('num_assistant_tokens="auto" has no effect on the stock engine, where all rounds have the same K.')
-        return replace(call, num_draft_tokens=call.drafter.num_own_draft_tokens, is_auto=False)
-    return call
-
-
 def on_static_engine(call: Call, model_kwargs: dict[str, Any], prompts: Sequence[torch.Tensor] | None) -> Call:
-    """`call`, checked, as the static engine runs it, a pass for several texts; `prompts` as of `_call_of`.
-
-    Raises:
-        ValueError: the static engine cannot run it.
-    """
+    """`call` as the static engine runs it, a pass for several texts; raises `ValueError` if it cannot. `prompts` as of
+    `_call_of`."""
     _drop_empty_attentions(call, model_kwargs)
     call, engine = _choose_engine(call, model_kwargs, True)
-    _check_continuous(call, engine)
-    _check_engine(call, engine, prompts)
-    return call
-
-
-def _check_continuous(call: Call, engine: str) -> None:
     if engine != "static":
         raise ValueError(
             f"Continuous batching runs on the static engine, but {type(call.model).__name__} with this drafter runs "
@@ -439,6 +397,8 @@ def _check_continuous(call: Call, engine: str) -> None:
             "must run them in a pass of their own; expected a target whose text is causal. Use "
             "generate(assistant_model=...)."
         )
+    _check_engine(call, engine, prompts)
+    return call
 
 
 def _num_draft_tokens(
@@ -452,9 +412,3 @@ def _num_draft_tokens(
     # Drawn texts depend on K, which "auto" chooses by time: a call with seeds is to be repeatable.
     is_free = is_continuous and not (config.do_sample and randomness.is_given)
     return drafter.num_draft_tokens(asked.get("num_assistant_tokens"), is_free)
-
-
-def _most_draft_tokens(drafter: Drafter) -> int:
-    """The largest K that is tried where it is chosen round by round."""
-    limit = drafter.most_draft_tokens
-    return max(one for one in CANDIDATES if limit is None or one <= limit)

@@ -52,15 +52,9 @@ def processors_of_prompt(
     processors: LogitsProcessorList | None = None,
     prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
 ) -> LogitsProcessorList:
-    """The processors of `generate()` for a prompt, in its order, on the device of the prompt.
+    """The processors of `generate()` for a `prompt` `[length]` int64, in its order, on its device.
 
-    Args:
-        config: of the call, with all defaults filled in.
-        prompt: `[length]` int64.
-        ends: tokens that end its text.
-
-    Raises:
-        ValueError: a setting is wrong, or a processor keeps state from one token to the next.
+    Raises `ValueError` if a setting is wrong, or a processor keeps state from one token to the next.
     """
     try:
         found = logits_processors(model, config, prompt, max_new_tokens, ends, processors, prefix_allowed_tokens_fn)
@@ -78,13 +72,6 @@ def are_of_all_rows(processors: LogitsProcessorList) -> bool:
     return all(type(one) in POINTWISE_PROCESSORS for one in processors)
 
 
-def _of_python(value: Any) -> Any:
-    """`value`; a number of NumPy as one of Python, which transformers asks for."""
-    if isinstance(value, Real) and not isinstance(value, bool):
-        return int(value) if isinstance(value, Integral) else float(value)
-    return value
-
-
 def own_config(
     model: PreTrainedModel,
     config: GenerationConfig,
@@ -97,18 +84,14 @@ def own_config(
 ) -> GenerationConfig | None:
     """The settings of a request whose scores are processed by themselves; None if they are processed with all rows.
 
-    Args:
-        options: settings of the request, which take the place of those of `config`.
-        samples_each: whether rows have `SAMPLING_OPTIONS` of their own, see `RowSampling`.
-        others: as of `processors_of_prompt`.
-
-    Raises:
-        ValueError: see `processors_of_prompt`.
+    Its `options` take the place of settings of `config`; `samples_each`: rows have `SAMPLING_OPTIONS` of their own.
     """
     config = copy.copy(config)
     for name, value in options.items():
+        if isinstance(value, Real) and not isinstance(value, bool):  # of NumPy; transformers asks for Python's
+            value = int(value) if isinstance(value, Integral) else float(value)
         if value is not None:
-            setattr(config, name, _of_python(value))
+            setattr(config, name, value)
     if config.do_sample and config.temperature == 0:
         config.do_sample = False
     found = processors_of_prompt(model, config, prompt, max_new_tokens, ends, processors)

@@ -19,17 +19,8 @@ TOKEN_DTYPES = (torch.int64, torch.int32)
 def check_prompts(
     input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None, model_kwargs: dict[str, Any]
 ) -> None:
-    """Check shapes and dtypes of the prompts of a call.
-
-    Args:
-        input_ids: as prepared by `generate()`.
-        mask: the attention mask, likewise, on the host.
-        cache: that the call continues; None, or an empty one, for none.
-        model_kwargs: inputs of the model, likewise.
-
-    Raises:
-        ValueError: they are not `[batch, length]` token ids, with an attention mask of the same shape or none.
-    """
+    """Raise `ValueError` unless prompts are `[batch, length]` token ids, with a `mask` of that shape, on the host, or
+    none; the call continues `cache`."""
     if model_kwargs.get("inputs_embeds") is not None and input_ids.shape[-1] == 0:
         raise ValueError("The prompt was given as inputs_embeds without input_ids, but a drafter reads token ids.")
     if input_ids.dim() != 2 or input_ids.numel() == 0:
@@ -53,16 +44,8 @@ def check_prompts(
 
 
 def check_tokens(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
-    """Check that the tokens of the prompts are in the vocabulary; an id outside ends a process that uses a GPU.
-
-    Args:
-        model: the target.
-        input_ids: `[B, P]`, on the host.
-        attention_mask: `[B, P or more]`, on the host; None if all are tokens.
-
-    Raises:
-        ValueError: naming a token outside the vocabulary.
-    """
+    """Raise `ValueError` if a token of `[B, P]` prompts is outside the vocabulary, which ends a process on a GPU. All
+    is on the host, and masks are `[B, P or more]`."""
     weight = getattr(model.get_input_embeddings(), "weight", None)
     size = max(model.config.get_text_config().vocab_size, 0 if weight is None or weight.dim() != 2 else len(weight))
     tokens = input_ids if attention_mask is None else input_ids.where(attention_mask[:, -input_ids.shape[1] :] != 0, 0)
@@ -75,17 +58,10 @@ def check_tokens(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask
 
 
 def check_cache(cache: Any, config: GenerationConfig) -> None:
-    """Check that the cache of a call is one of transformers', which stores keys and values as it is given them.
+    """Raise `ValueError` unless the cache of a call is one of transformers', which stores keys and values as they are.
 
-    Rounds run on a cache of the engine, and drafts that are rejected are taken back from that of the call. What a cache
-    does with its tokens besides, such as rounding or dropping them, plain `generate()` would have in its text.
-
-    Args:
-        cache: as `generate()` has it; any object.
-        config: as prepared by `generate()`.
-
-    Raises:
-        ValueError: it rounds, it is static and offloaded, or its `update()` or that of a layer is not transformers'.
+    Drafts that are rejected are taken back from it, and what it does besides, such as rounding or dropping tokens,
+    plain `generate()` would have in its text.
     """
     asked = config.cache_implementation
     if asked not in (None, "offloaded") and asked.startswith("offloaded"):
@@ -103,19 +79,14 @@ def check_cache(cache: Any, config: GenerationConfig) -> None:
             "a cache that stores them as they are. Drop it or assistant_model."
         )
     for part in parts:
-        if not _is_of_transformers(part, "update"):
+        update = getattr(part, "update", None)
+        if update is not None and getattr(update, "__module__", "").partition(".")[0] != "transformers":
             kind = part if isinstance(part, type) else type(part)
             raise ValueError(
                 f"{what}, in which update() of {kind.__name__} is not transformers' own ({kind.__module__}), so it is "
                 "not known what it does with the tokens of a text and with rejected drafts; expected one of "
                 "transformers' caches, such as DynamicCache. Drop it or assistant_model."
             )
-
-
-def _is_of_transformers(owner: Any, name: str) -> bool:
-    """Whether the method `name` of an object or class is transformers' own, or there is none."""
-    method = getattr(owner, name, None)
-    return method is None or getattr(method, "__module__", "").partition(".")[0] == "transformers"
 
 
 def _is_gathered(model: PreTrainedModel) -> bool:

@@ -31,12 +31,8 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 
 
 class StopStringQueue:
-    """The queue of a streamed answer, of which its handler reads text as far as no stop string begins in it.
-
-    Args:
-        source: the queue that is filled: strings, others objects, and None at the end.
-        stops: strings that end the answer, which are no part of it.
-    """
+    """The queue of a streamed answer, of which its handler reads text as far as none of `stops`, which end the answer
+    and are no part of it, begins in it. `source` is filled with strings, others objects, and None at the end."""
 
     def __init__(self, source: asyncio.Queue, stops: Sequence[str]):
         self._source, self._stops = source, stops
@@ -48,11 +44,7 @@ class StopStringQueue:
         return self._ready.popleft()
 
     def get_nowait(self) -> Any:
-        """As of `asyncio.Queue`.
-
-        Raises:
-            asyncio.QueueEmpty: nothing is there.
-        """
+        """As of `asyncio.Queue`, of which it raises `QueueEmpty`."""
         while not self._ready:
             self._take(self._source.get_nowait())
         return self._ready.popleft()
@@ -100,19 +92,18 @@ class _ScoredToken(NamedTuple):
     text: str
     start: int
 
+    def entry(self) -> dict[str, Any]:
+        """In the form of chats; bytes of tokens that are no special ones."""
+        octets = list(self.text.encode()) if self.name == self.text else None
+        return {"token": self.name, "logprob": self.logprob, "bytes": octets, "top_logprobs": []}
+
 
 class AnswerLogprobs:
     """Log-probabilities of the tokens of an answer, in the form of OpenAI's chats and completions.
 
-    The text of a token is what it adds to the answer: those of all tokens are the answer. A token that ends inside of a
-    character adds nothing, that which completes it all of it. Special tokens, such as that which ends the answer, have
-    their name and no bytes.
-
-    Args:
-        stops: strings that end the answer, which are no part of it.
-
-    Attributes:
-        tokenizer: of the target; to be set before results are read.
+    The text of a token is what it adds to the answer: those of all tokens are the answer, up to one of `stops`. A token
+    that ends inside of a character adds nothing, that which completes it all of it. Special tokens, such as that which
+    ends the answer, have their name and no bytes. The `tokenizer` is to be set before results are read.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -147,7 +138,7 @@ class AnswerLogprobs:
                     "text_offset": [one.start for one in tokens],
                 }
             elif tokens:
-                choice["logprobs"] = {"content": [_entry(one) for one in tokens]}
+                choice["logprobs"] = {"content": [one.entry() for one in tokens]}
         return answer
 
     def _next(self, is_last: bool) -> list[_ScoredToken]:
@@ -170,12 +161,6 @@ class AnswerLogprobs:
                     yield _event(self.added_to(chunk))
         finally:
             await stream.aclose()
-
-
-def _entry(token: _ScoredToken) -> dict[str, Any]:
-    is_special = token.name != token.text
-    octets = None if is_special else list(token.text.encode())
-    return {"token": token.name, "logprob": token.logprob, "bytes": octets, "top_logprobs": []}
 
 
 def _chunks(part: str) -> list[dict[str, Any]]:

@@ -72,13 +72,8 @@ _NUMBERS: dict[str, tuple[type, float, float, str]] = {
     "n": (int, 1, 128, "an int from 1 to 128"),
 }
 
-# Keywords of `add_request` for fields that are no fields of OpenAI.
-_OPTIONS = {
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "min_tokens": "min_new_tokens",
-    "repetition_penalty": "repetition_penalty",
-}
+# Fields that are none of OpenAI but keywords of `add_request`, where `min_tokens` is `min_new_tokens`.
+_OPTIONS = ("top_k", "min_p", "min_tokens", "repetition_penalty")
 
 
 class RefusedRequest(Exception):
@@ -91,17 +86,9 @@ class RefusedRequest(Exception):
 
 @dataclass(frozen=True)
 class ParsedBody:
-    """What a request asks for.
-
-    Attributes:
-        body: for transformers' handler.
-        options: keywords of `add_request`.
-        presence_penalty, frequency_penalty: as of OpenAI.
-        stops: strings that end an answer, and are no part of it.
-        n: answers.
-        has_logprobs: whether it asks for the log-probabilities of the tokens of answers.
-        has_length: whether it states how many tokens an answer may have.
-    """
+    """What a request asks for: the body for transformers' handler, `options` of `add_request`, penalties as of OpenAI,
+    strings that end an answer and are no part of it, `n` answers, whether with the log-probabilities of their tokens,
+    and whether it states how many tokens an answer may have."""
 
     body: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
@@ -118,14 +105,19 @@ class ParsedBody:
 
 
 def read_body(kind: str, body: Mapping[str, Any]) -> ParsedBody:
-    """What the body of a request of a `kind` asks for.
-
-    Raises:
-        RefusedRequest: it is malformed, or asks for what the server does not have.
-    """
+    """What the body of a request of a `kind` asks for; raises `RefusedRequest` if it is malformed, or asks for what the
+    server does not have."""
     given = {name: value for name, value in body.items() if value is not None}
     _check_text(given)
-    {CHAT: _check_messages, COMPLETION: _check_prompt, RESPONSE: _check_input}[kind](given)
+    if kind == CHAT:
+        _check_messages(given)
+    elif kind == COMPLETION:
+        prompt = given.get("prompt")
+        _check("prompt", prompt, isinstance(prompt, str) and prompt, "a string, not empty")
+    else:
+        items = given.get("input")
+        is_input = items and isinstance(items, (str, list)) and all(isinstance(one, (str, dict)) for one in items)
+        _check("input", items, is_input, "a string or a list of items, not empty")
     for name, values in _NEUTRAL.items():
         if name in given and given.pop(name) not in values:
             raise RefusedRequest(f"{name} is {body[name]!r:.80}, which this server does not have; expected no {name}.")
@@ -207,17 +199,6 @@ def _is_call(call: Any) -> bool:
     return isinstance(arguments, dict) or _is_config(arguments)
 
 
-def _check_prompt(given: Mapping[str, Any]) -> None:
-    prompt = given.get("prompt")
-    _check("prompt", prompt, isinstance(prompt, str) and prompt, "a string, not empty")
-
-
-def _check_input(given: Mapping[str, Any]) -> None:
-    items = given.get("input")
-    is_input = items and isinstance(items, (str, list)) and all(isinstance(one, (str, dict)) for one in items)
-    _check("input", items, is_input, "a string or a list of items, not empty")
-
-
 def _check_tools(given: dict[str, Any]) -> None:
     tools, choice = given.get("tools", []), given.pop("tool_choice", "auto")
     is_list = isinstance(tools, list) and all(isinstance(one, dict) for one in tools)
@@ -230,7 +211,7 @@ def _check_tools(given: dict[str, Any]) -> None:
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
     """Keywords of `add_request` for fields that transformers' handlers do not read; they are taken from `given`."""
-    options = {option: given.pop(name) for name, option in _OPTIONS.items() if name in given}
+    options = {name.replace("tokens", "new_tokens"): given.pop(name) for name in _OPTIONS if name in given}
     if "top_k" in options:
         options["top_k"] = max(options["top_k"], 0)
     if "repetition_penalty" in options:

@@ -76,29 +76,19 @@ class SpeculativeBatchingManager:
     ):
         check_length(model, generation_config, kwargs)
         self.model, self.drafter = model, drafter
-        self.continuous_batching_config = continuous_batching_config or ContinuousBatchingConfig()
-        check_config(self.continuous_batching_config)
+        hints, settings = workload_hints, continuous_batching_config or ContinuousBatchingConfig()
+        self.continuous_batching_config = settings
+        check_config(settings)
         self.generation_config, unknown = prepared_config(model, generation_config, **kwargs)
         check_known(unknown, "a manager")
-        self._queue = RequestQueue(self.continuous_batching_config)
-        self._factory = RequestFactory(
-            model, self.generation_config, self.continuous_batching_config, self._queue.is_in_use
-        )
-        self._call = ManagedCall(
-            model,
-            drafter,
-            self.generation_config,
-            self.continuous_batching_config,
-            _longest_of(workload_hints),
-            self._queue,
-            attachment,
-            tree,
-        )
-        self._rounds = (
-            RoundThread(self._call, self._queue)
-            if tensor_parallel_group(model) is None
-            else SplitRoundThread(self._call, self._queue, self.continuous_batching_config.cpu_group_timeout)
-        )
+        self._queue = RequestQueue(settings)
+        longest = 1 if hints is None else max(hints.max_prompt_length + hints.max_generated_length, 1)
+        config = self.generation_config
+        self._factory = RequestFactory(model, config, settings, self._queue.is_in_use)
+        self._call = ManagedCall(model, drafter, config, settings, longest, self._queue, attachment, tree)
+        self._rounds = RoundThread(self._call)
+        if tensor_parallel_group(model) is not None:
+            self._rounds = SplitRoundThread(self._call, settings.cpu_group_timeout)
         self.background_thread_status = self._rounds.status
         self._is_warming_up = False
         self._call.check()
@@ -255,12 +245,8 @@ class SpeculativeBatchingManager:
         return names
 
     def check_room(self, num_tokens: int) -> None:
-        """Check that a prompt of `num_tokens` tokens may be added.
-
-        Raises:
-            ValueError: the target has no positions for it.
-            queue.Full: `max_queue_size` requests wait.
-        """
+        """Raise `ValueError` if the target has no positions for a prompt of `num_tokens` tokens, `queue.Full` if
+        `max_queue_size` requests wait."""
         error = self._factory.why_too_long(num_tokens)
         if error is not None:
             raise ValueError(error)
@@ -287,12 +273,14 @@ class SpeculativeBatchingManager:
     # Results.
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """The next result, of `request_id` if it is given.
+        """The next result, of `request_id` if it is given; None after `timeout` seconds, and if none can come: the
+        thread does not run, or the request is over."""
 
-        Returns:
-            None after `timeout` seconds, and if none can come: the thread does not run, or the request is over.
-        """
-        return self._queue.results.take(request_id, lambda: self._expects(request_id), timeout)
+        def is_expected() -> bool:
+            is_running = self.is_running() and not self._rounds.has_stopped
+            return is_running and (request_id is None or self._rounds.expects(request_id))
+
+        return self._queue.results.take(request_id, is_expected, timeout)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Results as they come, until the manager stops."""
@@ -309,13 +297,3 @@ class SpeculativeBatchingManager:
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         """Call `callback` on the running event loop with every result of a request, those that have come included."""
         self._queue.results.add_handler(request_id, callback)
-
-    def _expects(self, request_id: str | None) -> bool:
-        """Whether a result may still come."""
-        is_running = self.is_running() and not self._rounds.has_stopped
-        return is_running and (request_id is None or self._rounds.expects(request_id))
-
-
-def _longest_of(hints: Any) -> int:
-    """Tokens of the longest text by the `WorkloadHints` of transformers."""
-    return max((hints.max_prompt_length + hints.max_generated_length) if hints is not None else 1, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
@@ -36,70 +37,65 @@ _WARMUP_PROMPT, _WARMUP_ANSWER = 161, 2
 _FILTERED = SamplingSettings(1.0, 50, 0.9)
 
 
+@dataclass
 class ManagedCall:
     """A call whose requests arrive while it runs; it may be made again and again.
 
-    Args:
+    Attributes:
         longest: tokens of the longest text that the first buffers are made for.
         requests: the queue that is told of their tokens.
         attachment, tree: see `SpeculativeBatchingManager`.
-
-    Attributes:
         evaluation: what the call that runs keeps the drafter, and by the attachment the target, in.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        drafter: Drafter,
-        generation_config: GenerationConfig,
-        settings: ContinuousBatchingConfig,
-        longest: int,
-        requests: RequestQueue,
-        attachment: Attachment | None = None,
-        tree: int | str | None = None,
-    ):
-        self.model, self._drafter = model, drafter
-        self._config, self._settings = generation_config, settings
-        self._samples_each = bool(settings.per_request_processors)
-        self._longest, self._tree = longest, tree
-        self._requests, self._attachment = requests, attachment
-        self.evaluation = Evaluation()
+    model: PreTrainedModel
+    drafter: Drafter
+    config: GenerationConfig
+    settings: ContinuousBatchingConfig
+    longest: int
+    requests: RequestQueue
+    attachment: Attachment | None = None
+    tree: int | str | None = None
+    evaluation: Evaluation = field(default_factory=Evaluation)
+
+    @property
+    def _samples_each(self) -> bool:
+        return bool(self.settings.per_request_processors)
 
     def run(self, arrivals: Arrivals) -> None:
         """Run the requests of `arrivals`."""
-        (config, _), processors = prepared_config(self.model, self._config), LogitsProcessorList()
+        (config, _), processors = prepared_config(self.model, self.config), LogitsProcessorList()
         if self._samples_each:
             config.do_sample, config.temperature, config.top_k, config.top_p = True, 1.0, 0, 1.0
             processors.append(RowSampling())
-        ends = sorted(end_tokens(self._config, None))
+        ends = sorted(end_tokens(self.config, None))
         config.eos_token_id, config.num_return_sequences = ends or None, 1
         if config.pad_token_id is None:
             config.pad_token_id = (ends or [0])[0]
         # Requests have limits of their own; this one bounds the drafts of a round.
         config.max_new_tokens = max(config.max_new_tokens or 0, 64)
         settings = ContinuousBatching(
-            max_rows=self._settings.max_requests_per_batch,
-            on_finished=self._requests.on_finished,
-            on_tokens=self._requests.on_tokens,
+            max_rows=self.settings.max_requests_per_batch,
+            on_finished=self.requests.on_finished,
+            on_tokens=self.requests.on_tokens,
             arrivals=arrivals,
-            longest=self._longest,
-            reuses_prefixes=self._settings.allow_block_sharing,
+            longest=self.longest,
+            reuses_prefixes=self.settings.allow_block_sharing,
             processors_of=self._processors_of,
         )
-        attachment, before = self._attachment, (self._drafter.stats, self.evaluation)
+        attachment, before = self.attachment, (self.drafter.stats, self.evaluation)
         with lock_of(self.model):
-            self.evaluation = Evaluation(self._drafter) if attachment is None else attachment.evaluation()
+            self.evaluation = Evaluation(self.drafter) if attachment is None else attachment.evaluation()
             try:
                 with self.evaluation:
                     with on_host():
                         prompts = [torch.zeros(1, dtype=torch.int64)]
-                        options = {"tree": self._tree}
-                        call, model_kwargs = call_of(self.model, self._drafter, config, prompts, processors, **options)
+                        options = {"tree": self.tree}
+                        call, model_kwargs = call_of(self.model, self.drafter, config, prompts, processors, **options)
                     generate_continuously(call, model_kwargs, (), settings)
             finally:
                 self.evaluation = before[1]
-            stats = self._drafter.stats
+            stats = self.drafter.stats
             if attachment is not None and stats is not before[0]:
                 attachment.note(stats, stats.seconds)
 
@@ -115,15 +111,11 @@ class ManagedCall:
 
         To be asked for while no run has patched the target.
         """
-        found = Signature(self.model, self._drafter)
+        found = Signature(self.model, self.drafter)
         return Fingerprint.of(self.model.device, found), hooks_of(found.hooked), found.versions
 
     def check(self) -> None:
-        """Make the call without a request.
-
-        Raises:
-            ValueError: continuous batching does not support the settings, the target or the drafter.
-        """
+        """Make the call without a request."""
         self.run(_Script([]))
 
     def warm_up_groups(self) -> list[list[Request]]:
@@ -133,10 +125,10 @@ class ManagedCall:
         policy = policy_of(self.model.device)
         if not policy.cuda_graphs:
             return []
-        most = self._settings.max_requests_per_batch or policy.max_rows
+        most = self.settings.max_requests_per_batch or policy.max_rows
         counts = {min(count, most) for count in (*row_sizes(most, is_captured=True), *GROUP_SIZES)}
-        prompt, ends = torch.zeros(1, dtype=torch.int64), end_tokens(self._config, None)
-        config = own_config(self.model, self._config, {}, prompt, _WARMUP_ANSWER, ends, self._samples_each)
+        prompt, ends = torch.zeros(1, dtype=torch.int64), end_tokens(self.config, None)
+        config = own_config(self.model, self.config, {}, prompt, _WARMUP_ANSWER, ends, self._samples_each)
         samplings = (GREEDY, _FILTERED) if self._samples_each and config is None else (SamplingSettings(),)
         return [
             [
@@ -147,7 +139,7 @@ class ManagedCall:
                     ends=ends,
                     sampling=sampling,
                     config=config,
-                    return_logprobs=asked_logprobs(self._settings.return_logprobs),
+                    return_logprobs=asked_logprobs(self.settings.return_logprobs),
                 )
                 for length in lengths
             ]
@@ -164,7 +156,7 @@ class ManagedCall:
     def _warmup_lengths(self, count: int) -> Iterator[list[int]]:
         """Lengths of `count` prompts each, for every chunk of packed prompts that may come."""
         yield [_WARMUP_PROMPT] * count
-        longest = max(self._longest - _WARMUP_ANSWER, _WARMUP_PROMPT)
+        longest = max(self.longest - _WARMUP_ANSWER, _WARMUP_PROMPT)
         for tokens in PACKED_TOKENS:
             many, rest = divmod(tokens, count)
             if count > 1 and many + 2 <= longest:

@@ -5,28 +5,36 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field
+from itertools import accumulate
 
 from ..calls.request import Request
 
 # Upper bounds of the histograms, in seconds.
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
+_TOKENS = {
+    "prompt": "Tokens of prompts.",
+    "generated": "Tokens that were generated.",
+    "drafted": "Draft tokens that were verified.",
+    "accepted": "Draft tokens that were accepted.",
+}
 
-@dataclass
+
 class Histogram:
-    """How many seconds things took.
+    """How many seconds things took: `counts` by the numbers of `BOUNDS`, the last one of those above all."""
 
-    Attributes:
-        counts: by the numbers of `BOUNDS`; the last one is of those above all.
-    """
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
-    total: float = 0.0
+    def __init__(self) -> None:
+        self.counts, self.total = [0] * (len(BOUNDS) + 1), 0.0
 
     def add(self, seconds: float) -> None:
         self.counts[bisect_left(BOUNDS, seconds)] += 1
         self.total += seconds
+
+    def samples(self) -> list[tuple[str, float]]:
+        """Suffixes of the name in the text format of Prometheus, and values."""
+        sums = list(accumulate(self.counts))
+        buckets = [(f'_bucket{{le="{bound}"}}', count) for bound, count in zip((*BOUNDS, "+Inf"), sums, strict=True)]
+        return [*buckets, ("_sum", self.total), ("_count", sums[-1])]
 
 
 class ManagerMetrics:
@@ -34,7 +42,7 @@ class ManagerMetrics:
 
     Attributes:
         requests: by outcome, `"finished"` and `"failed"`.
-        tokens: `"prompt"`, `"generated"`, `"drafted"` and `"accepted"` ones.
+        tokens: by the names of `_TOKENS`.
         first_token, whole: seconds from a request's arrival to its first token and to its end.
     """
 
@@ -59,38 +67,19 @@ class ManagerMetrics:
     def text(self, running: int, waiting: int) -> str:
         """All of it in the text format of Prometheus, with how many requests run and wait now."""
         with self._lock:
-            lines = []
-            for outcome in ("finished", "failed"):
-                lines.append(f'hf_specdec_requests_total{{outcome="{outcome}"}} {self.requests[outcome]}')
-            found = [("requests_total", "counter", "Requests that are over.", lines)]
-            for kind, about in (
-                ("prompt", "Tokens of prompts."),
-                ("generated", "Tokens that were generated."),
-                ("drafted", "Draft tokens that were verified."),
-                ("accepted", "Draft tokens that were accepted."),
-            ):
-                name = f"{kind}_tokens_total"
-                found.append((name, "counter", about, [f"hf_specdec_{name} {self.tokens[kind]}"]))
-            for name, about, value in (
-                ("requests_running", "Requests that have a row.", running),
-                ("requests_waiting", "Requests that wait for a row.", waiting),
-            ):
-                found.append((name, "gauge", about, [f"hf_specdec_{name} {value}"]))
-            for name, about, one in (
-                ("time_to_first_token_seconds", "From a request's arrival to its first token.", self.first_token),
-                ("request_seconds", "From a request's arrival to its end.", self.whole),
-            ):
-                found.append((name, "histogram", about, _lines(f"hf_specdec_{name}", one)))
+            outcomes = [(f'{{outcome="{one}"}}', self.requests[one]) for one in ("finished", "failed")]
+            tokens = [(f"{one}_tokens_total", about, [("", self.tokens[one])]) for one, about in _TOKENS.items()]
+            first, whole = self.first_token.samples(), self.whole.samples()
+            found = [
+                ("requests_total", "counter", "Requests that are over.", outcomes),
+                *((name, "counter", about, samples) for name, about, samples in tokens),
+                ("requests_running", "gauge", "Requests that have a row.", [("", running)]),
+                ("requests_waiting", "gauge", "Requests that wait for a row.", [("", waiting)]),
+                ("time_to_first_token_seconds", "histogram", "From a request's arrival to its first token.", first),
+                ("request_seconds", "histogram", "From a request's arrival to its end.", whole),
+            ]
         return "".join(
             f"# HELP hf_specdec_{name} {about}\n# TYPE hf_specdec_{name} {kind}\n"
-            + "".join(f"{one}\n" for one in lines)
-            for name, kind, about, lines in found
+            + "".join(f"hf_specdec_{name}{suffix} {value}\n" for suffix, value in samples)
+            for name, kind, about, samples in found
         )
-
-
-def _lines(name: str, histogram: Histogram) -> list[str]:
-    lines, count = [], 0
-    for bound, number in zip((*BOUNDS, "+Inf"), histogram.counts, strict=True):
-        count += number
-        lines.append(f'{name}_bucket{{le="{bound}"}} {count}')
-    return [*lines, f"{name}_sum {histogram.total}", f"{name}_count {count}"]

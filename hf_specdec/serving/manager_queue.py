@@ -18,9 +18,6 @@ from .manager_results import Results
 class RequestQueue:
     """Requests that are not over; when they end, their results go to `results`.
 
-    Args:
-        settings: `max_queue_size` is the most requests that wait for a row, 0 for any number.
-
     Attributes:
         changed: guards the queue and all that goes with it, and tells of changes. It is never held while waiting for
             the lock of the target.

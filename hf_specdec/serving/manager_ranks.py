@@ -17,7 +17,6 @@ from ..host.generation import BackgroundThreadStatus
 from ..modules.locks import lock_of
 from ..parallel.tensor_parallel import RankAgreement, is_first_rank
 from .manager_call import ManagedCall
-from .manager_queue import RequestQueue
 from .manager_thread import STOPPED, RoundThread
 
 # Seconds for which the first process waits for requests before it agrees with the others that there are none.
@@ -38,12 +37,7 @@ class _Said(enum.IntEnum):
 
 @dataclass
 class _News:
-    """What has happened at the first process.
-
-    Attributes:
-        withdrawn: requests that end at once, with an error for each.
-        failed: requests that have ended before a run got them.
-    """
+    """What has happened at the first process: `failed` requests have ended before a run got them."""
 
     arrived: list[Request] = field(default_factory=list)
     withdrawn: list[tuple[Request, str]] = field(default_factory=list)
@@ -54,14 +48,10 @@ class _News:
 
 
 class SplitRoundThread(RoundThread):
-    """A `RoundThread` of one of the processes that a target is split over.
+    """A `RoundThread` of one of the processes that a target is split over; `timeout` as of `RankAgreement`."""
 
-    Args:
-        timeout: see `RankAgreement`.
-    """
-
-    def __init__(self, call: ManagedCall, requests: RequestQueue, timeout: float | None):
-        super().__init__(call, requests)
+    def __init__(self, call: ManagedCall, timeout: float | None):
+        super().__init__(call)
         self._timeout = timeout
         self._ranks: RankAgreement | None = None
         # What the first process has not told the others of yet.
@@ -72,7 +62,7 @@ class SplitRoundThread(RoundThread):
         # told of yet.
         self._expected: set[str] = set()
         if self.takes_requests:
-            requests.on_failed = lambda request: self._news.failed.append(request)
+            self._requests.on_failed = lambda request: self._news.failed.append(request)
 
     def start(self) -> bool:
         if self.is_running:
@@ -111,11 +101,7 @@ class SplitRoundThread(RoundThread):
     # In the thread.
 
     def _agree(self, num_news: int = 0, is_open: bool = False, has_failed: bool = False) -> list[int]:
-        """What all processes say, by `_Said`.
-
-        Raises:
-            RuntimeError: another process has failed.
-        """
+        """What all processes say, by `_Said`; raises `RuntimeError` if another one has failed."""
         said = [0] * len(_Said)
         said[_Said.HAS_FAILED], said[_Said.NUM_NEWS], said[_Said.IS_OPEN] = has_failed, num_news, is_open
         with self._changed:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from math import inf
 from numbers import Integral, Real
@@ -62,13 +63,9 @@ class StopStrings(StopStringCriteria):
 
 
 class RequestFactory:
-    """Makes requests; several threads may use it at once.
-
-    Args:
-        settings: `seed` is that of requests without a seed, `per_request_processors` whether they may have
-            `SAMPLING_OPTIONS` and `PROCESSOR_OPTIONS` of their own, `return_logprobs` that of requests without it.
-        is_in_use: whether a request has an id, which is then given to no other.
-    """
+    """Makes requests; several threads may use it at once. `settings` are those of requests without a seed or
+    `return_logprobs`, and say whether they may have `SAMPLING_OPTIONS` and `PROCESSOR_OPTIONS` of their own. An id that
+    `is_in_use` is given to no other."""
 
     def __init__(
         self,
@@ -85,10 +82,12 @@ class RequestFactory:
         seed = settings.seed
         with on_host():
             self._seeds.manual_seed(int(torch.randint(0, 2**63 - 1, (1,))) if seed is None else seed)
-        self._num_named = 0
-        # What ends requests, by tokenizer and stop strings: making it reads the whole vocabulary.
-        self._kept: OrderedDict[tuple[int, tuple[str, ...]], tuple[Any, StoppingCriteriaList]] = OrderedDict()
         self._lock = threading.Lock()
+        self._names = map("req_{}".format, itertools.count())
+        # What ends requests, by tokenizer and stop strings: making it reads the whole vocabulary.
+        self._criteria = functools.lru_cache(MOST_STOP_STRINGS)(
+            lambda tokenizer, strings: StoppingCriteriaList([StopStrings(tokenizer, list(strings))])
+        )
 
     def make(
         self,
@@ -101,15 +100,7 @@ class RequestFactory:
         options: dict[str, Any],
         index: int = 0,
     ) -> list[Request]:
-        """A request, and one for each further sequence of its prompt, before it; `error` is set if it cannot run.
-
-        Args:
-            index: of the prompt, among those that are added together.
-            others: see `SpeculativeBatchingManager.add_request`.
-
-        Raises:
-            ValueError: an argument is wrong.
-        """
+        """A request, and one for each further sequence of its prompt, before it; `error` is set if it cannot run."""
         prompt = tokens_of(input_ids, index)
         check_tokens(self._model, prompt[None], None)
         options = dict(options)
@@ -125,7 +116,7 @@ class RequestFactory:
         sampling = self._sampling(options)
         config = own_config(self._model, self._config, options, prompt, limit, ends, self._samples_each, processors)
         if request_id is None:
-            request_id = self._new_id()
+            request_id = next(name for name in self._names if not self._is_in_use(name))
         return [
             Request(
                 index=0,
@@ -150,13 +141,6 @@ class RequestFactory:
             for number in range(count)
         ]
 
-    def _new_id(self) -> str:
-        with self._lock:
-            while True:
-                request_id, self._num_named = f"req_{self._num_named}", self._num_named + 1
-                if not self._is_in_use(request_id):
-                    return request_id
-
     def _stop_strings(self, strings: str | list[str] | None, tokenizer: Any) -> StoppingCriteriaList | None:
         found = [strings] if isinstance(strings, str) else strings
         if not isinstance(found, (list, tuple, NoneType)) or not all(isinstance(one, str) for one in found or ()):
@@ -165,17 +149,7 @@ class RequestFactory:
             return None
         if tokenizer is None:
             raise ValueError(f"stop_strings is {strings!r}, but tokenizer is not set; expected both.")
-        key = id(tokenizer), tuple(found)
-        with self._lock:
-            _, criteria = self._kept.get(key, (None, None))
-        if criteria is None:
-            criteria = StoppingCriteriaList([StopStrings(tokenizer, found)])
-        with self._lock:
-            self._kept[key] = tokenizer, criteria  # which keeps its id from others
-            self._kept.move_to_end(key)
-            while len(self._kept) > MOST_STOP_STRINGS:
-                self._kept.popitem(last=False)
-        return criteria
+        return self._criteria(tokenizer, tuple(found))
 
     def why_too_long(self, num_tokens: int) -> str | None:
         """Why a prompt of `num_tokens` tokens cannot run; None if the target has positions for it."""
@@ -261,11 +235,8 @@ def _is_number(value: Any) -> bool:
 
 
 def end_tokens(config: GenerationConfig, eos_token_id: int | list[int] | None) -> frozenset[int]:
-    """Tokens that end a request with `eos_token_id`; those of `config` if it is None.
-
-    Raises:
-        ValueError: they are no token ids, or too many.
-    """
+    """Tokens that end a request with `eos_token_id`, those of `config` if it is None; raises `ValueError` if they are
+    no token ids, or too many."""
     tokens = config.eos_token_id if eos_token_id is None else eos_token_id
     tokens = [] if tokens is None else tokens if isinstance(tokens, (list, tuple)) else [tokens]
     if not all(is_integer(one) and one < 2**63 for one in tokens):

@@ -17,11 +17,7 @@ ResultHandler: TypeAlias = Callable[[GenerationOutput], None]
 
 
 class Results:
-    """Results that nobody has taken yet, and the handlers of those that are to come.
-
-    Args:
-        changed: guards them, and tells of changes.
-    """
+    """Results that nobody has taken yet, and the handlers of those that are to come."""
 
     def __init__(self, changed: threading.Condition):
         self._changed = changed
@@ -64,11 +60,6 @@ class Results:
             for _ in tuple(self._numbers.get(request_id, ())):
                 self._next(request_id)
 
-    def _keep(self, result: GenerationOutput) -> None:
-        self._kept[self._num_kept] = result
-        self._numbers.setdefault(result.request_id, deque()).append(self._num_kept)
-        self._num_kept += 1
-
     def add_handler(self, request_id: str, callback: ResultHandler) -> None:
         """Call `callback` on the running event loop with every result of a request, those that are kept included."""
         loop = asyncio.get_running_loop()
@@ -87,7 +78,9 @@ class Results:
         for one in results:
             callback, loop = self._handlers.get(one.request_id, (None, None))
             if callback is None:
-                self._keep(one)
+                self._kept[self._num_kept] = one
+                self._numbers.setdefault(one.request_id, deque()).append(self._num_kept)
+                self._num_kept += 1
                 continue
             by_loop.setdefault(loop, []).append((callback, one))
             if one.is_finished():

@@ -15,7 +15,6 @@ from ..errors import first_line
 from ..host.generation import BackgroundThreadStatus
 from ..modules.locks import lock_of
 from .manager_call import ManagedCall
-from .manager_queue import RequestQueue
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +38,13 @@ class RoundThread:
         warm_ups: groups of `ManagedCall.warm_up_groups` that it is to run while there are no requests.
     """
 
-    def __init__(self, call: ManagedCall, requests: RequestQueue):
+    def __init__(self, call: ManagedCall):
         self.status = BackgroundThreadStatus()
         self.thread: threading.Thread | None = None
         self.warm_ups: deque[list[Request]] = deque()
-        self._call, self._requests = call, requests
+        self._call, self._requests = call, call.requests
         # Guards what follows, too.
-        self._changed = requests.changed
+        self._changed = self._requests.changed
         # Threads that are in `pause` or wait for it; whether the thread runs rounds, and does not wait in them.
         self._pauses: list[int] = []
         self._runs_rounds = False
@@ -103,11 +102,7 @@ class RoundThread:
             self._changed.notify_all()
 
     def request_stop(self, is_hard: bool) -> None:
-        """Ask the thread to stop: when all requests have ended, or after the round that runs if `is_hard`.
-
-        Raises:
-            RuntimeError: the calling thread is in `pause`.
-        """
+        """Ask the thread to stop: when all requests have ended, or after the round that runs if `is_hard`."""
         if threading.get_ident() in self._pauses:
             raise RuntimeError(
                 "stop() was called within pause(), in which no request can end; expected it after that. Leave the "
@@ -135,11 +130,7 @@ class RoundThread:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Context in which no round runs.
-
-        Raises:
-            RuntimeError: the thread does not run, or ends before it pauses.
-        """
+        """Context in which no round runs."""
         if not self.is_running:
             raise RuntimeError(
                 "pause() was called, but the manager does not run; expected it between start() and stop()."
@@ -161,12 +152,7 @@ class RoundThread:
                 self._changed.notify_all()
 
     def add(self, requests: list[Request]) -> None:
-        """Add the sequences of a request to the queue; waits for room, but not in an event loop.
-
-        Raises:
-            RuntimeError: the thread is stopping, or has ended by an error.
-            ValueError, queue.Full: see `RequestQueue.add`.
-        """
+        """Add the sequences of a request to the queue; waits for room, but not in an event loop."""
         with self._changed:
             if self._requests.is_full and not _is_in_event_loop():
                 self._changed.wait_for(lambda: not self._requests.is_full or self._is_stopping, SECONDS_TO_WAIT)

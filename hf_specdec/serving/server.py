@@ -171,12 +171,10 @@ class _OptionsManager:
 
 @contextmanager
 def serving(settings: ServeSettings) -> Iterator[None]:
-    """Context in which servers that transformers starts run requests by managers with a drafter.
+    """Context in which servers that transformers starts run requests by managers with a drafter; raises `ValueError` if
+    the server's dependencies are not installed, or this version of transformers has another server.
 
     Python's garbage collector ignores until the end of the context what there was when the last manager was made.
-
-    Raises:
-        ValueError: the server's dependencies are not installed, or this version of transformers has another server.
     """
     if not serving_parts.is_serve_available():
         raise ValueError(
@@ -263,11 +261,8 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
 def _fit(
     settings: ServeSettings, model: PreTrainedModel, config: GenerationConfig, length: int, parsed: ParsedBody
 ) -> None:
-    """Let the answer to a prompt of `length` tokens be no longer than there is room for it.
-
-    Raises:
-        RefusedRequest: there is none, or less than was asked for, where the target would have positions for more.
-    """
+    """Let the answer to a prompt of `length` tokens be no longer than there is room for it; raises `RefusedRequest` if
+    there is none, or less than was asked for, where the target would have positions for more."""
     room, is_end = settings.room(model, length)
     if room is None:
         return
@@ -288,13 +283,8 @@ def _fit(
 def _options_of(
     config: GenerationConfig, base: GenerationConfig, processor: Any, parsed: ParsedBody, length: int
 ) -> dict[str, Any]:
-    """Keywords of `add_request` for a request with the generation config `config` and a prompt of `length` tokens.
-
-    `base` is the configuration of all other requests.
-
-    Raises:
-        RefusedRequest: it has settings that requests cannot have of their own.
-    """
+    """Keywords of `add_request` for a prompt of `length` tokens with the generation config `config`, where others have
+    `base`; raises `RefusedRequest` for settings that requests cannot have of their own."""
     others = sorted(
         name
         for name, value in vars(config).items()
@@ -368,19 +358,14 @@ def _checking_handler(
         streams = [one.body_iterator for one in found if isinstance(one, StreamingResponse)]
         if failed is not None:
             for one in streams:
-                await _close_stream(one)
+                await anext(one, None)  # which nobody reads: it ends its request, as if its client had left
+                await one.aclose()
             raise failed
         if streams:
             return StreamingResponse(join_streams(streams), media_type="text/event-stream")
         return JSONResponse(join(found))
 
     return handle_request
-
-
-async def _close_stream(stream: Any) -> None:
-    """Let a stream that nobody reads end its request, as if its client had left."""
-    await anext(stream, None)
-    await stream.aclose()
 
 
 def _build_server(
@@ -491,11 +476,7 @@ def add_serve(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run_serve(arguments: argparse.Namespace) -> None:
-    """Run the server until it is stopped.
-
-    Raises:
-        OSError, ValueError: an argument is invalid, or the server cannot be started.
-    """
+    """Run the server until it is stopped."""
     adapters = dict(one.partition("=")[::2] for one in arguments.adapter)
     wrong = len(adapters) < len(arguments.adapter) or not all(adapters.keys()) or not all(adapters.values())
     if wrong or {arguments.target, NO_ADAPTER} & adapters.keys():

@@ -66,13 +66,8 @@ def autocast_dtype(model: PreTrainedModel) -> torch.dtype | None:
 
 
 def is_exact_arithmetic(model: PreTrainedModel, logits: torch.Tensor) -> bool:
-    """Whether equal computations give equal logits up to rounding errors of float32.
-
-    Args:
-        model: the target.
-        logits: of it. Its `forward` may round what it computes, whatever the dtype of its weights: mixed precision of
-            trainers is a `forward` under autocast.
-    """
+    """Whether equal computations of `model`, whose `logits` are given, agree up to rounding errors of float32; a
+    `forward` under autocast, as in trainers' mixed precision, rounds whatever the dtype of the weights is."""
     if autocast_dtype(model) not in (None, torch.float32):
         return False
     if any(torch.equal(logits, logits.to(dtype).to(logits)) for dtype in (torch.bfloat16, torch.float16)):
@@ -115,11 +110,7 @@ def generate_greedily(model: PreTrainedModel, inputs: dict[str, Any], count: int
 
 
 def plain_texts(model: PreTrainedModel, count: int, *inputs: Inputs) -> list[Generated]:
-    """What plain `generate()` generates after each of `inputs`.
-
-    Raises:
-        PlainFails: it raises an error.
-    """
+    """What plain `generate()` generates after each of `inputs`; raises `PlainFails` for any error of it."""
     try:
         return [generate_greedily(model, one, count) for one in inputs]
     except torch.OutOfMemoryError:
@@ -173,14 +164,7 @@ def few_tokens(model: PreTrainedModel, is_padded: bool = True) -> tuple[Inputs, 
 
 
 def why_not_separate_rows(model: PreTrainedModel, is_padded: bool = True) -> str | None:
-    """The reason why plain `generate()` of a row in a batch differs from that of the row alone; None if it does not.
-
-    The first call for a class and configuration runs the model on a few tokens.
-
-    Args:
-        model: the target.
-        is_padded: whether the row is padded in the batch.
-    """
+    """The reason why plain `generate()` of a row in a batch differs from that of the row alone; None if it does not."""
 
     def find() -> str | None:
         checked = without_hooks(model)
@@ -198,11 +182,8 @@ def why_not_separate_rows(model: PreTrainedModel, is_padded: bool = True) -> str
 
 
 def why_not_padded_rows(model: PreTrainedModel) -> str | None:
-    """The reason why plain `generate()` of a padded batch differs from that of its rows, each with its padding; None if
-    it does not.
-
-    A row without padding has no mask alone, but one in a padded batch, which a class may treat differently.
-    """
+    """The reason why plain `generate()` of a padded batch differs from that of its rows, each with its padding, such as
+    that one without padding has no mask alone; None if it does not."""
 
     def find() -> str | None:
         checked = without_hooks(model)

@@ -43,10 +43,7 @@ class _Ended(StoppingCriteria):
 
 
 def why_not_separate(call: Call, model_kwargs: dict[str, Any]) -> str | None:
-    """The reason why the rows of `call` cannot be run one after the other; None if they can.
-
-    `model_kwargs` are the inputs of the model as prepared by `generate()`.
-    """
+    """The reason why the rows of `call` cannot be run one after the other; None if they can."""
     batch, prompts = call.batch, call.prompts
     if batch == 1:
         return None

@@ -29,7 +29,7 @@ from ..host.caches import (
     recording_layers,
     set_recording,
 )
-from ..host.generation import BaseStreamer, CandidateGenerator
+from ..host.generation import BaseStreamer, CandidateGenerator, assisted_decoding
 from ..kernels.types import VerificationResult
 from ..modules.hidden_states import AuxHiddenStateRecorder
 from ..modules.patch import replaced, user_code
@@ -85,24 +85,14 @@ class DrafterCandidateGenerator(CandidateGenerator):
     requires_model_outputs = True
 
     def __init__(
-        self,
-        call: Call,
-        row: int,
-        recorder: AuxHiddenStateRecorder,
-        criteria: CommittedTextCriteria,
-        counters: Counters,
+        self, call: Call, row: int, recorder: AuxHiddenStateRecorder, criteria: StoppingCriteriaList, counters: Counters
     ):
-        self._call = call
-        self._row = row
-        self._padding = call.prompts.padding[0]
-        self._drafter = call.drafter
-        self._recorder = recorder
+        self._call, self._row, self._drafter = call, row, call.drafter
+        self._recorder, self._criteria, self._counters = recorder, criteria, counters
+        self._padding, self._num_draft_tokens = call.prompts.padding[0], call.num_draft_tokens
         self.model_kwargs_overrides: dict[str, Any] = {"logits_to_keep": 0} if recorder.misses_positions else {}
-        self._criteria = criteria
-        self._num_draft_tokens = call.num_draft_tokens
         self._state: DecodeState | None = None
         self._num_candidates = 0
-        self._counters = counters
         self._start: float | None = None
 
     def get_candidates(
@@ -280,10 +270,8 @@ class ReplayCache(DynamicCache):
 
 
 def _prepares_rest(model: PreTrainedModel, cached: int) -> Callable:
-    """`prepare_inputs_for_generation`, in whose first call the `cached` tokens of the caller's cache are left out.
-
-    transformers' loop would append the whole prompt to the cache again.
-    """
+    """`prepare_inputs_for_generation`, in whose first call the `cached` tokens of the caller's cache are left out,
+    since transformers' loop would append the whole prompt again."""
     prepare = model.prepare_inputs_for_generation
 
     @functools.wraps(prepare)
@@ -327,21 +315,12 @@ def _shorten(inputs: dict[str, Any], by: int) -> dict[str, Any]:
 
 
 def assist(
-    assisted_decoding: Callable, inputs_tensor: torch.Tensor | None, model_kwargs: dict[str, Any], call: Call
+    inputs_tensor: torch.Tensor | None, model_kwargs: dict[str, Any], call: Call
 ) -> SpeculativeOutput | torch.Tensor:
-    """Generate through transformers' `assisted_decoding` with our candidates, row after row.
+    """Generate through transformers' `_assisted_decoding` with our candidates, row after row.
 
     transformers' loop samples from torch's global generators; where the caller names another source of random numbers,
-    they are seeded for each row and restored after it.
-
-    Args:
-        assisted_decoding: `GenerationMixin._assisted_decoding` as transformers has it.
-        inputs_tensor, model_kwargs: what `generate()` passed to it besides.
-        call: of the call.
-
-    Raises:
-        ValueError: not all tokens of the text are known, the rows of the batch cannot be separated, or transformers'
-            assisted generation differs from plain generation of this target.
+    they are seeded for each row and restored after it. `inputs_tensor` and `model_kwargs` are what `generate()` passes.
     """
     if call.temperature is not None and call.randomness.seeds is not None and any(call.prompts.padding):
         difference = why_not_separate_rows(call.model)
@@ -357,7 +336,7 @@ def assist(
         with torch.random.fork_rng(devices, enabled=is_seeded):
             if is_seeded:
                 torch.manual_seed(int(seeds[row]))
-            output, seconds_of_row = _assist_row(assisted_decoding, inputs_tensor, inputs, own, row, counters)
+            output, seconds_of_row = _assist_row(inputs_tensor, inputs, own, row, counters)
         text = (output if isinstance(output, torch.Tensor) else output.sequences)[0, own.prompts.padding[0] :]
         length = own.prompts.input_ids.shape[1] - own.prompts.padding[0]
         call.drafter.observe(text[:length], text[length:])
@@ -377,12 +356,7 @@ def assist(
 
 
 def _assist_row(
-    assisted_decoding: Callable,
-    inputs_tensor: torch.Tensor | None,
-    model_kwargs: dict[str, Any],
-    call: Call,
-    row: int,
-    counters: Counters,
+    inputs_tensor: torch.Tensor | None, model_kwargs: dict[str, Any], call: Call, row: int, counters: Counters
 ) -> tuple[GenerateDecoderOnlyOutput | torch.Tensor, float]:
     """Generate one row: what transformers' loop returns for it, and the seconds of its rounds."""
     model, drafter = call.model, call.drafter

@@ -44,17 +44,13 @@ def channel_sizes(states: Iterable[torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def divide_channels(drafter: CachedDrafter, states: Iterable[torch.Tensor], is_trained: bool) -> None:
-    """Let a block drafter learn from states divided by the sizes of their channels.
+    """Let a block drafter learn from states divided by the sizes of their channels, measured on auxiliary hidden
+    `states`, each `[n, width]`. Other drafters are left as they are.
 
     `fc` of these drafters reads the target's states as they are, and in some targets a few channels are hundreds of
     times as large as most. So what is trained is `fc.weight` times the divisors, a parametrization of torch, which is a
-    part of the training's checkpoint; the drafts of a weight are the same. `folded_weights` has it in the published
-    format. Other drafters are left as they are.
-
-    Args:
-        drafter: of any family.
-        states: auxiliary hidden states to measure, each `[n, width]`.
-        is_trained: whether `fc` keeps computing what it does; else its weight is taken for one of divided states.
+    part of the training's checkpoint. `folded_weights` has the published format. If `is_trained`, `fc` keeps computing
+    what it does; else its weight is taken for one of divided states.
     """
     if not isinstance(drafter, DFlashDrafter):
         return

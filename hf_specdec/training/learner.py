@@ -17,21 +17,15 @@ from ..drafters.cached import CachedDrafter
 from ..drafters.dflash import DFlashDrafter
 from ..drafters.walking import WalkingDrafter
 from ..modules.hidden_states import LAST_HIDDEN_STATE, AuxHiddenStateRecorder, decoder_of
-from .objective import Batch, BlockObjective, DraftObjective, Objective, Teacher, summarize
+from .objective import Batch, BlockObjective, DraftObjective, Teacher, summarize
 from .rollouts import Rollouts
 
 SOURCES = TRAINER, ROLLOUTS = "trainer", "rollouts"
 
 
 class _Pass(NamedTuple):
-    """Texts of a pass of the target, without padding between tokens.
-
-    Attributes:
-        input_ids: `[B, S]` int64.
-        lengths, prompt_lengths: `[B, 1]` int64.
-        hidden: `[B, S, H]`, after the final norm.
-        aux_hidden_states: `[B, S, width]`, or None.
-    """
+    """Texts of a pass of the target, without padding between tokens: ids `[B, S]` int64, lengths `[B, 1]` int64, hidden
+    states `[B, S, H]` after the final norm, and auxiliary ones `[B, S, width]`, or None."""
 
     input_ids: torch.Tensor
     lengths: torch.Tensor
@@ -91,7 +85,8 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         with self._random_numbers():
             self._student = _copy_in_float32(drafter, self._target)
         self._teacher = Teacher(self._target, self._student, temperature=temperature)
-        self._objective = _objective(self._student, num_steps or drafter.num_own_draft_tokens, step_decay)
+        kind = BlockObjective if isinstance(self._student, DFlashDrafter) else DraftObjective
+        self._objective = kind(self._student, num_steps or drafter.num_own_draft_tokens, step_decay)
         self._optimizer = torch.optim.AdamW(self._student.parameters(), lr=learning_rate, betas=(0.9, 0.95))
         self._max_tokens, self._source, self.skipped = max_tokens, source, 0
         self._passes: list[_Pass] = []
@@ -157,7 +152,10 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
             # Tokens move to the front of their rows, in their order.
             order = mask.argsort(dim=1, descending=True, stable=True)
             columns = torch.arange(input_ids.shape[1], device=order.device)
-            states = [None if one is None else _take(one.detach()[: len(order)], order) for one in (hidden, aux)]
+            states = [
+                None if one is None else one.detach()[: len(order)].take_along_dim(order[..., None], dim=1)
+                for one in (hidden, aux)
+            ]
             # The first token of an answer cannot be drafted by what reads a token before it, nor the first of a text.
             prompt_lengths = (mask.bool() & (columns < first)).sum(dim=1, keepdim=True).clamp(min=1)
             lengths = mask.bool().sum(dim=1, keepdim=True)
@@ -176,7 +174,9 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
                 # A trainer's autocast may have computed them in another dtype.
                 states = [None if state is None else state.to(self._target.dtype) for state in one[3:]]
                 learned = self._teacher.outputs(batch, *states)
-                with torch.enable_grad(), self._autocast(), self._random_numbers():
+                device, dtype = self._target.device.type, self._target.dtype
+                precision = nullcontext() if dtype == torch.float32 else torch.autocast(device, dtype)
+                with torch.enable_grad(), precision, self._random_numbers():
                     loss, counted = self._objective(learned)
                     (loss / len(passes)).backward()
                 counts.append(counted)
@@ -223,10 +223,6 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         device = self._target.device
         return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
-    def _autocast(self) -> AbstractContextManager:
-        dtype, device = self._target.dtype, self._target.device.type
-        return nullcontext() if dtype == torch.float32 else torch.autocast(device, dtype)
-
 
 def _copy_in_float32(drafter: Drafter, target: nn.Module) -> CachedDrafter:
     """A copy that shares with the target what `drafter` does, in training mode."""
@@ -246,11 +242,6 @@ def _copy_in_float32(drafter: Drafter, target: nn.Module) -> CachedDrafter:
     return student.train()
 
 
-def _objective(student: CachedDrafter, num_steps: int, step_decay: float) -> Objective:
-    kind = BlockObjective if isinstance(student, DFlashDrafter) else DraftObjective
-    return kind(student, num_steps, step_decay)
-
-
 def _first_places(asked: Mapping[str, Any], input_ids: torch.Tensor) -> torch.Tensor:
     """`[B, 1]` int64: the column at which the answer begins in each row, as far as a pass was asked about answers."""
     first = torch.zeros(len(input_ids), 1, dtype=torch.int64, device=input_ids.device)
@@ -260,8 +251,3 @@ def _first_places(asked: Mapping[str, Any], input_ids: torch.Tensor) -> torch.Te
     if isinstance(kept, int) and kept > 0:  # the logits at a token are about the next one
         first += max(input_ids.shape[1] - kept + 1, 0)
     return first
-
-
-def _take(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """`states` `[B, S, width]` in the order `[B, S]` of each row."""
-    return states.gather(1, order[..., None].expand(-1, -1, states.shape[2]))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafters.cached import CachedDrafter
-from ..drafters.dflash import DFlashDrafter
 from ..modules.hidden_states import AuxHiddenStateRecorder
 
 CHUNK_LOGITS = 2**28
@@ -55,28 +55,17 @@ class Batch:
 
 
 @dataclass
-class TargetOutputs:
-    """The target's outputs for a batch, which the drafter learns from.
+class TargetOutputs(Batch):
+    """A batch with the target's outputs for it, which the drafter learns from.
 
     Attributes:
-        input_ids: `[B, S]`.
         aux_hidden_states: `[B, S, width]`; None for a drafter that reads none.
-        places: `[N]` indices into `[B * S]` of the positions whose next token belongs to an answer.
-        depths: `[N]`, index of each place in its answer; step s has a draft for it if that is at least s.
-        places_before: B + 1 numbers: how many of the places are in the rows before each.
-        shortest_prompt: position before which there are no places.
         probs: `[N, V_d]` the target's distribution at the places, over the draft vocabulary; see `Teacher`.
-        best: `[N]` the target's most likely tokens at the places.
-        covered: `[N]` whether those are in the draft vocabulary.
+        best, covered: `[N]` the target's most likely tokens there, and whether the draft vocabulary has them.
         is_greedy: `[B * S]` whether the token after a position is the target's most likely one; places only.
     """
 
-    input_ids: torch.Tensor
     aux_hidden_states: torch.Tensor | None
-    places: torch.Tensor
-    depths: torch.Tensor
-    places_before: list[int]
-    shortest_prompt: int
     probs: torch.Tensor
     best: torch.Tensor
     covered: torch.Tensor
@@ -84,14 +73,8 @@ class TargetOutputs:
 
 
 class Teacher:
-    """Runs the frozen target over batches for `drafter`.
-
-    Args:
-        target, drafter: the models.
-        greedy_share: how much of the distributions to learn is moved to the target's most likely token, which is what
-            greedy decoding accepts.
-        temperature: that the target's logits are divided by before.
-    """
+    """Runs the frozen target over batches for `drafter`, at a `temperature`. `greedy_share` of the distributions to
+    learn is moved to the target's most likely token, which is what greedy decoding accepts."""
 
     def __init__(
         self, target: PreTrainedModel, drafter: CachedDrafter, greedy_share: float = 0.0, temperature: float = 1.0
@@ -133,18 +116,13 @@ class Teacher:
         best = torch.cat(best)
         is_greedy = torch.zeros(batch.input_ids.numel(), dtype=torch.bool, device=best.device)
         is_greedy[batch.places] = batch.input_ids.flatten()[batch.places + 1] == best
-        covered = self.is_covered[best]
         return TargetOutputs(
-            batch.input_ids,
-            aux_hidden_states,
-            batch.places,
-            batch.depths,
-            batch.places_before,
-            batch.shortest_prompt,
-            torch.cat(probs),
-            best,
-            covered,
-            is_greedy,
+            **vars(batch),
+            aux_hidden_states=aux_hidden_states,
+            probs=torch.cat(probs),
+            best=best,
+            covered=self.is_covered[best],
+            is_greedy=is_greedy,
         )
 
 
@@ -186,29 +164,30 @@ class Objective(nn.Module):
         """The loss, and float64 counts `[num_steps, 6]`, or 8 where there are rounds, that `summarize` reads."""
         raise NotImplementedError(f"{type(self).__name__} does not implement forward().")
 
+    def _losses(
+        self, hidden: torch.Tensor, head: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `_HeadLoss.forward`, and the drafts in the target's vocabulary."""
+        device, ids = hidden.device.type, self.drafter.target_ids
+        is_mixed = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if is_mixed else hidden.dtype
+        losses, drafts = _HeadLoss.apply(hidden, head, probs, dtype, self.row_losses)
+        return losses, drafts if ids is None else ids[drafts]
+
 
 class BlockObjective(Objective):
     """Loss and metrics of a DFlash or DSpark drafter: blocks after random positions of the answers.
 
     Args:
-        drafter, num_steps, step_decay, survival_floor, loss: as of `Objective`.
+        common, options: as of `Objective`.
         num_anchors: most blocks of a document.
         replay_share: in training, share of the blocks that are moved to where the round after them would begin: behind
             the drafts that are accepted and the target's own token. Draft-OPD (arXiv 2605.29343) replays drafting from
             these positions, at which drafts have just failed.
     """
 
-    def __init__(
-        self,
-        drafter: DFlashDrafter,
-        num_steps: int,
-        step_decay: float,
-        survival_floor: float = 1.0,
-        loss: str = "cross-entropy",
-        num_anchors: int = 64,
-        replay_share: float = 0.0,
-    ):
-        super().__init__(drafter, num_steps, step_decay, survival_floor, loss)
+    def __init__(self, *common: Any, num_anchors: int = 64, replay_share: float = 0.0, **options: Any):
+        super().__init__(*common, **options)
         self.num_anchors, self.replay_share = num_anchors, replay_share
 
     def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,14 +212,8 @@ class BlockObjective(Objective):
     def _compare(
         self, target_outputs: TargetOutputs, number: torch.Tensor, anchors: torch.Tensor, is_anchor: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Loss and counts of the blocks at `anchors` `[B, A]`, and how many drafts of each are accepted, `[B, A]`.
-
-        Args:
-            target_outputs: of the target.
-            number: `[B, S]`, the number of each place, -1 elsewhere.
-            anchors: `[B, A]` int64 positions.
-            is_anchor: `[B, A]`, whether there is a block.
-        """
+        """Loss and counts of the blocks at `anchors` `[B, A]` int64, of which there `is_anchor` `[B, A]`, and how many
+        drafts of each are accepted, `[B, A]`; `number` `[B, S]` has the number of each place, -1 elsewhere."""
         drafter, num_steps, shape = self.drafter, len(self.step_weights), number.shape
         input_ids = target_outputs.input_ids
         normed = drafter.unroll_blocks(input_ids, target_outputs.aux_hidden_states, anchors, num_steps)
@@ -260,17 +233,13 @@ class BlockObjective(Objective):
             reached = here & alive
             weights = torch.where(reached, 1.0, self.survival_floor) * (here & target_outputs.covered[rows])
             hidden = inputs[..., step, :].flatten(0, 1)
-            losses, drafts = _HeadLoss.apply(
-                hidden, head, target_outputs.probs[rows], compute_dtype(hidden), self.row_losses
-            )
+            losses, drafts = self._losses(hidden, head, target_outputs.probs[rows])
             loss = (losses * weights).sum()
             total = total + weight * loss / weights.sum().clamp(min=1)
 
-            drafts = drafts if drafter.target_ids is None else drafter.target_ids[drafts]
             hits = drafts == target_outputs.best[rows]
             accepted = reached & hits
-            row = (loss.detach(), weights.sum(), here.sum(), (here & hits).sum(), reached.sum(), accepted.sum())
-            counts.append(torch.stack([count.double() for count in row]))
+            counts.append(_counts(loss, weights, here, hits, reached, accepted))
             alive = accepted & goes_on[..., step].flatten()
             num_accepted += alive
         return total, torch.stack(counts), num_accepted.view_as(anchors)
@@ -290,24 +259,15 @@ class DraftObjective(Objective):
     """Loss and metrics of all other drafters, which draft from every position (training-time test).
 
     Args:
-        drafter, num_steps, step_decay, survival_floor, loss: as of `Objective`.
+        common, options: as of `Objective`.
         depth_ratio: in training, step s unrolls only `depth_ratio ** s` of a batch's rows.
         round_floor: weight of the chains that greedy decoding with these drafts would not begin (`round_starts`), times
             that of `survival_floor`. Rounds begin where drafts have just failed, at harder places than most; Draft-OPD
             (arXiv 2605.29343) replays drafting from these.
     """
 
-    def __init__(
-        self,
-        drafter: CachedDrafter,
-        num_steps: int,
-        step_decay: float,
-        survival_floor: float = 1.0,
-        loss: str = "cross-entropy",
-        depth_ratio: float = 1.0,
-        round_floor: float = 1.0,
-    ):
-        super().__init__(drafter, num_steps, step_decay, survival_floor, loss)
+    def __init__(self, *common: Any, depth_ratio: float = 1.0, round_floor: float = 1.0, **options: Any):
+        super().__init__(*common, **options)
         self.depth_ratio, self.round_floor = depth_ratio, round_floor
 
     def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -320,7 +280,7 @@ class DraftObjective(Objective):
         rows = leading_rows(len(target_outputs.input_ids), num_steps, self.depth_ratio if self.training else 1.0)
         input_ids, first = target_outputs.input_ids, max(target_outputs.shortest_prompt - drafter.shift, 0)
         outputs = drafter.unroll(input_ids, target_outputs.aux_hidden_states, num_steps, rows, first)
-        width, head, target_ids = input_ids.shape[1], drafter.head_weight, drafter.target_ids
+        width, head = input_ids.shape[1], drafter.head_weight
         number = torch.arange(len(target_outputs.places), device=input_ids.device)
         alive, drafted = torch.ones_like(number, dtype=torch.bool), torch.zeros_like(number)
         steps = []
@@ -330,10 +290,8 @@ class DraftObjective(Objective):
             slots = (target_outputs.places[unrolled] - step - drafter.shift).clamp(min=0)
             unrolled_slots = slots // width * (width - first) + (slots % width - first).clamp(min=0)
             hidden = normed.flatten(0, 1)[unrolled_slots] * drafter.logit_scale
-            losses, drafts = _HeadLoss.apply(
-                hidden, head, target_outputs.probs[unrolled], compute_dtype(hidden), self.row_losses
-            )
-            hits = (drafts if target_ids is None else target_ids[drafts]) == target_outputs.best[unrolled]
+            losses, drafts = self._losses(hidden, head, target_outputs.probs[unrolled])
+            hits = drafts == target_outputs.best[unrolled]
             chains = (number[unrolled] - step).clamp(min=0)
             reached = exists & alive[chains]
             accepted = reached & hits
@@ -350,20 +308,21 @@ class DraftObjective(Objective):
             weights = weights * (exists & target_outputs.covered[: len(exists)])
             loss = (losses * weights).sum()
             total = total + weight * loss / weights.sum().clamp(min=1)
-            row = (loss.detach(), weights.sum(), exists.sum(), (exists & hits).sum(), reached.sum(), accepted.sum())
-            of_rounds = ((accepted & in_round).sum(), begins[: len(exists)].sum())
-            counts.append(torch.stack([count.double() for count in (*row, *of_rounds)]))
+            counts.append(
+                _counts(loss, weights, exists, hits, reached, accepted, accepted & in_round, begins[: len(exists)])
+            )
         return total, torch.stack(counts)
 
 
-def round_starts(drafted: torch.Tensor, places_before: list[int]) -> torch.Tensor:
-    """The places at which rounds of greedy decoding would begin: the first of each answer, and every place behind the
-    tokens that a round commits, the accepted drafts and the target's own token. `[N]` bool.
+def _counts(loss: torch.Tensor, weights: torch.Tensor, exists: torch.Tensor, hits: torch.Tensor, *more: torch.Tensor):
+    """A row of the counts of an `Objective`, of places with a draft, those that are right, and `more`."""
+    row = (loss.detach(), weights.sum(), exists.sum(), (exists & hits).sum(), *(one.sum() for one in more))
+    return torch.stack([count.double() for count in row])
 
-    Args:
-        drafted: `[N]` int64, how many drafts of the chain of each place are accepted.
-        places_before: B + 1 numbers: how many of the places are in the rows before each.
-    """
+
+def round_starts(drafted: torch.Tensor, places_before: list[int]) -> torch.Tensor:
+    """The places at which rounds of greedy decoding would begin, `[N]` bool: the first of each answer, and every place
+    behind the tokens that a round commits, the accepted drafts, `drafted` `[N]` int64, and the target's own token."""
     count, device = len(drafted), drafted.device
     bounds = torch.tensor(places_before, device=device)
     number = torch.arange(count, device=device)
@@ -426,12 +385,6 @@ def compile_layers(model: nn.Module) -> None:
 
 def rows_per_chunk(vocab_size: int) -> int:
     return max(CHUNK_LOGITS // vocab_size, 1)
-
-
-def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype of a matmul of `tensor`: autocast's dtype if autocast is on."""
-    device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 def _cross_entropies(logits: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

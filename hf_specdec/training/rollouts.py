@@ -10,13 +10,8 @@ import torch
 
 
 class Text(NamedTuple):
-    """A text of a call.
-
-    Attributes:
-        tokens: `[length]` int64.
-        prompt_length: tokens of the prompt.
-        hidden_states: `[length - 1, width]`, of all tokens but the last, which the target has not run.
-    """
+    """A text of a call: tokens `[length]` int64, those of the prompt, and hidden states `[length - 1, width]` of all
+    tokens but the last, which the target has not run."""
 
     tokens: torch.Tensor
     prompt_length: int
@@ -26,12 +21,8 @@ class Text(NamedTuple):
 class Rollouts:
     """A ring of texts, the oldest of which give way to new ones. Engines fill it while it is `Drafter.rollouts`.
 
-    Args:
-        layer_ids: of the hidden states to keep, see `AuxHiddenStateRecorder`; the one after the final norm comes last.
-        max_tokens: most tokens of all texts.
-
-    Attributes:
-        dropped: texts that have given way, or are too long.
+    It keeps hidden states of `layer_ids`, see `AuxHiddenStateRecorder`, the one after the final norm last, of texts of
+    at most `max_tokens` in all; `dropped` counts those that have given way, or are too long.
     """
 
     def __init__(self, layer_ids: Sequence[int], max_tokens: int):
