@@ -51,10 +51,10 @@ class RowStats:
 
 
 def add_up(rows: Sequence[RowStats]) -> RowStats:
-    """Sums of the counts of `rows`, which all have the same number of positions."""
+    """Sums of the counts of `rows`; those with fewer positions have no drafts at the others."""
 
     def total(name: str) -> list[int]:
-        return [sum(column) for column in zip(*(getattr(row, name) for row in rows), strict=True)]
+        return [sum(column) for column in zip_longest(*(getattr(row, name) for row in rows), fillvalue=0)]
 
     return RowStats(
         rounds=sum(row.rounds for row in rows),
