@@ -27,10 +27,10 @@ def attention(
 
     With `ends` it may see later slots, too: those of a block whose tokens see each other.
 
-    The last slot is the dummy slot: a query at position `slots - 1` or beyond is padding, and its result is 0 whatever
-    the cache holds. So a caller that passes a prefix of a cache passes one slot more than the live ones. Slots after
-    the last one that a live query of the row sees are never read by the Triton kernel; the reference gives them weight
-    0, so here they must be finite.
+    The last slot is the dummy slot: a query at position `slots - 1` or beyond, or before 0, is padding, and its result
+    is 0 whatever the cache holds. So a caller that passes a prefix of a cache passes one slot more than the live ones.
+    Slots after the last one that a live query of the row sees are never read by the Triton kernel; the reference gives
+    them weight 0, so here they must be finite.
 
     Args:
         query: `[B, heads, n, D]`.
@@ -67,15 +67,15 @@ def attention(
     # Grouped-query attention: the query heads of a key head become further queries of it, without a copy of the cache.
     query = query.reshape(batch, kv_heads, groups * num_queries, query.shape[-1])
     slots = torch.arange(num_slots, device=key.device)
-    is_padding = positions >= num_slots - 1
-    positions = positions.clamp(max=num_slots - 1)  # a softmax over no slot is NaN
+    root, is_padding = positions[:, :1], (positions >= num_slots - 1) | (positions < 0)
+    positions = torch.where(is_padding, num_slots - 1, positions)  # a softmax over no slot is NaN
     ends = positions if ends is None else torch.where(is_padding, positions, ends)
     if ancestors is not None:
         nodes = torch.arange(num_queries, device=key.device)
-        ends = torch.where(is_padding, positions, positions[:, :1] + nodes)
+        ends = torch.where(is_padding, positions, root + nodes)
     visible = slots <= ends[:, None, :, None]
     if ancestors is not None:
-        node = (slots - positions[:, :1])[:, None].expand(-1, num_queries, -1)
+        node = (slots - root)[:, None].expand(-1, num_queries, -1)
         word = ancestors.gather(2, (node.clamp(min=0) // 64).clamp(max=ancestors.shape[2] - 1))
         visible &= ((node < 0) | ((word >> node % 64) & 1 == 1))[:, None] | is_padding[:, None, :, None]
     if starts is not None:

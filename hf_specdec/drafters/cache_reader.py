@@ -16,7 +16,7 @@ from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.read_models import auto_class
 from ..config import CacheReaderConfig
 from ..host.modeling import sliding_window_bidirectional_overlay
-from ..kernels.types import Proposal, VerificationResult
+from ..kernels.types import Nodes, Proposal, VerificationResult
 from ..modules.stored_linear import keep_stored
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.attention import set_ragged_attention
@@ -92,6 +92,7 @@ class CacheReaderDrafter(CachedDrafter):
 
     config_class = CacheReaderConfig
     num_cached_layers = 0
+    grows_trees = True
     reads_last_hidden_state = True
     reads_target_cache = True
 
@@ -164,25 +165,54 @@ class CacheReaderDrafter(CachedDrafter):
             return no_drafts(state)
         rows = torch.arange(len(state.lengths), device=state.lengths.device)
         hidden = aux_hidden_states[rows, (result.committed - 1).clamp(min=0)][:, None].to(self.dtype)
+        tokens, drafts = state.tokens.gather(1, (state.lengths - 1)[:, None]), []
+        shown = self._shown(state)
+        if state.num_nodes:
+            return self._grow(state, *self._read(shown, tokens, hidden), tokens, hidden)
+        for step in range(state.num_draft_tokens):
+            logits, hidden = self._read(shown, tokens, hidden)
+            drafts.append(self.draw(state, logits, first=step))
+            tokens = drafts[-1].tokens
+        return self.join(state, drafts)
+
+    def run_nodes(
+        self,
+        state: DecodeState,
+        step: int,
+        nodes: Nodes,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        num_logits: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # What has been drafted is in the hidden states alone: no pass reads the nodes before again.
+        return self._read(self._shown(state), tokens[:, -num_logits:], hidden[:, -num_logits:])
+
+    def _shown(self, state: DecodeState) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """The position of the newest token and the last slot that is seen, `[B, 1]`, and keys and values by kind."""
         newest = (state.lengths - 1)[:, None]
         # The last token whose key the target has stored; without one, and in rows that take no part, nothing is seen.
         last = torch.where(newest > 0, state.next_slots(-2), state.dummy_slot)
         state.cache.show(state.live)
-        keys = {kind: state.cache.layers[index].shown() for kind, index in self._layers_read.items()}
-        positions = last[:, None, :, None]
-        tokens, drafts = state.tokens.gather(1, newest), []
-        for step in range(state.num_draft_tokens):
-            out = self.model.model(
-                inputs_embeds=self.model.pre_projection(torch.cat([self.embed(tokens), hidden], dim=-1)),
-                attention_mask=dict.fromkeys(self._layers_read, positions),
-                position_ids=newest,
-                shared_kv_states=keys,
-                use_cache=False,
-            ).last_hidden_state
-            hidden = self.model.post_projection(out)
-            drafts.append(self.draw(state, self.logits(out), first=step))
-            tokens = drafts[-1].tokens
-        return self.join(state, drafts)
+        return newest, last, {kind: state.cache.layers[index].shown() for kind, index in self._layers_read.items()}
+
+    def _read(
+        self, shown: tuple[torch.Tensor, torch.Tensor, dict[str, Any]], tokens: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits `[B, n, V]` and the next hidden states `[B, n, H]` of tokens `[B, n]` with hidden states."""
+        newest, last, keys = shown
+        count = tokens.shape[1]
+        out = self.model.model(
+            inputs_embeds=self.model.pre_projection(torch.cat([self.embed(tokens), hidden], dim=-1)),
+            attention_mask=dict.fromkeys(self._layers_read, last.repeat(1, count)[:, None, :, None]),
+            position_ids=newest.expand(-1, count),
+            shared_kv_states=keys,
+            use_cache=False,
+            # Not a number, by which layers that read others' keys would drop tokens of inputs that they do not have.
+            logits_to_keep=torch.arange(count, device=tokens.device),
+        ).last_hidden_state
+        return self.logits(out), self.model.post_projection(out)
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits `[B, n, V]` of `[B, n, H]` after the final norm.

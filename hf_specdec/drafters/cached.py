@@ -12,7 +12,7 @@ from ..cache.key_layers import attention_layers
 from ..cache.layer_kinds import LayerKinds, Use
 from ..cache.ragged_cache import PackedCache, RaggedCache
 from ..config import DrafterConfig
-from ..kernels.types import WORD_BITS, DraftInputs, Nodes, Proposal, VerificationResult
+from ..kernels.types import MOST_WORDS, WORD_BITS, DraftInputs, Nodes, Proposal, VerificationResult
 from ..ops import draw_draft
 from ..state import DecodeState
 from .base import MATCH, Drafter
@@ -65,6 +65,9 @@ class CachedDrafter(Drafter):
     shift = 0
     # Whether its position ids are the target's, of which tokens of images may share one; else those of a text.
     follows_target_positions = True
+    # Whether a pass of a tree reads what the one before has found of the slot before, as chained MTP modules do; else
+    # drafts keep the hidden states that they were drafted with.
+    chains_passes = False
     # Factor on the logits, the products of `unroll`'s outputs with `head_weight`.
     logit_scale = 1.0
 
@@ -231,8 +234,8 @@ class CachedDrafter(Drafter):
         if state.num_draft_tokens == 0:
             return no_drafts(state)
         if state.num_nodes and not self.config.parallel_drafting:
-            last = [None if one is None else one[:, -1:] for one in (inputs.tokens, inputs.slots, positions, hidden)]
-            return self._grow(state, logits, feedback, *last)
+            hidden = None if hidden is None else hidden[:, -1:]
+            return self._grow(state, logits, feedback, inputs.tokens[:, -1:], hidden)
         drafts, steps = [self.draw(state, logits, first=0)], range(1 + num_masks, state.num_draft_tokens)
         if steps:
             slots = state.next_slots(num_masks - self.shift, len(steps))
@@ -250,43 +253,85 @@ class CachedDrafter(Drafter):
         logits: torch.Tensor,
         feedback: torch.Tensor | None,
         tokens: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
         hidden: torch.Tensor | None,
+        least_passes: int = 0,
     ) -> Proposal:
         """The tree of a round, by a pass for each depth.
 
-        A pass runs all nodes so far, at slots from that of the root on: a node is seen by its descendants only. They
-        are no more than the drafts of the tree, for which caches have room.
+        A pass runs the last columns of the first pass again, each as a node that follows the one before, the last as
+        the root of the tree; and after them all drafts so far that are gone on from. They are at slots from that of the
+        first column on: what is no part of the text is seen by its descendants only. Drafts that are gone on from are
+        no more than those of the tree, for which caches have room.
+
+        With `chains_passes` all that a pass runs is one slot before where the pass before had it, and reads what that
+        pass has found of the node before; nothing is written of the first columns, which lack that.
 
         Args:
-            logits, feedback: of the last column of the first pass.
-            tokens, slots, positions, hidden: `[B, 1]`, what `extend_cache` was given for it: it is the root.
+            logits, feedback: of the first pass: logits of the last column, and what `run_nodes` returns.
+            tokens, hidden: `[B, w]`, what `extend_cache` was given for the last columns.
+            least_passes: how many passes are run in any case, the first one included.
         """
-        depth, root = min(state.num_draft_tokens, state.num_nodes), slots
-        width = min(WIDEST_FRONT, state.num_nodes // max(depth - 1, 1), logits.shape[-1])
-        tree, places = GrowingTree(width), slots
-        ancestors = torch.zeros(*slots.shape, state.num_nodes // WORD_BITS + 1, dtype=torch.int64, device=slots.device)
-        ancestors[..., 0] = 1
-        cache, newest = state.memory.cache, ancestors
-        for step in range(depth):
-            tree.add(*likeliest_tokens(self.add_noise(state, logits, step, True), self.target_ids, state.num_nodes))
-            if step + 1 == depth:
-                break
-            drafts, parents = tree.front()
-            first, place = tokens.shape[1], state.next_slots(step - self.shift)
-            number = torch.arange(first, first + width, device=root.device)
-            newest = descendants(newest, parents, first)
-            tokens, places = torch.cat([tokens, drafts], dim=1), torch.cat([places, place.expand_as(drafts)], dim=1)
-            slots = torch.cat([slots, torch.where(place < state.dummy_slot, root + number, state.dummy_slot)], dim=1)
-            positions = torch.cat([positions, self.position_ids(state, place).expand_as(drafts)], dim=1)
-            ancestors = torch.cat([ancestors, newest], dim=1)
-            if hidden is not None:
-                hidden = torch.cat([hidden, take(feedback, parents)], dim=1)
-            cache.nodes = Nodes(places, ancestors)
-            logits, feedback = self.extend_cache(state, tokens, slots, positions, hidden, num_logits=width)
-            cache.nodes = None
+        depth, window, dummy = min(state.num_draft_tokens, state.num_nodes), tokens.shape[1], state.dummy_slot
+        room = min(state.num_nodes, WORD_BITS * MOST_WORDS - window)
+        width = min(WIDEST_FRONT, room // max(depth - 1, 1), logits.shape[-1])
+        tree, batch, device = GrowingTree(width), len(tokens), tokens.device
+        tree.add(*likeliest_tokens(self.add_noise(state, logits, 0, True), self.target_ids, state.num_nodes))
+        # By column: its node, how far its position is behind the first one's, and the column that it follows.
+        steps = number = torch.arange(window, device=device)
+        parents = (number - 1).clamp(min=0).expand(batch, -1)
+        words = (window + width * (depth - 1) - 1) // WORD_BITS + 1
+        ancestors = torch.zeros(batch, window, words, dtype=torch.int64, device=device)
+        ancestors[..., 0] = 2 ** (number + 1) - 1
+        newest = ancestors[:, -1:]
+        for step in range(1, max(depth, least_passes)):
+            first = tokens.shape[1]
+            if step < depth:
+                drafts, followed = tree.front()
+                newest = descendants(newest, followed, first)
+                tokens, ancestors = torch.cat([tokens, drafts], dim=1), torch.cat([ancestors, newest], dim=1)
+                parents = torch.cat([parents, followed + (window - 1 if step == 1 else first - width)], dim=1)
+                steps = torch.cat([steps, steps.new_full((width,), window - 1 + step)])
+                number = torch.arange(first + width, device=device)
+                if hidden is not None and not self.chains_passes:
+                    hidden = torch.cat([hidden, take(feedback, followed)], dim=1)
+            behind = step if self.chains_passes else 0
+            if self.chains_passes:
+                hidden = take(feedback, parents)
+            places = state.next_slots(-self.shift - window - behind, window + depth)
+            start, places = places[:, :1], places[:, steps]
+            is_written = (places >= 0) & (places < dummy) & (number >= behind)
+            slots = torch.where(is_written, start + number, dummy)
+            positions = self.position_ids(state, places.clamp(min=0))
+            count = width if step < depth else 0
+            nodes = Nodes(places, ancestors)
+            logits, feedback = self.run_nodes(state, step, nodes, tokens, slots, positions, hidden, count)
+            if step < depth:
+                logits = self.add_noise(state, logits, step, True)
+                tree.add(*likeliest_tokens(logits, self.target_ids, state.num_nodes))
         return tree.cut(state.num_nodes)
+
+    def run_nodes(
+        self,
+        state: DecodeState,
+        step: int,
+        nodes: Nodes,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor | None,
+        num_logits: int,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """`extend_cache` of the nodes of a tree, in pass `step` of a round.
+
+        Returns:
+            logits of the last columns, and the hidden states that the next pass may read: of as many columns, with
+            `chains_passes` of all.
+        """
+        cache = state.memory.cache
+        cache.nodes = nodes
+        found = self.extend_cache(state, tokens, slots, positions, hidden, num_logits)
+        cache.nodes = None
+        return found
 
     def limit_attention(self, state: DecodeState, window: int | None) -> None:
         starts = None if window is None else torch.maximum(state.lengths - window, state.draft_starts)

@@ -19,7 +19,7 @@ from ..config import MtpConfig
 from ..errors import first_line
 from ..host.caches import cache_parameter
 from ..host.modeling import switches_experts
-from ..kernels.types import DraftInputs, Proposal, VerificationResult
+from ..kernels.types import DraftInputs, Nodes, Proposal, VerificationResult
 from ..modules.hidden_states import NUM_PROBE_TOKENS, check_aux_hidden_states
 from ..modules.stored_linear import keep_stored
 from ..patching.experts import original_experts_implementation
@@ -39,9 +39,9 @@ class MtpMemory(DraftMemory):
 
     Attributes:
         later_caches: for modules that run more than once in a round, see `MtpDrafter`.
-        hidden: `[B, most_draft_tokens + 1, H]`, the target's hidden states at each row's last slots, the newest last.
+        hidden: `[B, W, H]`, the target's hidden states at each row's last W slots, the newest last.
         num_seen: `[B]` int64, how many slots' hidden states have been appended to them.
-        num_columns: `[B]` int64, most_draft_tokens + 1: the most columns of a row in a round's first pass.
+        num_columns: `[B]` int64, how many of them are known, and so the most columns of a row in a round's first pass.
     """
 
     later_caches: list[RaggedCache]
@@ -57,6 +57,7 @@ class MtpMemory(DraftMemory):
         super().copy_rows(rows, source, slots, source_rows)
         self.hidden[rows] = source.hidden[source_rows]
         self.num_seen[rows] = source.num_seen[source_rows]
+        self.num_columns[rows] = source.num_columns[source_rows]
 
     def append(self, hidden: torch.Tensor, count: torch.Tensor, num_slots: torch.Tensor) -> None:
         """Append hidden states, dropping as many of the oldest. Those that were appended before are left out.
@@ -73,6 +74,7 @@ class MtpMemory(DraftMemory):
         columns = count[:, None] + torch.arange(width, device=count.device)
         columns = torch.where(columns < width + known[:, None], columns - known[:, None], columns)
         self.num_seen.add_(new)
+        self.num_columns.add_(new).clamp_(max=width)
         self.hidden.copy_(all_hidden.gather(1, columns[..., None].expand(-1, -1, all_hidden.shape[2])))
 
 
@@ -99,13 +101,15 @@ class MtpDrafter(CachedDrafter):
     K + 1 slots again, with the committed tokens and the target's hidden states, which the memory keeps for as many
     slots; recomputing does not make a pass wider. K is here the largest of the generation, and a round with fewer
     drafts runs the steps that draft nothing, too. vLLM packs the slots to recompute into those that a rejection left
-    unused; here the window is the same whatever was accepted, also with `"target"`.
+    unused; here the window is the same whatever was accepted, also with `"target"`. Of a tree no slot of the text reads
+    a draft; then, whatever is accepted, the last 2 K slots are what is not known to be right.
     """
 
     config_class = MtpConfig
     shift = 1
     reads_last_hidden_state = True
     reads_embeddings = True
+    grows_trees = True
     packs_prompts = False  # hidden states of the last tokens are kept row by row
 
     def __init__(self, config: MtpConfig):
@@ -147,15 +151,11 @@ class MtpDrafter(CachedDrafter):
 
     @property
     def most_draft_tokens(self) -> int | None:
-        return self.config.num_modules if self._chains_modules else None
+        return self.config.num_modules if self.chains_passes else None
 
     @property
-    def _chains_modules(self) -> bool:
+    def chains_passes(self) -> bool:
         return self.config.chaining == "modules"
-
-    @property
-    def grows_trees(self) -> bool:
-        return self.config.num_modules == 1 and not self._chains_modules
 
     @property
     def smallest_window(self) -> int | None:
@@ -186,15 +186,17 @@ class MtpDrafter(CachedDrafter):
         memory = super().new_memory(state)
         batch, width = memory.inputs.tokens.shape
         device, num_modules = state.lengths.device, self.config.num_modules
-        num_caches = -(-state.most_draft_tokens // num_modules) if self._chains_modules else 1
+        if self.chains_passes and state.most_nodes:
+            width = max(width, 2 * state.most_draft_tokens)
+        num_caches = -(-state.most_draft_tokens // num_modules) if self.chains_passes else 1
         return MtpMemory(
             memory.cache,
-            memory.inputs,
+            DraftInputs.allocate(batch, width, device),
             memory.draft_ids,
             [RaggedCache(memory.cache.kinds, state.slots, state.draft_starts) for _ in range(num_caches - 1)],
             torch.zeros(batch, width, self.config.hidden_size, dtype=self.dtype, device=device),
             torch.zeros(batch, dtype=torch.int64, device=device),
-            torch.full((batch,), width, dtype=torch.int64, device=device),
+            torch.zeros(batch, dtype=torch.int64, device=device),
         )
 
     def run(
@@ -206,6 +208,7 @@ class MtpDrafter(CachedDrafter):
         hidden: torch.Tensor,
         embeds: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
+        nodes: Nodes | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the module of `step` over `[B, n]` slots.
 
@@ -217,37 +220,48 @@ class MtpDrafter(CachedDrafter):
             hidden: `[B, n, H]` hidden states at the slots.
             embeds: `[B, n, H]`, embeddings that take the place of those of the tokens.
             positions: `[B, n]` int64 for RoPE, if they are not those of the slots.
+            nodes: of a tree, if the slots are those of one.
 
         Returns:
             inputs of the head and of the next module (feedback), both `[B, n, H]`.
         """
         cycle, index = divmod(step, self.config.num_modules)
         memory = state.memory
-        cache = memory.later_caches[cycle - 1] if cycle > 0 and self._chains_modules else memory.cache
+        cache = memory.later_caches[cycle - 1] if cycle > 0 and self.chains_passes else memory.cache
         cache.advance(slots, state.live)
-        return self._run_module(
+        cache.nodes = nodes
+        found = self._run_module(
             index,
             tokens,
-            slots,
-            state.position_ids(slots, sections=True) if positions is None else positions,
+            slots if nodes is None else nodes.positions,
+            self.position_ids(state, slots) if positions is None else positions,
             hidden,
             embeds,
             attention_mask=cache.attention_mask(slots),
             **{self._cache_name: cache},
             use_cache=True,
         )
+        cache.nodes = None
+        return found
 
-    def extend_cache(
+    def position_ids(self, state: DecodeState, slots: torch.Tensor) -> torch.Tensor:
+        """With M-RoPE `[sections, B, n]`."""
+        return state.position_ids(slots, sections=True)
+
+    def run_nodes(
         self,
         state: DecodeState,
+        step: int,
+        nodes: Nodes,
         tokens: torch.Tensor,
         slots: torch.Tensor,
         positions: torch.Tensor,
         hidden: torch.Tensor,
         num_logits: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed, feedback = self.run(state, 0, tokens, slots, hidden, positions=positions)
-        return self.logits(0, normed[:, -num_logits:]), feedback[:, -num_logits:]
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        normed, feedback = self.run(state, step, tokens, slots, hidden, positions=positions, nodes=nodes)
+        logits = self.logits(step, normed[:, -num_logits:]) if num_logits else None
+        return logits, feedback if self.chains_passes else feedback[:, -max(num_logits, 1) :]
 
     def _run_module(
         self,
@@ -345,7 +359,7 @@ class MtpDrafter(CachedDrafter):
         first: int = 0,
     ) -> list[torch.Tensor]:
         rows = [len(input_ids)] * num_steps if rows is None else rows
-        unrolled = self._unroll_by_modules if self._chains_modules else self._unroll_by_target
+        unrolled = self._unroll_by_modules if self.chains_passes else self._unroll_by_target
         with registered_attention(self.decoder, UNROLLED_NAME):
             outputs = unrolled(input_ids, aux_hidden_states.to(self.dtype), rows[:num_steps])
         return [output[:, first:] for output in outputs]
@@ -380,12 +394,12 @@ class MtpDrafter(CachedDrafter):
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
         hidden, num_drafts = aux_hidden_states.to(self.dtype), state.most_draft_tokens
-        for step in range(num_drafts if self._chains_modules else min(num_drafts, self.config.num_modules)):
-            ahead = step if self._chains_modules else 0
+        for step in range(num_drafts if self.chains_passes else min(num_drafts, self.config.num_modules)):
+            ahead = step if self.chains_passes else 0
             tokens = state.tokens.gather(1, (positions + self.shift + ahead).clamp(max=state.dummy_slot))
             embeds = None if state.records is None else state.records.embeddings(positions + self.shift + ahead)
             _, feedback = self.run(state, step, tokens, positions, hidden, embeds)
-            if self._chains_modules:
+            if self.chains_passes:
                 hidden = feedback
         self._remember(state, aux_hidden_states, positions)
 
@@ -401,15 +415,29 @@ class MtpDrafter(CachedDrafter):
         taken = (first[:, None] + torch.arange(width, device=first.device)).clamp(max=len(columns) - 1)
         hidden = aux_hidden_states.gather(1, taken[..., None].expand(-1, -1, aux_hidden_states.shape[2]))
         memory.num_seen.copy_(state.lengths - 2 - count)
+        memory.num_columns.zero_()
         memory.append(hidden, count, state.lengths - 2)
 
     def propose(self, state: DecodeState, aux_hidden_states: torch.Tensor, result: VerificationResult) -> Proposal:
         memory = state.memory
         memory.append(aux_hidden_states, result.committed, state.lengths - 1)
-        inputs = memory.inputs if self._chains_modules else memory.inputs.first(result.tokens.shape[1])
+        inputs = memory.inputs if self.chains_passes else memory.inputs.first(result.tokens.shape[1])
         self.prepare_inputs(state, inputs, memory.num_columns, state.limits, num_masks=0)
-        drafts = self._draft_by_modules(state, inputs) if self._chains_modules else self._draft_by_target(state, inputs)
+        if state.num_nodes and state.num_draft_tokens:
+            return self._draft_tree(state, inputs)
+        drafts = self._draft_by_modules(state, inputs) if self.chains_passes else self._draft_by_target(state, inputs)
         return self.join(state, drafts) if drafts else no_drafts(state)
+
+    def _draft_tree(self, state: DecodeState, inputs: DraftInputs) -> Proposal:
+        tokens, hidden = inputs.tokens, state.memory.hidden[:, -inputs.tokens.shape[1] :]
+        normed, feedback = self.run(state, 0, tokens, inputs.slots, hidden)
+        logits = self.logits(0, normed[:, -1:])
+        if self.chains_passes:
+            return self._grow(state, logits, feedback, tokens, hidden, state.most_draft_tokens)
+        # The caches of later modules lack the slots that the last round has added.
+        num_runs = min(state.most_draft_tokens, self.config.num_modules)
+        window = slice(-1 if num_runs == 1 else 0, None)
+        return self._grow(state, logits, feedback[:, -1:], tokens[:, window], hidden[:, window], num_runs)
 
     def _draft_by_modules(self, state: DecodeState, inputs: DraftInputs) -> list[Proposal]:
         tokens, slots, hidden = inputs.tokens, inputs.slots, state.memory.hidden
@@ -426,10 +454,6 @@ class MtpDrafter(CachedDrafter):
     def _draft_by_target(self, state: DecodeState, inputs: DraftInputs) -> list[Proposal]:
         tokens, slots, hidden = inputs.tokens, inputs.slots, state.memory.hidden[:, -inputs.tokens.shape[1] :]
         width, num_modules = tokens.shape[1], self.config.num_modules
-        if state.num_nodes and state.num_draft_tokens:
-            positions = state.position_ids(slots)
-            found = self.extend_cache(state, tokens, slots, positions, hidden, num_logits=1)
-            return [self._grow(state, *found, *[one[:, -1:] for one in (tokens, slots, positions, hidden)])]
         # Modules that draft nothing in this round run for their caches.
         for step in range(state.num_draft_tokens, min(state.most_draft_tokens, num_modules)):
             self.run(state, step, tokens, slots, hidden)

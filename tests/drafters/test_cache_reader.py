@@ -22,7 +22,7 @@ from transformers import (
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 from word_tokenizer import word_tokenizer
 
-from hf_specdec import AutoDrafter
+from hf_specdec import AutoDrafter, NoDrafter
 from hf_specdec.cli import main
 from hf_specdec.drafters import CacheReaderDrafter
 from hf_specdec.host.caches import OUTPUT_NAME
@@ -91,6 +91,39 @@ def test_drafts_are_those_of_transformers(monkeypatch, lengths, options):
                     assert drafts[row] == drafts_of_transformers(target, assistant, text, num), (row, length)
                     count += 1
         assert count >= 16 * len(lengths) / (num + 1)
+
+
+@pytest.mark.parametrize("num_nodes", [4, 40])
+def test_trees(monkeypatch, num_nodes):
+    """Their likeliest chain, as far as it goes, is what transformers drafts; texts are those without drafts."""
+    target, assistant = gemma4_target(), new_assistant()
+    inputs = padded_prompts(LENGTHS)
+    plain, drafter, count = greedy(target, inputs), assistant_drafter(assistant, target), 0
+    rounds, propose = [], drafter.propose
+
+    def record(state, *args):
+        proposal = propose(state, *args)
+        rounds.append((state.lengths.tolist(), proposal.tokens.tolist(), proposal.tree.parents.tolist()))
+        return proposal
+
+    monkeypatch.setattr(drafter, "propose", record)
+    drafter.configure(tree=num_nodes)
+    assert torch.equal(greedy(target, inputs, drafter, 4), plain) and drafter.stats.tree == num_nodes
+    for reached, drafts, parents in rounds[::2]:
+        for row, length in enumerate(reached):
+            pad = plain.shape[1] - 16 - LENGTHS[row]
+            text = plain[row : row + 1, pad : pad + length]
+            node, chain = 0, []
+            while node in parents[row]:  # children come in the order of their probabilities
+                node = parents[row].index(node)
+                chain.append(drafts[row][node - 1])
+            if text.shape[1] == length < LENGTHS[row] + 16:
+                assert chain == drafts_of_transformers(target, assistant, text, 4)[: len(chain)]
+                count += len(chain)
+    assert count >= 20
+    seeds = {"do_sample": True, "seeds": [1, 2, 3], "max_new_tokens": 8}
+    expected = target.generate(**inputs, **seeds, assistant_model=NoDrafter(target))
+    assert torch.equal(target.generate(**inputs, **seeds, assistant_model=drafter), expected)
 
 
 def test_accepted_drafts(monkeypatch):

@@ -33,6 +33,8 @@ BY_LAYERS = {
     "eagle3": partial(random_eagle3, layer_types=["sliding_attention"], sliding_window=6),
     "draft-model": random_draft_model,
     "mtp": partial(random_mtp, num_modules=1),
+    "mtp-target": partial(random_mtp, num_modules=3, chaining="target"),
+    "mtp-modules": partial(random_mtp, num_modules=2, chaining="modules"),
 }
 
 

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-MAKERS = ["p-eagle", "pard", "pard2", "dflash", "dspark", "dflash2", "domino", "dspine", "eagle3", "draft-model"]
+MAKERS = ["p-eagle", "pard", "pard2", "dflash", "dspark", "dflash2", "domino", "dspine", "eagle3", "draft-model", "mtp"]
 FAMILIES = ["llama", "gemma3", "gpt-oss", "deepseek-v3"]
 
 

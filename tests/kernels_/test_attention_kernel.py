@@ -533,3 +533,18 @@ def test_a_chain_is_a_tree_in_which_each_parent_is_the_node_before():
         plain = function(query, key, value, positions, **case.keywords)
         found = function(query, key, value, positions, **case.keywords, ancestors=ancestors)
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [(), ("window",), ("sinks", "softcap")], ids=str)
+def test_nodes_before_the_first_slot(options):
+    """They are padding, and the others are as if these were not there: here a chain, of which 2 of 6 are."""
+    case = Case([0, 30], 64, 4, 2, 2, 16, options=options, window=9)
+    (query, key, value), positions = case.inputs(), case.positions()
+    expected = attention_reference.attention(query, key, value, positions, **case.keywords)
+    query = torch.cat([query[:, :, :2], query], dim=2)
+    positions = torch.cat([positions[:, :1] - 2, positions[:, :1] - 1, positions], dim=1)
+    ancestors = (2 ** torch.arange(1, 7, device=DEVICE) - 1)[:, None].expand(2, 6, 1)
+    for function in (attention, attention_reference.attention):
+        found = function(query, key, value, positions, **case.keywords, ancestors=ancestors)
+        torch.testing.assert_close(found[:, 2:], expected, rtol=1e-5, atol=1e-6)
+        assert (found[0, :2] == 0.0).all() and (found[1, :2] != 0.0).any()
