@@ -70,6 +70,7 @@ __all__ = [
     "has_kernels",
     "invert_draft_vocabulary",
     "is_batch_invariant",
+    "likeliest_tokens",
     "linear",
     "low_rank_places",
     "over_vocabulary",
@@ -278,6 +279,14 @@ best_paths = kernel_op(
         tokens.new_empty(len(tokens), num_nodes),
         *(tokens.new_empty(len(tokens), num_nodes + 1) for _ in range(2)),
         tokens.new_empty(len(tokens), num_nodes + 1, num_nodes // WORD_BITS + 1),
+    ),
+)
+likeliest_tokens = kernel_op(
+    "likeliest_tokens.likeliest_tokens",
+    "(Tensor logits, Tensor? target_ids, int count) -> (Tensor, Tensor)",
+    lambda logits, target_ids, count: (
+        logits.new_empty(*logits.shape[:-1], count, dtype=torch.float32),
+        logits.new_empty(*logits.shape[:-1], count, dtype=torch.int64),
     ),
 )
 add_target_noise = kernel_op(
