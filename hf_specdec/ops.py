@@ -152,6 +152,14 @@ best_paths = kernel_op(
         tokens.new_empty(len(tokens), num_nodes + 1, num_nodes // WORD_BITS + 1),
     ),
 )
+likeliest_tokens = kernel_op(
+    "likeliest_tokens.likeliest_tokens",
+    "(Tensor logits, Tensor? target_ids, int count) -> (Tensor, Tensor)",
+    lambda logits, target_ids, count: (
+        logits.new_empty(*logits.shape[:-1], count, dtype=torch.float32),
+        logits.new_empty(*logits.shape[:-1], count, dtype=torch.int64),
+    ),
+)
 add_target_noise = kernel_op(
     "draft_sampling.add_target_noise",
     "(Tensor logits, Tensor? target_ids, Tensor temperatures, Tensor seeds, Tensor lengths, int first) -> Tensor",

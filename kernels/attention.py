@@ -400,7 +400,9 @@ def attention(
         num_programs = 1
     elif num_programs is None:
         num_visible = num_slots if size is None else min(num_slots, size + num_queries)
-        num_programs = choose_splits(batch * blocks, num_visible, num_multiprocessors(query.device))
+        # Those of fixed splits are merged in any case.
+        num_results = 1 if fixed_splits else batch * num_queries * heads
+        num_programs = choose_splits(batch * blocks, num_results, num_visible, num_multiprocessors(query.device))
         if fixed_splits:  # no more than splits that a query sees
             num_programs = min(num_programs, triton.cdiv(num_visible, split) + (size is not None))
     out = query.new_empty(batch, num_queries, heads, value_dim)

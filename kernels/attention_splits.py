@@ -31,8 +31,10 @@ from .jit import Unspecialised, kernel
 # balance rows of unequal length.
 _SLOTS_PER_PROGRAM, _MOST_PROGRAMS_PER_MULTIPROCESSOR = 640, 4
 # With fewer slots a split costs more to launch and to merge than it saves: the fewest, and those beyond some splits.
-_MIN_SLOTS_PER_SPLIT, _SLOTS_PER_FURTHER_SPLIT, _FEW_SPLITS = 64, 256, 8
+_MIN_SLOTS_PER_SPLIT, _SLOTS_PER_FURTHER_SPLIT, _FEW_SPLITS = 48, 256, 8
 _MAX_SPLITS = 128
+# Results of all splits that are merged where there are some thousand slots.
+_WORTHWHILE_RESULTS = 8192
 _MERGE_ELEMENTS = 4096
 # Slots are divided among splits of equal size in units of this many, so that two sizes differ by at most one unit.
 _SPLIT_UNIT = tl.constexpr(16)
@@ -204,17 +206,23 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def choose_splits(num_programs: int, num_visible: int, num_multiprocessors: int) -> int:
-    """Number of splits, if a split takes `num_programs` programs and a query sees at most `num_visible` slots.
+def choose_splits(num_programs: int, num_results: int, num_visible: int, num_multiprocessors: int) -> int:
+    """Number of splits, a power of two, if a split takes `num_programs` programs and has `num_results` results to be
+    merged, one for each head of a query, of which each sees at most `num_visible` slots.
 
     Microseconds with 1 / 2 / 4 / 8 splits, shapes of Llama-3.1-8B, one query, one H200: 400 of 512 slots at batch 1
     8.6 / 6.8 / 5.3 / 4.4, at 8 9.3 / 8.1 / 8.8 / 11.9, at 32 20.9 / 21.0 / 24.3 / 29.2; 2,000 of 2,048 slots 31.4 /
-    16.8 / 10.4 / 7.5 (16 splits: 8.6), 32.6 / 20.6 / 20.8 / 25.3, 83.6 / 67.5 / 70.2 / 73.8.
+    16.8 / 10.4 / 7.5 (16 splits: 8.6), 32.6 / 20.6 / 20.8 / 25.3, 83.6 / 67.5 / 70.2 / 73.8. Trees of 16 and 32 tokens,
+    one H100: 250 of 384 slots at batch 1 9.0 / 8.6 / 7.9 / 8.3 and 9.3 / 9.3 / 8.4 / 10.5 (5 splits: 11.2), at 8 9.2 /
+    13.4 / 14.0 / 17.7 and 9.9 / 20.9 / 25.9 / 31.4; 4,000 of 4,200 63.7 / 35.7 / 21.1 / 14.6 and 63.5 / 36.0 / 21.7 /
+    17.1, at 8 65.6 / 58.2 / 60.4 / 68.8 and 65.6 / 68.4 / 79.0 / 90.2.
     """
     per_multiprocessor = min(max(num_visible // _SLOTS_PER_PROGRAM, 1), _MOST_PROGRAMS_PER_MULTIPROCESSOR)
     wanted = round(per_multiprocessor * num_multiprocessors / num_programs)
     most = min(num_visible // _MIN_SLOTS_PER_SPLIT, max(num_visible // _SLOTS_PER_FURTHER_SPLIT, _FEW_SPLITS))
-    return max(1, min(wanted, most, _MAX_SPLITS))
+    # What merging costs grows with the results, what it saves with the slots.
+    worthwhile = min(8 * num_visible, max(_WORTHWHILE_RESULTS, 2 * num_visible)) // num_results
+    return 1 << max(min(wanted, most, worthwhile, _MAX_SPLITS), 1).bit_length() - 1
 
 
 def merge_splits(partial: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> None:

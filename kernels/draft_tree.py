@@ -125,17 +125,15 @@ def best_paths(
 ) -> tuple[torch.Tensor, ...]:
     """See `draft_tree_reference.best_paths`; equal. One launch."""
     batch, depth, num_rows, width = logprobs.shape
-    for one in (logprobs, tokens) if rows is None else (logprobs, tokens, rows):
-        assert one.shape == logprobs.shape and one.is_contiguous(), "tables must be contiguous, of one shape"
+    tables = [logprobs, tokens] if rows is None else [logprobs, tokens, rows]
+    assert all(one.shape == logprobs.shape for one in tables), "tables must be of one shape"
     assert logprobs.dtype == torch.float32, "scores are added up in float32"
     parents, depths = (torch.empty(batch, num_nodes + 1, dtype=torch.int64, device=tokens.device) for _ in range(2))
     words = num_nodes // 64 + 1
     tree = Tree(parents, depths, parents.new_empty(batch, num_nodes + 1, words))
     out = parents.new_empty(batch, num_nodes)
     _best_paths_kernel[(batch,)](
-        logprobs,
-        tokens,
-        rows,
+        *(None if one is None else one.contiguous() for one in (logprobs, tokens, rows)),
         out,
         *tree,
         num_nodes,

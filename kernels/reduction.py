@@ -34,8 +34,8 @@ SAMPLE_WARPS = 4
 
 
 @triton.jit
-def largest_key(value, index, is_valid):
-    """Key of the first largest of float32 values.
+def keys_of(value, index, is_valid):
+    """Keys of float32 values.
 
     As in PyTorch NaN is larger than every number, and zeros of both signs are equal.
     """
@@ -43,13 +43,26 @@ def largest_key(value, index, is_valid):
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(value != value, 0x7FFFFFFF, order)
     key = (order.to(tl.int64) << 32) | (_WORD - index.to(tl.int64))
-    return tl.max(tl.where(is_valid, key, LEAST_KEY), axis=0)
+    return tl.where(is_valid, key, LEAST_KEY)
+
+
+@triton.jit
+def largest_key(value, index, is_valid):
+    """Key of the first largest of float32 values, see `keys_of`."""
+    return tl.max(keys_of(value, index, is_valid), axis=0)
 
 
 @triton.jit
 def index_of_key(key):
     """Index of the value that a key stands for."""
     return _WORD - (key & _WORD)
+
+
+@triton.jit
+def value_of_key(key):
+    """The number that a key stands for."""
+    order = (key >> 32).to(tl.int32)
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
 
 
 @triton.jit

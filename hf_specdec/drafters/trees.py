@@ -35,9 +35,7 @@ def likeliest_tokens(
     logits: torch.Tensor, target_ids: torch.Tensor | None, num_nodes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and tokens `[B, n, W]` of the drafts that may follow the same one in a tree of `num_nodes`."""
-    logits = logits.float()
-    values, index = logits.topk(min(num_nodes, MOST_CHILDREN, logits.shape[-1]))
-    return values - logits.logsumexp(-1, keepdim=True), index if target_ids is None else target_ids[index]
+    return ops.likeliest_tokens(logits, target_ids, min(num_nodes, MOST_CHILDREN, logits.shape[-1]))
 
 
 def tree_of_pairs(logprobs: torch.Tensor, tokens: torch.Tensor, num_nodes: int) -> Proposal:
@@ -68,11 +66,10 @@ class GrowingTree:
         """Add a layer: what may follow the drafts that the last one is gone on from, or the text.
 
         Args:
-            logprobs: `[B, P, C]` float32, of C candidates after each of these P drafts.
+            logprobs: `[B, P, C]` float32, descending, of C candidates after each of these P drafts.
             tokens: `[B, P, C]` int64, the candidates.
         """
-        logprobs, order = logprobs.sort(dim=-1, descending=True, stable=True)
-        self._layers.append([logprobs, tokens.gather(-1, order), torch.full_like(order, -1)])
+        self._layers.append([logprobs, tokens, torch.full_like(tokens, -1)])
 
     def front(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose the drafts of the last layer that are gone on from.

@@ -173,7 +173,8 @@ class WalkingDrafter(DFlashDrafter):
         tree, before = GrowingTree(count), anchors
         for step in range(state.num_draft_tokens):
             logprobs, memory = follow(before[:, None], places.at(step, 1), memory)
-            tree.add(logprobs[:, 0], tokens[:, step, None].expand_as(logprobs[:, 0]))
+            logprobs, order = logprobs[:, 0].sort(dim=-1, descending=True, stable=True)
+            tree.add(logprobs, tokens[:, step, None].expand_as(order).gather(-1, order))
             if step + 1 < state.num_draft_tokens:
                 before, parents = tree.front()
                 memory = memory.gather(2, parents[:, None, :, None].expand(-1, -1, -1, memory.shape[3]))

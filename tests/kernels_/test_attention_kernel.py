@@ -334,17 +334,23 @@ def test_random_cases(random, num_splits):
 
 
 def test_number_of_splits():
-    """At least 64 slots each, and no more programs than a GPU balances; more slots never get fewer, more rows more."""
+    """At least 48 slots each, and no more programs than a GPU balances; more slots never get fewer, more rows more."""
     reaches, every = (1, 63, 64, 200, 512, 1024, 2048, 4096, 131072), (1, 8, 24, 64, 256, 1024)
-    chosen = {(one, reach): choose_splits(one, reach, num_multiprocessors=132) for one in every for reach in reaches}
+    chosen = {(one, reach): choose_splits(one, 4 * one, reach, 132) for one in every for reach in reaches}
     for (num_programs, reach), splits in chosen.items():
-        assert 1 <= splits <= min(max(1, reach // 64), 128)
+        assert 1 <= splits <= min(max(1, reach // 48), 128) and splits.bit_count() == 1
         assert splits == 1 or (splits - 0.5) * num_programs <= 4 * 132
     assert all(chosen[one, few] <= chosen[one, many] for one in every for few, many in pairwise(reaches))
     assert all(chosen[few, reach] >= chosen[many, reach] for reach in reaches for few, many in pairwise(every))
     # Fastest on an H200 of 1, 2, 4 and 8, for 8 key heads.
     assert [chosen[8 * batch, 512] for batch in (1, 8, 32)] == [8, 2, 1]
     assert chosen[8, 2048] == 8 and chosen[256, 2048] == 2
+    # Of trees on an H100, for 8 key heads and programs of 64 queries of 4 query heads.
+    trees = {(n, batch): 8 * batch * -(-4 * n // 64) for n in (16, 32) for batch in (1, 8)}
+    fastest = {(16, 384): (4, 1), (32, 1100): (8, 1), (16, 4200): (16, 2), (32, 4200): (8, 1)}
+    for (n, slots), splits in fastest.items():
+        found = [choose_splits(trees[n, batch], 32 * n * batch, slots, 132) for batch in (1, 8)]
+        assert tuple(found) == splits
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from hf_specdec.kernels import (
     draft_sampling_reference,
     draft_tree,
     draft_tree_reference,
+    likeliest_tokens,
+    likeliest_tokens_reference,
     move_slots,
     move_slots_reference,
     random_reference,
@@ -323,3 +325,30 @@ def test_the_law_of_texts_with_drafts_chosen_by_the_targets_noise(temperature, k
         law = (law[:, None] * probs[first : first + vocabulary**step].double()).flatten()
         at, text = vocabulary * at + token + 1, vocabulary * text + token
     assert p_value(text.bincount(minlength=vocabulary**depth).cpu(), law.cpu()) > 1e-3
+
+
+def sorted_tokens(logits, target_ids, count):
+    """The first of all tokens in a stable sort, in float64."""
+    logits = torch.where(logits > -torch.inf, logits, -torch.inf).double()
+    values, index = logits.sort(dim=-1, descending=True, stable=True)
+    logprobs = values[..., :count] - logits.logsumexp(-1, keepdim=True)
+    return logprobs, index[..., :count] if target_ids is None else target_ids[index[..., :count]]
+
+
+@pytest.mark.parametrize("vocabulary", [5, 512, 1500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_ids", [False, True])
+def test_likeliest_tokens(vocabulary, dtype, has_ids):
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(2, 3, vocabulary + 3, generator=generator).mul(2).to(dtype)[..., :vocabulary]
+    logits[0, 0] = logits[0, 0].round()  # ties
+    logits[0, 1, 2:] = -torch.inf
+    logits[1, 2, 1:3] = torch.tensor([float("nan"), -0.0])
+    logits[1, 1, :4] = torch.tensor([0.0, -0.0, 0.0, 60.0])
+    target_ids = torch.randperm(3 * vocabulary, generator=generator)[:vocabulary].to(DEVICE) if has_ids else None
+    count = min(vocabulary, 16)
+    expected = sorted_tokens(logits.to(DEVICE), target_ids, count)
+    for run in (likeliest_tokens, likeliest_tokens_reference):
+        logprobs, tokens = run.likeliest_tokens(logits.to(DEVICE), target_ids, count)
+        assert torch.equal(tokens, expected[1]) and logprobs.dtype == torch.float32
+        torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-5, atol=1e-5)

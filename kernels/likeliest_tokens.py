@@ -1,0 +1,140 @@
+"""Triton top-k of log-probabilities; the reference is `likeliest_tokens_reference.likeliest_tokens`.
+
+Shapes: logits `[B, n, V]`, target_ids `[V]`, results `[B, n, W]`: with v_1, v_2, ... the tokens by descending logits,
+and of equal ones by their numbers,
+
+    logprobs[b, i, j] = logits[b, i, v_j] - log(sum over v of exp(logits[b, i, v]))
+    tokens[b, i, j] = target_ids[v_j]
+
+A row is cut into blocks, of which a program each finds the W largest, as keys (see `reduction`), and the statistics of
+its softmax; the W largest of a row are among these.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import likeliest_tokens_reference
+from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, implements, kernel
+from .reduction import LEAST_KEY, index_of_key, keys_of, load_softmax, value_of_key
+
+# Tokens of a block: one warp holds them all, so that finding the largest needs no shared memory.
+BLOCK = 512
+
+
+@kernel
+def _blocks_kernel(
+    logits_ptr,
+    keys_ptr,
+    stats,
+    strides,
+    width: Unspecialised,
+    vocabulary,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The COUNT largest logits of a block of a row, and the statistics of its softmax.
+
+    Grid: (B * n, blocks). Reads BLOCK of `logits` `[B, n, V]`; writes COUNT of `keys` `[B * n, blocks * COUNT]`,
+    descending, and one element of both `stats` `[B * n, blocks]`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = token < vocabulary
+    logits_ptr += row // width * strides[0] + row % width * strides[1]
+    at = row * tl.num_programs(1) + tl.program_id(1)
+    wait_for_inputs(PDL)
+    value = tl.load(logits_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
+    value = tl.where(value > float("-inf"), value, float("-inf"))  # NaN is no token
+    maximum = tl.max(value, axis=0)
+    base = tl.where(maximum == float("-inf"), 0.0, maximum)
+    tl.store(stats[0] + at, maximum)
+    tl.store(stats[1] + at, tl.sum(tl.exp(value - base), axis=0))
+    keys = keys_of(value, token, is_token)
+    for rank in range(COUNT):
+        key = tl.max(keys, axis=0)
+        tl.store(keys_ptr + at * COUNT + rank, key)
+        keys = tl.where(keys == key, LEAST_KEY, keys)
+
+
+@kernel
+def _merge_likeliest_kernel(
+    keys_ptr,
+    stats,
+    target_ids_ptr,
+    logprobs_ptr,
+    tokens_ptr,
+    num_blocks: Unspecialised,
+    COUNT: tl.constexpr,
+    KEYS: tl.constexpr,
+    STATS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The COUNT largest of a row.
+
+    Grid: (B * n,). Reads a row of `keys` `[B * n, blocks * COUNT]`, of both `stats` `[B * n, blocks]`, and COUNT of
+    `target_ids`, if given; writes a row of `logprobs` and of `tokens` `[B, n, COUNT]`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, KEYS)
+    wait_for_inputs(PDL)
+    base, total = load_softmax(stats, row, num_blocks, STATS)
+    normaliser = tl.sum(base + tl.log(total), axis=0)
+    num_keys = num_blocks * COUNT
+    keys = tl.load(keys_ptr + row * num_keys + place, mask=place < num_keys, other=LEAST_KEY)
+    for rank in range(COUNT):
+        key = tl.max(keys, axis=0)
+        keys = tl.where(keys == key, LEAST_KEY, keys)
+        token = index_of_key(key)
+        if target_ids_ptr is not None:
+            token = tl.load(target_ids_ptr + token)
+        tl.store(tokens_ptr + row * COUNT + rank, token)
+        tl.store(logprobs_ptr + row * COUNT + rank, value_of_key(key) - normaliser)
+
+
+@implements(likeliest_tokens_reference.likeliest_tokens)
+def likeliest_tokens(logits, target_ids, count):
+    """See `likeliest_tokens_reference.likeliest_tokens`; tokens are equal, log-probabilities up to rounding.
+
+    Two launches that depend on shapes only.
+    """
+    batch, width, vocabulary = logits.shape
+    assert logits.stride(2) == 1 or vocabulary == 1, "rows must have unit stride"
+    assert count <= vocabulary, "there must be as many tokens"
+    rows, num_blocks = batch * width, triton.cdiv(vocabulary, BLOCK)
+    keys = torch.empty(rows, num_blocks * count, dtype=torch.int64, device=logits.device)
+    stats = tuple(torch.empty(2, rows, num_blocks, dtype=torch.float32, device=logits.device))
+    logprobs = torch.empty(batch, width, count, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(batch, width, count, dtype=torch.int64, device=logits.device)
+    num_keys = triton.next_power_of_2(num_blocks * count)
+    launch = dependent_launch(logits.device)
+    _blocks_kernel[(rows, num_blocks)](
+        logits,
+        keys,
+        stats,
+        logits.stride()[:2],
+        width,
+        vocabulary,
+        COUNT=count,
+        BLOCK=BLOCK,
+        num_warps=1,
+        **launch,
+    )
+    _merge_likeliest_kernel[(rows,)](
+        keys,
+        stats,
+        target_ids,
+        logprobs,
+        tokens,
+        num_blocks,
+        COUNT=count,
+        KEYS=num_keys,
+        STATS=triton.next_power_of_2(num_blocks),
+        num_warps=max(1, min(8, num_keys // 1024)),
+        **launch,
+    )
+    return logprobs, tokens
