@@ -1,11 +1,11 @@
 """What rounds cost, on disk: what is written, what is read, and what calls make of it."""
 
 import json
+import multiprocessing
 import os
 
 import pytest
 import torch
-from forked import start_forked
 from lossless import greedy
 from oracle import RANDOM_DRAFTERS, copy_of
 from targets import padded_prompts, tiny_target
@@ -139,7 +139,10 @@ def write_often(rows, folder):
 
 
 def test_two_processes_at_once(tmp_path):
-    processes = [start_forked(write_often, rows, tmp_path) for rows in (1, 2)]
+    fork = multiprocessing.get_context("fork")  # which need not import anything again
+    processes = [fork.Process(target=write_often, args=(rows, tmp_path)) for rows in (1, 2)]
+    for one in processes:
+        one.start()
     for one in processes:
         one.join()
     assert [one.exitcode for one in processes] == [0, 0]
