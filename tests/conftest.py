@@ -1,6 +1,7 @@
 """Options and settings of all tests."""
 
 import gc
+import math
 import os
 import sys
 from collections import Counter
@@ -61,13 +62,15 @@ def begin_with_longest(items: list[pytest.Item], seconds: dict[str, float]) -> N
     """Sort `items` by files, those that take longest first: a worker that begins one last keeps the others waiting.
 
     Files that `seconds` does not know are taken to need the average time of a test for each of theirs, so without any
-    seconds the number of tests decides.
+    seconds the number of tests decides. But where there are only a few, nothing is known: scripts, servers and models
+    of full size have files of one to five tests, and so come first.
     """
     files = [item.nodeid.partition("::")[0] for item in items]
     tests = Counter(files)
     known = [name for name in tests if name in seconds]
     average = sum(seconds[name] for name in known) / max(sum(tests[name] for name in known), 1) or 1.0
-    order = {name: (-seconds.get(name, average * count), name) for name, count in tests.items()}
+    guessed = {name: average * count if count > 5 else math.inf for name, count in tests.items()}
+    order = {name: (-seconds.get(name, guessed[name]), name) for name in tests}
     items.sort(key=lambda item: order[item.nodeid.partition("::")[0]])
 
 

@@ -6,6 +6,7 @@ import inspect
 import pytest
 import torch
 from assistants import ORDERED, TEXT, assistant_drafter, gemma4_target, new_assistant
+from bulk import check_rows, prompts_of
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, continuations, greedy
@@ -13,7 +14,6 @@ from targets import VOCAB, build_target, padded_prompts
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
-    ContinuousBatchingConfig,
     DynamicCache,
     StoppingCriteriaList,
     TextIteratorStreamer,
@@ -330,13 +330,7 @@ def test_inspect(tmp_path, capsys):
 def test_rows_that_come_and_go(rows):
     target = gemma4_target()
     drafter = assistant_drafter(new_assistant(), target)
-    options = {"max_new_tokens": 12, "do_sample": False}
-    prompts = [row[mask.bool()].tolist() for row, mask in zip(*padded_prompts([5, 12, 3, 9, 2]).values(), strict=True)]
-    out = target.generate_batch(
-        prompts, None, ContinuousBatchingConfig(max_requests_per_batch=rows), assistant_model=drafter, **options
-    )
-    for prompt, found in zip(prompts, out.values(), strict=True):
-        assert found.generated_tokens == target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+    check_rows(target, drafter, prompts_of((5, 12, 3, 9, 2)), rows=rows)
 
 
 def test_text_that_continues_a_cache():

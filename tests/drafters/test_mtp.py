@@ -1,21 +1,20 @@
 """MTP modules, loaded from targets in their published names: lossless, and every proposal and cache as recomputed."""
 
 import itertools
-from dataclasses import dataclass
 
 import pytest
+import scripted_verification
 import torch
 from case_counts import cases, num_cases
 from lossless import PROMPTS, greedy
 from mtp import Published, draft, last_hidden_states, publish
 from oracle import random_mtp
-from scripted_verification import Script, random_patterns
+from scripted_verification import Seen, random_patterns, watch, wrong_now_and_then
 from targets import VOCAB, padded_prompts
 from varying_drafts import vary_drafts
 from zoo_models import instantiate
 
 from hf_specdec import AutoDrafter
-from hf_specdec.hosting.equivalence import why_not_equivalent
 
 # Families and numbers of modules; those with one module in their published form can have more.
 STATIC = [
@@ -90,17 +89,6 @@ def test_greedy_is_identical_on_the_stock_engine(published, family, num_modules)
     assert accepted > num_cases(4, 2)
 
 
-@dataclass
-class Seen:
-    """A row after a call of `propose`; `caches` holds keys and values of every step, as far as its tokens are text."""
-
-    text: torch.Tensor
-    drafts: list[int]
-    logits: torch.Tensor
-    room: int
-    caches: list[tuple[torch.Tensor, torch.Tensor]]
-
-
 def settled_caches(drafter, state, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What the steps' caches hold at the slots whose tokens are committed."""
     num_modules, is_chained = drafter.config.num_modules, drafter.config.chaining == "modules"
@@ -113,42 +101,10 @@ def settled_caches(drafter, state, row: int, length: int) -> list[tuple[torch.Te
     return found
 
 
-def watch(monkeypatch, drafter, known: torch.Tensor | None = None) -> list[list[Seen]]:
-    """Watch `drafter` propose; returns the rounds, which fill as it is called.
-
-    With `known`, `[1, T]`, it drafts the tokens of that text whatever its modules predict.
-    """
-    rounds, scored, propose, draw = [], [], drafter.propose, drafter.draw
-
-    def watched_draw(state, logits, first):
-        scored.append(logits)
-        drawn = draw(state, logits, first)
-        if known is None:
-            return drawn
-        at = int(state.lengths) + first
-        return drawn._replace(tokens=known[:, at : at + 1])
-
-    def watched(state, aux_hidden_states, result):
-        scored.clear()
-        proposal = propose(state, aux_hidden_states, result)
-        logits, rows = torch.cat(scored, dim=1) if scored else torch.empty(len(state.lengths), 0), []
-        for row, length in enumerate(state.lengths.tolist()):
-            room = 0 if state.finished[row] else int(state.limits[row]) - length
-            caches = settled_caches(drafter, state, row, length)
-            text = state.tokens[row, :length].clone()
-            rows.append(Seen(text, proposal.tokens[row].tolist(), logits[row], room, caches))
-        rounds.append(rows)
-        return proposal
-
-    monkeypatch.setattr(drafter, "propose", watched)
-    monkeypatch.setattr(drafter, "draw", watched_draw)
-    return rounds
-
-
 def check(
     at: Published, drafter, rounds: list[list[Seen]], num_draft_tokens: int, known: torch.Tensor | None = None
 ) -> None:
-    """Assert that all that was seen equals a recomputation from scratch; `known` as for `watch`."""
+    """Assert that all that was seen equals a recomputation from scratch, of the tokens `known` `[1, T]` if given."""
     chaining = drafter.config.chaining
     # The target is causal, so one pass over the last text holds the hidden states of all before.
     hidden = [last_hidden_states(at.target, row.text[:-1]) for row in rounds[-1]]
@@ -178,22 +134,9 @@ def run_script(monkeypatch, at, chaining, num_draft_tokens, patterns, max_new_to
     """Run the engine through `patterns`, a list of rounds of accepted drafts a row; check what it does."""
     target = at.target.double()
     drafter = AutoDrafter.from_pretrained(at.folder, target, chaining=chaining)
-    assert why_not_equivalent(target, "static") is None  # by true verification
-    rounds, rows = watch(monkeypatch, drafter), [6, 1, 9][: len(patterns[0])]
-    monkeypatch.setattr("hf_specdec.engine.rounds.verify", Script(patterns, VOCAB))
-    room = max_new_tokens or 1 + min(sum(n[row] + 1 for n in patterns) for row in range(len(rows)))
-    target.generate(
-        **padded_prompts(rows, seed=5),
-        do_sample=False,
-        max_new_tokens=room,
-        assistant_model=drafter,
-        num_assistant_tokens=num_draft_tokens,
-        **options,
-    )
-    assert drafter.stats.engine == "static"
-    if max_new_tokens is None:
-        assert len(rounds) > len(patterns) // 2
-    check(at, drafter, rounds, min(num_draft_tokens, room))
+    script = num_draft_tokens, patterns, max_new_tokens
+    rounds = scripted_verification.run_script(monkeypatch, target, drafter, settled_caches, *script, **options)
+    check(at, drafter, rounds, min(num_draft_tokens, max_new_tokens or num_draft_tokens))
 
 
 @pytest.mark.parametrize("chaining", CHAININGS)
@@ -257,12 +200,14 @@ def test_stock_engine(monkeypatch, published, family, num_modules, chaining):
     target = at.target.double()
     inputs, options = padded_prompts([6], seed=5), {"do_sample": False, "max_new_tokens": 40}
     generated = target.generate(**inputs, **options)
-    known = torch.nn.functional.pad(generated, (0, 16), value=2)
-    wrong = torch.rand(known.shape, generator=torch.Generator().manual_seed(1)) < 0.2
-    known = torch.where(wrong, (known + 1) % VOCAB, known)
+    known = wrong_now_and_then(generated, VOCAB)
+
+    def say(state, first, drawn):
+        at = int(state.lengths) + first
+        return drawn._replace(tokens=known[:, at : at + 1])
 
     drafter = AutoDrafter.from_pretrained(at.folder, target, engine="stock", chaining=chaining)
-    rounds = watch(monkeypatch, drafter, known)
+    rounds = watch(monkeypatch, drafter, settled_caches, say=say)
     out = target.generate(**inputs, **options, assistant_model=drafter, num_assistant_tokens=4)
     assert torch.equal(out, generated)
     assert {len(after[0].text) - len(before[0].text) for before, after in itertools.pairwise(rounds)} >= {1, 5}

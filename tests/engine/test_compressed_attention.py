@@ -4,12 +4,13 @@ from functools import cache, partial
 
 import pytest
 import torch
+from bulk import check_rows, prompts_of
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from lossless import GreedyTexts, oracle
 from oracle import copy_of, random_draft_model
 from targets import build_target, padded_prompts
-from transformers import ContinuousBatchingConfig, DynamicCache
+from transformers import DynamicCache
 
 from hf_specdec.cache import compressed_layers
 from hf_specdec.engine import prefix_cache
@@ -131,9 +132,7 @@ def test_calls_that_are_not_of_tokens_only_are_refused():
 
 @pytest.mark.parametrize("kind", [copy_of, random_draft_model])
 def test_draft_models(kind):
-    drafter = TEXTS.check(NAME, EQUAL, lambda target, *_: kind(target))
-    if kind is copy_of:
-        assert drafter.stats.accepted == drafter.stats.drafted > 0
+    TEXTS.check_draft_model(NAME, EQUAL, kind)
 
 
 def test_replayed_graphs(monkeypatch):
@@ -154,13 +153,7 @@ def test_equal_prompts_are_prefilled_once(monkeypatch):
 def test_rows_that_come_and_go():
     """Without padding each row says what it says alone."""
     target = target_of(NAME)
-    options = {"max_new_tokens": 20, "do_sample": False}
-    inputs = padded_prompts([5, 22, 3, 9, 70])
-    prompts = [row[mask.bool()].tolist() for row, mask in zip(*inputs.values(), strict=True)]
-    config = ContinuousBatchingConfig(max_requests_per_batch=2)
-    out = target.generate_batch(prompts, None, config, assistant_model=copy_of(target, noise=0.02), **options)
-    for prompt, found in zip(prompts, out.values(), strict=True):
-        assert found.generated_tokens == target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+    check_rows(target, copy_of(target, noise=0.02), prompts_of((5, 22, 3, 9, 70)), new=20)
 
 
 def test_caches_are_left_as_plain_generation_leaves_them():

@@ -9,7 +9,7 @@ import torch
 from case_counts import cases
 from graph_stand_ins import Replay, replay_on_cpu, tape_on_cpu
 from lossless import MAX_NEW_TOKENS, PROMPTS, continuations
-from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_mtp
+from oracle import RANDOM_DRAFTERS, SELDOM, OracleDrafter, copy_of, random_eagle3, random_mtp
 from targets import FAMILIES, PAD, STOCK_FAMILY, padded_prompts, set_policy, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from varying_drafts import vary_drafts
@@ -29,6 +29,7 @@ def capture(monkeypatch):
     return replay_on_cpu(monkeypatch)
 
 
+FEW_KINDS = [kind for kind in RANDOM_DRAFTERS if kind not in SELDOM]
 OPTIONS = {
     "greedy": {"do_sample": False},
     "end of sequence": {"do_sample": False, "eos_token_id": [7, 11, 13], "pad_token_id": PAD},
@@ -111,7 +112,6 @@ def test_hooks_left_by_output_hidden_states_do_not_prevent_capture(capture, monk
     assert drafter.stats.execution == "captured in one graph, compiled"
 
 
-@pytest.mark.core
 def test_moved_weights_are_captured_again(capture):
     target = tiny_target("llama")
     drafter = copy_of(target)
@@ -176,7 +176,6 @@ def test_round_with_the_gpu_policy(monkeypatch, kind, option, num_layers, settin
     assert query.data_ptr() + query.nbytes == key.data_ptr(), "linears were not fused"
 
 
-@pytest.mark.core
 def test_rounds_that_cannot_be_compiled_are_captured_uncompiled(capture, monkeypatch, caplog):
     set_policy(monkeypatch, "cpu", compiler="aot_eager")
     target = tiny_target("llama", num_layers=1)
@@ -219,7 +218,7 @@ def test_failed_capture_runs_eagerly(monkeypatch, caplog):
     assert caplog.text.count("cannot be captured and runs eagerly: operation not permitted") == 1
 
 
-@pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
+@pytest.mark.parametrize("kind", FEW_KINDS)
 def test_results_do_not_depend_on_earlier_calls(monkeypatch, kind):
     """Prompts of one token leave drafters that look a token back without anything to draft from."""
     set_policy(monkeypatch, "cpu", cuda_graphs=True)
@@ -301,7 +300,7 @@ REPLAYED = [
     (kind, option)
     for kind in (*RANDOM_DRAFTERS, "none")
     for option in OPTIONS
-    if option == "sampling"
+    if (option == "sampling" and kind in cases([*RANDOM_DRAFTERS, "none"], FEW_KINDS))
     or kind in ("eagle3", "none")
     or (option == "penalty" and kind in cases(list(RANDOM_DRAFTERS), ["pard", "mtp-by-target"]))
 ]
@@ -365,9 +364,12 @@ def test_captured_rounds_do_not_read_the_host(kind, monkeypatch):
     target = tiny_target("llama")
     capture = replay_on_cpu(monkeypatch, watched)
     drafter = {**RANDOM_DRAFTERS, "suffix": SuffixDrafter, "none": NoDrafter}[kind](target)
-    for option in ("greedy", "penalty", "sampling"):
+    # Rounds in two graphs, of processors that read texts, differ by nothing that a drafter does.
+    every = ("greedy", "sampling", "penalty")
+    options = cases(every, every if kind == "eagle3" else every[:2])
+    for option in options:
         generate(target, drafter, [[9, 1, 5]], **OPTIONS[option])
-    assert capture.count == 7
+    assert capture.count == (7 if "penalty" in options else 4)
     with pytest.raises(AssertionError, match="reads on the host"), NoHostReads():
         torch.arange(3).sum().item()
     with pytest.raises(AssertionError, match="found by the host"), NoHostReads():
@@ -391,7 +393,6 @@ def test_graphs_of_a_session_share_a_memory_pool(monkeypatch):
     assert [memory is first for memory in memories] == 5 * [True] + 2 * [False] and memories[-2] is last
 
 
-@pytest.mark.core
 def test_prefill_is_captured_per_length_bucket_up_to_a_limit(capture, monkeypatch):
     monkeypatch.setattr(buckets, "MOST_CAPTURED_TOKENS", 32)
     target = tiny_target("llama")
@@ -481,7 +482,6 @@ def test_prefill_frees_memory_it_needs(monkeypatch):
     assert capture.count == 5 and len(drafter.sessions) == 1  # the session of the second try serves the next call
 
 
-@pytest.mark.core
 def test_weights_that_a_call_moves_are_captured_once(capture, monkeypatch):
     set_policy(monkeypatch, "cpu", fused_linear=True)
     set_policy(monkeypatch, "cpu", transposed_linear=False)
@@ -496,7 +496,6 @@ def test_weights_that_a_call_moves_are_captured_once(capture, monkeypatch):
     assert generate(target, random_eagle3(target), batches) == replayed
 
 
-@pytest.mark.core
 def test_replaced_weights_are_read(capture):
     target = copy.deepcopy(tiny_target("llama"))
     drafter = random_eagle3(target)

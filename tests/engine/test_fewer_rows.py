@@ -2,6 +2,7 @@
 
 import functools
 
+import bulk
 import pytest
 import torch
 from case_counts import cases, num_cases
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 from oracle import RANDOM_DRAFTERS, SELDOM, copy_of
 from sampled_calls import drafter_of
 from targets import tiny_target
-from transformers import ContinuousBatchingConfig
 from varying_drafts import vary_drafts
 
 from hf_specdec import NoDrafter
@@ -24,24 +24,14 @@ END, NEW = list(range(3, 96, 7)), 40
 KINDS = {**RANDOM_DRAFTERS, "noisy-copy": functools.partial(copy_of, noise=0.01), "none": NoDrafter}
 
 
-@functools.cache
-def prompts():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, 90, (length,), generator=generator).tolist() for length in LENGTHS]
-
-
-@functools.cache
 def alone():
     """What `generate()` without a drafter says to each prompt."""
-    target, options = tiny_target("llama"), {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END}
-    return [target.generate(torch.tensor([one]), **options)[0, len(one) :].tolist() for one in prompts()]
+    return bulk.all_alone("llama", bulk.prompts_of(LENGTHS), NEW, END)
 
 
 def in_rows(drafter, rows, **options):
-    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END, "assistant_model": drafter, **options}
-    config = ContinuousBatchingConfig(max_requests_per_batch=rows)
-    results = tiny_target("llama").generate_batch(prompts(), None, config, **options)
-    return [one.generated_tokens for one in results.values()]
+    options = {"max_new_tokens": NEW, "eos_token_id": END, **options}
+    return bulk.in_rows(tiny_target("llama"), drafter, bulk.prompts_of(LENGTHS), rows, **options)
 
 
 @pytest.fixture

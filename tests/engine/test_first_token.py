@@ -4,12 +4,13 @@ import itertools
 
 import pytest
 import torch
+from bulk import check_rows
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, continuations, greedy
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
 from targets import PAD, padded_prompts, tiny_target
-from transformers import ContinuousBatchingConfig, DynamicCache
+from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.drafters.none import NoDrafter
@@ -173,10 +174,6 @@ def test_requests_of_one_token(kind):
     target = tiny_target("llama")
     prompts = [row[row != PAD].tolist() for row in padded_prompts([4, 9, 2, 7, 5, 3], seed=2)["input_ids"]]
     for count in (1, 2):
-        options = {"max_new_tokens": count, "do_sample": False}
-        plain = [target.generate(torch.tensor([one]), **options)[0, len(one) :].tolist() for one in prompts]
         drafter = RANDOM_DRAFTERS[kind](target)
-        rows = ContinuousBatchingConfig(max_requests_per_batch=2)
-        out = target.generate_batch(prompts, None, rows, assistant_model=drafter, **options)
-        assert [result.generated_tokens for result in out.values()] == plain
+        check_rows(target, drafter, prompts, new=count)
         assert [row.committed for row in drafter.stats.rows] == [count - 1] * len(prompts)

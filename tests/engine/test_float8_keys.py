@@ -3,6 +3,7 @@
 import functools
 from types import SimpleNamespace
 
+import bulk
 import pytest
 import torch
 from assistants import assistant_drafter, gemma4_target, new_assistant
@@ -64,12 +65,7 @@ BEGINNING = tokens(40, 0)
 REQUESTS = [BEGINNING + tokens(count, count) for count in (5, 1, 9, 7)] + [tokens(11, 50), BEGINNING]
 
 
-def in_rows(target, drafter, prompts, rows, **options):
-    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "assistant_model": drafter, **options}
-    config = ContinuousBatchingConfig(max_requests_per_batch=rows)
-    results = target.generate_batch(prompts, None, config, **options)
-    assert [one.error for one in results.values()] == [None] * len(prompts)
-    return [one.generated_tokens for one in results.values()]
+in_rows = functools.partial(bulk.in_rows, max_new_tokens=NEW)
 
 
 @pytest.mark.core_for(family=["llama", "gemma3"])

@@ -5,12 +5,13 @@ from functools import cache, partial
 
 import pytest
 import torch
+from bulk import check_rows, prompts_of
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, GreedyTexts, oracle
 from oracle import copy_of, random_draft_model, random_eagle3, random_mtp
 from targets import build_target, padded_prompts
-from transformers import CONFIG_MAPPING, ContinuousBatchingConfig, DynamicCache
+from transformers import CONFIG_MAPPING, DynamicCache
 
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching.attention import ragged_attention
@@ -71,9 +72,7 @@ def test_texts_depend_on_the_indexers():
 
 @pytest.mark.parametrize("kind", [copy_of, random_draft_model, random_eagle3])
 def test_drafters(kind):
-    drafter = TEXTS.check(KINDS[0], PROMPTS[3], lambda target, *_: kind(target))
-    if kind is copy_of:
-        assert drafter.stats.accepted == drafter.stats.drafted > 0
+    TEXTS.check_draft_model(KINDS[0], PROMPTS[3], kind)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -103,13 +102,7 @@ def test_replayed_graphs(monkeypatch):
 
 def test_rows_that_come_and_go():
     target = target_of(KINDS[0])
-    options = {"max_new_tokens": 12, "do_sample": False}
-    inputs = padded_prompts([5, 12, 3, 9, 2])
-    prompts = [row[mask.bool()].tolist() for row, mask in zip(*inputs.values(), strict=True)]
-    config = ContinuousBatchingConfig(max_requests_per_batch=2)
-    out = target.generate_batch(prompts, None, config, assistant_model=copy_of(target), **options)
-    for prompt, found in zip(prompts, out.values(), strict=True):
-        assert found.generated_tokens == target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+    check_rows(target, copy_of(target), prompts_of((5, 12, 3, 9, 2)))
 
 
 def test_caches_are_left_as_plain_generation_leaves_them():

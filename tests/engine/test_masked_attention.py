@@ -5,12 +5,13 @@ from functools import cache, partial
 import lossless
 import pytest
 import torch
+from bulk import check_rows
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, continuations
 from oracle import OracleDrafter, copy_of, random_eagle3
 from targets import build_target, padded_prompts, tiny_target
-from transformers import ContinuousBatchingConfig, DynamicCache, FalconConfig, FalconForCausalLM
+from transformers import DynamicCache, FalconConfig, FalconForCausalLM
 
 from hf_specdec import NoDrafter
 from hf_specdec.host.caches import OUTPUT_NAME
@@ -107,11 +108,7 @@ def test_draft_model_that_begins_in_the_middle_of_a_text(model_type):
 def test_continuous_batching(model_type):
     target = target_of(model_type)
     prompts = [padded_prompts([length], seed=length)["input_ids"][0].tolist() for length in (5, 1, 20, 3, 7)]
-    options = {"max_new_tokens": 8, "do_sample": False}
-    alone = [target.generate(torch.tensor([one]), **options)[0, len(one) :].tolist() for one in prompts]
-    config = ContinuousBatchingConfig(max_requests_per_batch=2)
-    out = target.generate_batch(prompts, None, config, assistant_model=copy_of(target, noise=0.05), **options)
-    assert [result.generated_tokens for result in out.values()] == alone
+    check_rows(target, copy_of(target, noise=0.05), prompts, new=8)
 
 
 def test_graphs_are_kept_for_the_next_call(monkeypatch):

@@ -4,12 +4,13 @@ from functools import cache, partial
 
 import pytest
 import torch
+from bulk import check_rows, prompts_of
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, GreedyTexts, oracle
 from oracle import copy_of, random_draft_model, random_eagle3
 from targets import PAD, build_target, padded_prompts, set_policy
-from transformers import AutoConfig, AutoModelForImageTextToText, ContinuousBatchingConfig, DynamicCache
+from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 
 from hf_specdec.cache import recurrent_layers
 from hf_specdec.host.caches import OUTPUT_NAME
@@ -163,13 +164,7 @@ def test_long_prompts_run_through_the_models_own_functions(name, monkeypatch):
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_that_come_and_go(name):
     target = target_of(name)
-    options = {"max_new_tokens": 12, "do_sample": False}
-    inputs = padded_prompts([5, 20, 3, 13])
-    prompts = [row[mask.bool()].tolist() for row, mask in zip(*inputs.values(), strict=True)]
-    config = ContinuousBatchingConfig(max_requests_per_batch=2)
-    out = target.generate_batch(prompts, None, config, assistant_model=copy_of(target, noise=0.02), **options)
-    for prompt, found in zip(prompts, out.values(), strict=True):
-        assert found.generated_tokens == target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+    check_rows(target, copy_of(target, noise=0.02), prompts_of((5, 20, 3, 13)))
 
 
 @pytest.mark.parametrize("name", KINDS)

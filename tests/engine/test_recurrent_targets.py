@@ -9,6 +9,7 @@ import lossless
 import pytest
 import torch
 import transformers
+from bulk import all_alone, in_rows, prompts_of, without_padding
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, continuations
@@ -167,15 +168,10 @@ def test_drafts_of_a_copy_that_continues_a_text():
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_continuous_batching(family):
     target, lengths = tiny_target(family), (5, 1, 9, 20, 3, 30, 2)
-    inputs = padded_prompts(list(lengths))
-    prompts = [row[-length:].tolist() for row, length in zip(inputs["input_ids"], lengths, strict=True)]
-    ends = list(range(3, 96, 8))
-    options = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": ends}
-    expected = [target.generate(torch.tensor([one]), **options)[0, len(one) :].tolist() for one in prompts]
-    config = transformers.ContinuousBatchingConfig(max_requests_per_batch=3)
+    prompts, ends = prompts_of(lengths), list(range(3, 96, 8))
+    expected = all_alone(family, prompts, 10, ends)
     for drafter in (random_eagle3(target), copy_of(target, noise=0.02)):
-        out = target.generate_batch(prompts, None, config, assistant_model=drafter, **options)
-        assert [result.generated_tokens for result in out.values()] == expected
+        assert in_rows(target, drafter, prompts, 3, max_new_tokens=10, eos_token_id=ends) == expected
 
 
 def test_heads_that_run_one_by_one(monkeypatch):
@@ -183,13 +179,10 @@ def test_heads_that_run_one_by_one(monkeypatch):
     lengths = (70, 3, 66)
     check("zamba", lengths, [(3, 0.6)])
     target, inputs, plain = prompts_and_plain("zamba", lengths)
-    prompts = [row[-length:].tolist() for row, length in zip(inputs["input_ids"], lengths, strict=True)]
     drafter = copy_of(target)
     replay_on_cpu(monkeypatch)
-    config = transformers.ContinuousBatchingConfig(max_requests_per_batch=2)
-    options = {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
-    out = target.generate_batch(prompts, None, config, assistant_model=drafter, **options)
-    assert [result.generated_tokens for result in out.values()] == plain[:, -MAX_NEW_TOKENS:].tolist()
+    found = in_rows(target, drafter, without_padding(inputs), 2, max_new_tokens=MAX_NEW_TOKENS)
+    assert found == plain[:, -MAX_NEW_TOKENS:].tolist()
     for seed in (0, 1):
         inputs = padded_prompts([9, 4], seed=seed)
         expected = greedy(target, inputs)
@@ -342,11 +335,9 @@ def test_models_without_attention(family):
     lengths = (70, 3, 66)
     check(family, lengths, [(1, 0.6), (3, 0.0), (7, 1.0)])
     target, inputs, plain = prompts_and_plain(family, lengths)
-    prompts = [row[-length:].tolist() for row, length in zip(inputs["input_ids"], lengths, strict=True)]
-    drafter, options = copy_of(target), {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
-    config = transformers.ContinuousBatchingConfig(max_requests_per_batch=2)
-    out = target.generate_batch(prompts, None, config, assistant_model=drafter, **options)
-    assert [result.generated_tokens for result in out.values()] == plain[:, -MAX_NEW_TOKENS:].tolist()
+    drafter = copy_of(target)
+    found = in_rows(target, drafter, without_padding(inputs), 2, max_new_tokens=MAX_NEW_TOKENS)
+    assert found == plain[:, -MAX_NEW_TOKENS:].tolist()
     short = padded_prompts([9, 4])
     embeddings = target.get_input_embeddings()(short["input_ids"]).detach() + 0.3
     for given in (short, {**short, "inputs_embeds": embeddings}):

@@ -4,11 +4,12 @@ from functools import cache, partial
 
 import pytest
 import torch
+from bulk import check_rows, prompts_of
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, GreedyTexts, oracle
 from oracle import copy_of, random_draft_model, random_eagle3
 from targets import build_target, padded_prompts
-from transformers import CONFIG_MAPPING, ContinuousBatchingConfig
+from transformers import CONFIG_MAPPING
 
 from hf_specdec.patching import attention
 
@@ -77,9 +78,7 @@ def test_texts_tell_distances(name, monkeypatch):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("kind", [copy_of, random_eagle3])
 def test_drafters(name, kind):
-    drafter = TEXTS.check(name, PROMPTS[3], lambda target, *_: kind(target))
-    if kind is copy_of:
-        assert drafter.stats.accepted == drafter.stats.drafted > 0
+    TEXTS.check_draft_model(name, PROMPTS[3], kind)
 
 
 def test_as_draft_model_of_another_target():
@@ -99,13 +98,7 @@ def test_replayed_graphs(monkeypatch, name):
 
 def test_rows_that_come_and_go():
     target = target_of(KINDS[-1])
-    options = {"max_new_tokens": 12, "do_sample": False}
-    inputs = padded_prompts([5, 12, 3, 9, 2])
-    prompts = [row[mask.bool()].tolist() for row, mask in zip(*inputs.values(), strict=True)]
-    config = ContinuousBatchingConfig(max_requests_per_batch=2)
-    out = target.generate_batch(prompts, None, config, assistant_model=copy_of(target), **options)
-    for prompt, found in zip(prompts, out.values(), strict=True):
-        assert found.generated_tokens == target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+    check_rows(target, copy_of(target), prompts_of((5, 12, 3, 9, 2)))
 
 
 @pytest.mark.parametrize("name", KINDS)

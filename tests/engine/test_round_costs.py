@@ -1,9 +1,8 @@
 """What rounds cost, on disk: what is written, what is read, and what calls make of it."""
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -129,27 +128,24 @@ def test_a_folder_that_cannot_be_written(tmp_path, caplog):
     assert len(caplog.records) == 1 and round_costs.FOLDER_VARIABLE in caplog.text
 
 
-WRITER = """
-import sys
-from pathlib import Path
-sys.path[:0] = {path!r}
-from test_round_costs import SHAPE, RoundShape, run_rounds
-from hf_specdec.auto_k.round_costs import CostTable
-rows = int(sys.argv[1])
-for number in range(60):
-    table = CostTable("a target", Path(sys.argv[2]))
-    run_rounds(table, {{0: float(rows)}}, SHAPE._replace(batch=rows))
-    run_rounds(table, {{number % 8: float(number + 1)}})
-    table.save()
-    known = CostTable("a target", Path(sys.argv[2])).times(SHAPE._replace(batch=rows))
-    assert RoundShape(0) not in known or known.milliseconds(RoundShape(0)) == rows
-"""
+def write_often(rows, folder):
+    for number in range(60):
+        table = CostTable("a target", folder)
+        run_rounds(table, {0: float(rows)}, SHAPE._replace(batch=rows))
+        run_rounds(table, {number % 8: float(number + 1)})
+        table.save()
+        known = CostTable("a target", folder).times(SHAPE._replace(batch=rows))
+        assert RoundShape(0) not in known or known.milliseconds(RoundShape(0)) == rows
 
 
 def test_two_processes_at_once(tmp_path):
-    code = WRITER.format(path=[os.path.dirname(__file__), *filter(None, sys.path)])
-    processes = [subprocess.Popen([sys.executable, "-c", code, str(rows), str(tmp_path)]) for rows in (1, 2)]
-    assert [one.wait() for one in processes] == [0, 0]
+    fork = multiprocessing.get_context("fork")  # which need not import anything again
+    processes = [fork.Process(target=write_often, args=(rows, tmp_path)) for rows in (1, 2)]
+    for one in processes:
+        one.start()
+    for one in processes:
+        one.join()
+    assert [one.exitcode for one in processes] == [0, 0]
     (file,) = tmp_path.iterdir()
     rounds = json.loads(file.read_text())["rounds"]
     assert any(name.startswith(("1 rows", "2 rows")) for name in rounds)

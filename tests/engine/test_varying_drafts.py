@@ -6,6 +6,7 @@ That drafts and caches are those of a recomputation is shown in tests/drafters.
 import functools
 import itertools
 
+import bulk
 import pytest
 import torch
 from case_counts import cases, num_cases
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 from lossless import greedy
 from oracle import RANDOM_DRAFTERS, SELDOM, copy_of
 from targets import HYBRIDS, padded_prompts, tiny_target
-from transformers import ContinuousBatchingConfig
 from varying_drafts import vary_drafts
 
 LENGTHS = (7, 1, 4, 12, 3, 9)
@@ -25,9 +25,8 @@ KINDS = {**RANDOM_DRAFTERS, "noisy-copy": functools.partial(copy_of, noise=0.01)
 NUMBERS = st.lists(st.integers(0, MOST), min_size=1, max_size=8).filter(any)
 
 
-@functools.cache
 def target():
-    return tiny_target("llama", num_layers=4)
+    return tiny_target("llama")
 
 
 @functools.cache
@@ -35,23 +34,14 @@ def drafter_of(kind):
     return KINDS[kind](target()).configure(MOST)
 
 
-@functools.cache
-def prompts():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, 90, (length,), generator=generator).tolist() for length in LENGTHS]
-
-
-@functools.cache
 def alone():
     """What `generate()` without a drafter says to each prompt."""
-    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END}
-    return [target().generate(torch.tensor([one]), **options)[0, len(one) :].tolist() for one in prompts()]
+    return bulk.all_alone("llama", bulk.prompts_of(LENGTHS), NEW, END)
 
 
 def in_rows(drafter, rows=2):
-    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END, "assistant_model": drafter}
-    config = ContinuousBatchingConfig(max_requests_per_batch=rows)
-    return [one.generated_tokens for one in target().generate_batch(prompts(), None, config, **options).values()]
+    prompts = bulk.prompts_of(LENGTHS)
+    return bulk.in_rows(target(), drafter, prompts, rows, max_new_tokens=NEW, eos_token_id=END)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in SELDOM])

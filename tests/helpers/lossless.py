@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from case_counts import cases, tries_all
-from oracle import OracleDrafter, random_draft_model, random_eagle3, random_peagle
+from oracle import OracleDrafter, copy_of, random_draft_model, random_eagle3, random_peagle
 from targets import padded_prompts
 from transformers import DynamicCache, PreTrainedModel
 
@@ -83,6 +83,12 @@ class GreedyTexts:
         assert torch.equal(found, plain), f"{name} of {lengths}: {found.tolist()} instead of {plain.tolist()}"
         assert drafter.stats.engine == engine, drafter.stats.reason
         return drafter
+
+    def check_draft_model(self, name: str, lengths: list[int], make: Callable[[PreTrainedModel], Drafter]) -> None:
+        """Assert that the target says the same with a drafter, all of whose drafts are accepted if it is a copy."""
+        drafter = self.check(name, lengths, lambda target, *_: make(target))
+        if make is copy_of:
+            assert drafter.stats.accepted == drafter.stats.drafted > 0
 
     def check_continued_cache(self, name: str) -> None:
         """Assert that texts which continue a cache of the caller are the same with a draft model."""

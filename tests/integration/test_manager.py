@@ -9,6 +9,7 @@ import random
 import threading
 import time
 
+import bulk
 import pytest
 import torch
 from adapters import with_adapters
@@ -41,19 +42,12 @@ END, NEW = list(range(3, 96, 8)), 12
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END}
 
 
-@functools.cache
-def prompts():
-    generator = torch.Generator().manual_seed(0)
-    lengths = (5, 1, 9, 20, 3, 3, 7, 30, 2, 1, 4, 13)
-    return [torch.randint(3, 90, (length,), generator=generator).tolist() for length in lengths]
+prompts = functools.partial(bulk.prompts_of, (5, 1, 9, 20, 3, 3, 7, 30, 2, 1, 4, 13))
 
 
-@functools.cache
 def alone(index, family="llama", new=NEW, end=tuple(END)):
     """What `generate()` without a drafter says to a prompt."""
-    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": list(end) or None}
-    prompt = prompts()[index]
-    return tiny_target(family).generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+    return bulk.alone(family, tuple(prompts()[index]), new, end)
 
 
 def manager_of(target, drafter, rows=4, hints=None, config=None, **options):
@@ -85,7 +79,7 @@ def texts_of(manager, names):
     return [one.generated_tokens for one in results]
 
 
-@pytest.mark.core
+@pytest.mark.core_for(kind=["eagle3"])
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "suffix", "none"])
 def test_requests_that_come_one_after_the_other(running, kind):
     target = tiny_target("llama")
@@ -933,7 +927,6 @@ def test_warmup_while_there_are_no_requests(monkeypatch, running):
     assert not manager.warmed_up, "stop() waits for requests only"
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_steps_of_fused_optimizers_are_seen(running, optimizer):
     """A prompt that is asked again after one is not answered from keys of before."""
@@ -949,7 +942,6 @@ def test_steps_of_fused_optimizers_are_seen(running, optimizer):
     assert after == target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() != before
 
 
-@pytest.mark.core
 def test_all_sequences_of_a_prompt_are_cancelled(running):
     """By the name that `add_request` has returned; those that wait and those that run. One of them alone by its own."""
     target = tiny_target("llama")
@@ -967,7 +959,6 @@ def test_all_sequences_of_a_prompt_are_cancelled(running):
     assert not manager._queue.active
 
 
-@pytest.mark.core
 def test_requests_that_do_not_fit_a_queue_leave_nothing_behind(running, monkeypatch):
     """None of them has an id that its caller knows."""
     monkeypatch.setattr(manager_thread, "SECONDS_TO_WAIT", 0.05)
@@ -1002,7 +993,7 @@ def test_integers_of_numpy(running):
 
 
 # Prompts are packed; they are not, since there is one row, or for recurrent layers.
-@pytest.mark.core
+@pytest.mark.core_for(family=["qwen3-next"])
 @pytest.mark.parametrize(("family", "rows"), [("llama", 4), ("llama", 1), ("qwen3-next", 4)])
 def test_long_prompts_end_between_chunks(running, monkeypatch, family, rows):
     """By `cancel_request` and by a hard stop; others that came with them, and later, say what they say alone."""

@@ -1,9 +1,11 @@
 """Drafters whose logits are no numbers change nothing; targets whose scores are none are an error of their own row."""
 
 import copy
+import itertools
 
 import pytest
 import torch
+from case_counts import cases
 from oracle import RANDOM_DRAFTERS, random_eagle3
 from targets import STOCK_FAMILY, padded_prompts, tiny_target
 from transformers import ContinuousBatchingConfig, LogitsProcessor, LogitsProcessorList
@@ -25,10 +27,14 @@ def with_weights(drafter, value):
     return drafter
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("verification", ["token", "block"])
-@pytest.mark.parametrize("value", [NAN, INF, 3e38])
-@pytest.mark.parametrize("kind", ["eagle3", "p-eagle"])
+@pytest.mark.core_for(kind=["eagle3"], value=[INF], verification=["block"])
+@pytest.mark.parametrize(
+    ("kind", "value", "verification"),
+    cases(
+        every := list(itertools.product(["eagle3", "p-eagle"], [NAN, INF, 3e38], ["token", "block"])),
+        [one for one in every if (one[0] == "eagle3") == (one[2] == "block")],
+    ),
+)
 def test_drafters_without_numbers_change_no_draw(kind, value, verification):
     """Sampled rows with seeds say what they say without a drafter."""
     target, inputs = tiny_target("llama"), padded_prompts([5, 9, 3])
@@ -54,7 +60,6 @@ def test_drafters_without_numbers_on_the_stock_engine():
     assert drafter.stats.engine == "stock"
 
 
-@pytest.mark.core
 def test_requests_of_a_manager_do_not_depend_on_a_drafter_without_numbers():
     target = tiny_target("llama")
     config = ContinuousBatchingConfig(max_requests_per_batch=4, per_request_processors=True)
@@ -81,7 +86,7 @@ class DeadEnd(LogitsProcessor):
         return scores.fill_(self.value) if input_ids.shape[1] >= self.length else scores
 
 
-@pytest.mark.core
+@pytest.mark.core_for(value=[-INF], at=[4])
 @pytest.mark.parametrize("value", [-INF, NAN])
 @pytest.mark.parametrize("at", [0, 4])
 def test_dead_ends_raise(at, value):
@@ -109,7 +114,7 @@ def with_nan_token(target, token):
     return target
 
 
-@pytest.mark.core
+@pytest.mark.core_for(per_request=[True])
 @pytest.mark.parametrize("per_request", [False, True])
 def test_a_request_without_a_distribution_fails_alone(per_request):
     """Those beside it, and those that get its row later, say what they say alone."""

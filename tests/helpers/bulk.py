@@ -1,0 +1,59 @@
+"""Prompts as lists of tokens: what targets say to each of them alone, and in bulk calls on a few rows."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from targets import tiny_target
+from transformers import ContinuousBatchingConfig, PreTrainedModel
+
+from hf_specdec import Drafter
+
+
+@cache
+def prompts_of(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 90, (length,), generator=generator).tolist() for length in lengths]
+
+
+def without_padding(inputs: dict[str, torch.Tensor]) -> list[list[int]]:
+    """The prompts of padded `input_ids` with their `attention_mask`."""
+    rows = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    return [row[mask.bool()].tolist() for row, mask in rows]
+
+
+def continued(target: PreTrainedModel, prompt: Sequence[int], new: int, ends: Sequence[int] = ()) -> list[int]:
+    """What greedy `generate()` without a drafter says to a prompt, at most `new` tokens."""
+    ids = torch.tensor([prompt])
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": list(ends) or None}
+    return target.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
+@cache
+def alone(family: str, prompt: tuple[int, ...], new: int, ends: tuple[int, ...] = ()) -> list[int]:
+    """What the tiny target of a family says to a prompt."""
+    return continued(tiny_target(family), prompt, new, ends)
+
+
+def all_alone(family: str, prompts: list[list[int]], new: int, ends: Sequence[int] = ()) -> list[list[int]]:
+    """What the tiny target of a family says to each of `prompts`."""
+    return [alone(family, tuple(one), new, tuple(ends)) for one in prompts]
+
+
+def in_rows(
+    target: PreTrainedModel, drafter: Drafter, prompts: list[list[int]], rows: int, **options: object
+) -> list[list[int]]:
+    """The texts of a bulk call on so many rows, greedy if nothing else is said; no request fails."""
+    config = ContinuousBatchingConfig(max_requests_per_batch=rows)
+    results = target.generate_batch(prompts, None, config, assistant_model=drafter, **{"do_sample": False, **options})
+    assert [(one.is_finished(), one.error) for one in results.values()] == [(True, None)] * len(results)
+    return [one.generated_tokens for one in results.values()]
+
+
+def check_rows(
+    target: PreTrainedModel, drafter: Drafter, prompts: list[list[int]], new: int = 12, rows: int = 2
+) -> None:
+    """Assert that requests which come and go on a few rows say what they say alone."""
+    found = in_rows(target, drafter, prompts, rows, max_new_tokens=new)
+    assert found == [continued(target, one, new) for one in prompts]
