@@ -6,13 +6,17 @@ import math
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from ..config import DSpineConfig
 from .base import Reads
 from .dflash2 import widened
 from .layers import Attend
 from .walking import Places, WalkingDrafter
+
+
+def _root_mean_square(values: torch.Tensor) -> torch.Tensor:
+    """Of the last dimension, which is kept; by operations that batch-invariant calls know."""
+    return values.square().mean(-1, keepdim=True).sqrt()
 
 
 class AdjacentInjection(nn.Module):
@@ -38,14 +42,14 @@ class AdjacentInjection(nn.Module):
 
     def features(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
         """Features `[..., R]` of hidden states `[..., H]` after layer number `layer`."""
-        read = F.normalize(widened(self.readouts[layer](hidden)), dim=-1)
-        return (math.sqrt(read.shape[-1]) * read).to(hidden.dtype)
+        read = widened(self.readouts[layer](hidden))
+        return (read / _root_mean_square(read).clamp_min(1e-12)).to(hidden.dtype)
 
     def forward(self, hidden: torch.Tensor, features: torch.Tensor, before: torch.Tensor, layer: int) -> torch.Tensor:
         """Hidden states `[..., H]`, given their features and those of the tokens before, `[..., R]`."""
         gate = torch.sigmoid(self.receiver_gate(features) + self.predecessor_gate(before) + self.bias)
-        length = torch.linalg.vector_norm(widened(hidden), dim=-1, keepdim=True) / math.sqrt(hidden.shape[-1])
-        return hidden + length.to(hidden.dtype) * self.writes[layer](gate * self.message(before))
+        size = _root_mean_square(widened(hidden))
+        return hidden + size.to(hidden.dtype) * self.writes[layer](gate * self.message(before))
 
 
 class DSpineDrafter(WalkingDrafter):
