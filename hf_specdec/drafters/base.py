@@ -78,6 +78,8 @@ class Drafter(PreTrainedModel):
     most_draft_tokens: int | None = None
     # Whether `propose` can draft a tree, of `state.num_nodes` drafts.
     drafts_trees = False
+    # The most drafts of a tree in a row, if fewer than its drafts.
+    most_tree_depth: int | None = None
     # The smallest sliding window of layers that run nodes of trees; None if there is none.
     smallest_window: int | None = None
     # Whether it reads the target's last hidden state, after the final norm, instead of auxiliary ones.

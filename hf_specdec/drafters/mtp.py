@@ -19,7 +19,7 @@ from ..config import MtpConfig
 from ..errors import first_line
 from ..host.caches import cache_parameter
 from ..host.modeling import switches_experts
-from ..kernels.types import DraftInputs, Nodes, Proposal, VerificationResult
+from ..kernels.types import WORD_BITS, DraftInputs, Nodes, Proposal, VerificationResult
 from ..modules.hidden_states import NUM_PROBE_TOKENS, check_aux_hidden_states
 from ..modules.stored_linear import keep_stored
 from ..patching.experts import original_experts_implementation
@@ -156,6 +156,11 @@ class MtpDrafter(CachedDrafter):
     @property
     def chains_passes(self) -> bool:
         return self.config.chaining == "modules"
+
+    @property
+    def most_tree_depth(self) -> int | None:
+        # The 2 K slots that are run again are nodes, too, whose ancestors are in one word.
+        return None if self.config.num_modules == 1 and not self.chains_passes else WORD_BITS // 2 - 1
 
     @property
     def smallest_window(self) -> int | None:
@@ -392,6 +397,10 @@ class MtpDrafter(CachedDrafter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._run_module(index, tokens, slots, slots, hidden, attention_mask=None, attend=attend)
 
+    def start_prefill(self, state: DecodeState) -> None:
+        super().start_prefill(state)
+        state.memory.num_columns.zero_()
+
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
         hidden, num_drafts = aux_hidden_states.to(self.dtype), state.most_draft_tokens
         for step in range(num_drafts if self.chains_passes else min(num_drafts, self.config.num_modules)):
@@ -415,7 +424,6 @@ class MtpDrafter(CachedDrafter):
         taken = (first[:, None] + torch.arange(width, device=first.device)).clamp(max=len(columns) - 1)
         hidden = aux_hidden_states.gather(1, taken[..., None].expand(-1, -1, aux_hidden_states.shape[2]))
         memory.num_seen.copy_(state.lengths - 2 - count)
-        memory.num_columns.zero_()
         memory.append(hidden, count, state.lengths - 2)
 
     def propose(self, state: DecodeState, aux_hidden_states: torch.Tensor, result: VerificationResult) -> Proposal:

@@ -193,6 +193,9 @@ def why_no_tree(call: Call, engine: str) -> str | None:
         window = min(filter(None, sizes), default=None)
         if window is not None and window <= call.num_draft_tokens:
             return f"{owner} has windows of {window} tokens; expected more than num_assistant_tokens"
+    if drafter.most_tree_depth is not None and call.num_draft_tokens > drafter.most_tree_depth:
+        kind = type(drafter).__name__
+        return f"{kind} drafts up to {drafter.most_tree_depth} in a row; expected num_assistant_tokens of at most that"
     if drafter.batch_invariant:
         return "batch_invariant is True, and keys of a tree are summed up in another order than those of a text"
     if drafter.compiles_rounds:

@@ -307,6 +307,16 @@ def test_windows_of_drafters_that_run_nodes():
     assert torch.equal(TEXTS.greedy(target, inputs, drafter, 3, tree=8), TEXTS.plain("llama", PROMPTS[3]))
 
 
+@pytest.mark.parametrize("kind", MODULES)
+def test_modules_draft_so_many_in_a_row(kind):
+    target, inputs = tiny_target("llama"), padded_prompts([5, 3])
+    drafter = MAKERS[kind](target)
+    with pytest.raises(ValueError, match="MtpDrafter drafts up to 31 in a row; expected num_assistant_tokens"):
+        TEXTS.greedy(target, inputs, drafter, 32, tree=127, max_new_tokens=40)
+    plain = TEXTS.greedy(target, inputs, max_new_tokens=4)
+    assert torch.equal(TEXTS.greedy(target, inputs, drafter, 31, tree=127, max_new_tokens=4), plain)
+
+
 @pytest.mark.parametrize("kind", ["domino", "eagle3"])
 def test_bulk_texts_are_those_of_generate_without_drafts(kind):
     """More requests than rows, greedy and sampled; those whose processors read the text verify chains."""
