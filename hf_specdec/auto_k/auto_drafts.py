@@ -265,11 +265,13 @@ def is_better_alone(
     none = RoundShape(0)
     if none not in times:
         return False
-    alone = times_alone.milliseconds(none) if none in times_alone else _OPTIMISM * times.milliseconds(none)
+    is_known = none in times_alone
+    alone = times_alone.milliseconds(none) if is_known else _OPTIMISM * times.milliseconds(none)
     known = [one for one in candidates(most) if one in times]
     share = 1 - alone * max(acceptance.expected_tokens(one) / times.milliseconds(one) for one in known)
     # What it saves in this call; or, if more of them follow, in as much time as has passed.
-    if share <= _HYSTERESIS or share * max(tokens * alone, times.total) <= price:
+    saved = share * max(tokens * alone, times.total) * (1.0 if is_known else _CONFIDENCE)
+    if share <= _HYSTERESIS or saved <= price:
         return False
     if _BUDGET * times.alone < share * tokens * alone:
         return True

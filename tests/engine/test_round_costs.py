@@ -191,6 +191,9 @@ def test_a_call_without_the_drafter():
     for _ in range(500):
         accepted.observe(0, 3)
     assert is_better_alone(RoundShape(7), accepted, times, alone, 100), "expected to be 10 % faster than K = 0"
+    estimated = 100 * 0.9 * 141.0 * 0.1
+    assert is_better_alone(RoundShape(7), accepted, times, alone, 100, 0.49 * estimated)
+    assert not is_better_alone(RoundShape(7), accepted, times, alone, 100, 0.51 * estimated), "by an estimate"
     alone.add(RoundShape(0), 128.0, True)
     assert is_better_alone(RoundShape(7), accepted, times, alone, 100)
     saved = 100 * 128.0 * (1 - 128 / 141)
