@@ -26,9 +26,6 @@ from ..state import RoundShape
 CANDIDATES = (0, 1, 2, 3, 5, 7)
 TREES = (RoundShape(3, 15), RoundShape(7, 15), RoundShape(7, 31), RoundShape(7, 47))
 
-# In place of what a round has: rounds of a call without the drafter, which even with K = 0 reads what is committed.
-ALONE = RoundShape(-1)
-
 # The most tokens of the first rounds, all rows together: with more a GPU is bound by compute (one H200, vLLM 0.26,
 # Llama-3.1-8B shapes: 6.1 ms for 64, 10.8 ms for 256, 29.9 ms for 1024), and rounds take longer in proportion. A core
 # is so by a few (SmolLM2: 65 ms for 1, 119 for 4, 128 for 8).
@@ -224,7 +221,7 @@ class RoundTimes:
         """
         if drafted in self._times:
             return statistics.median(tuple(self._times[drafted]))  # other threads may add to it
-        others = self._times.keys() - {ALONE}
+        others = self._times.keys()
         if drafted.num_nodes:
             chain = RoundShape(drafted.num_drafts)
             others = {chain, *(one for one in others if one.num_nodes and one.num_drafts == drafted.num_drafts)}
@@ -244,18 +241,32 @@ class RoundTimes:
         return max(_OPTIMISM * (first + slope * (width - known[0].width)), _CONSTANT_SHARE * first)
 
 
-def is_better_alone(most: RoundShape, acceptance: Acceptance, times: RoundTimes, tokens: int) -> bool:
-    """Whether a call for `tokens` tokens a row is expected to be faster without the drafter.
+def is_better_alone(
+    most: RoundShape,
+    acceptance: Acceptance,
+    times: RoundTimes,
+    times_alone: RoundTimes,
+    tokens: float,
+    price: float = 0.0,
+) -> bool:
+    """Whether a call for `tokens` tokens a row is expected to be faster without the drafter, by `times_alone`.
 
     Rounds without it are shorter than those with K = 0, at first by what is not known. Texts change: now and then there
     is a call with it, which costs a bounded share of the time.
+
+    Args:
+        price: milliseconds that it takes to be able to run it so.
     """
-    if RoundShape(0) not in times:
+    none = RoundShape(0)
+    if none not in times:
         return False
-    alone = times.milliseconds(ALONE) if ALONE in times else _OPTIMISM * times.milliseconds(RoundShape(0))
+    is_known = none in times_alone
+    alone = times_alone.milliseconds(none) if is_known else _OPTIMISM * times.milliseconds(none)
     known = [one for one in candidates(most) if one in times]
     share = 1 - alone * max(acceptance.expected_tokens(one) / times.milliseconds(one) for one in known)
-    if share <= _HYSTERESIS:
+    # What it saves in this call; or, if more of them follow, in as much time as has passed.
+    saved = share * max(tokens * alone, times.total) * (1.0 if is_known else _CONFIDENCE)
+    if share <= _HYSTERESIS or saved <= price:
         return False
     if _BUDGET * times.alone < share * tokens * alone:
         return True

@@ -31,6 +31,7 @@ from ..sampling.logits import RowSampling
 from ..sampling.processors import BlockProcessor
 from ..sampling.row_processors import RowsProcessor
 from ..state import DecodeState
+from .alone import times_if_alone, without_drafter
 from .groups import Groups
 from .hosted_target import HostedTarget
 from .lease import SessionLease, can_grow, layout_of, shape_of
@@ -53,32 +54,49 @@ def decode_continuously(call: Call, requests: Sequence[Request], settings: Conti
     """Run `requests` on the static engine, with the settings of `call`; requirements as of
     `static_engine.decode` and `check_continuous`.
     """
+    now = time.perf_counter()
+    for one in requests:
+        if one.error is not None:
+            end(one, now, settings)
+    # The longest first: prompts of a group have similar lengths.
+    first = sorted((one for one in requests if one.error is None), key=lambda one: -len(one.prompt))
     with HostedTarget(call.model, call.drafter) as target:
-        runner = ContinuousRunner(call, settings, target)
-        if settings.arrivals is not None:
-            arrived = settings.arrivals(False, target.unpatch)
-            if not arrived.requests and not arrived.is_open:
-                return
-        else:
-            now = time.perf_counter()
-            for one in requests:
-                if one.error is not None:
-                    end(one, now, settings)
-            # The longest first: prompts of a group have similar lengths.
-            first = sorted((one for one in requests if one.error is None), key=lambda one: -len(one.prompt))
-            arrived = Arrived(first, is_open=False)
-        runner.open(arrived.requests)
-        run = Run(runner, arrived, runner.counters(max(len(requests), 1)), settings)
-        draft_probs = runner.lease.shape.draft_probs
-        try:
-            run.run()
-        except BaseException:
-            with settled_on_error(runner.session):
-                raise
-        finally:
-            runner._process.own = {}  # what is captured holds the processor
-        runner.keep()
+        times = None
+        if first and settings.arrivals is None:
+            num_rows = min(next_power_of_two(len(first)), _most_rows(call, settings))
+            tokens = sum(one.remaining for one in first) / num_rows
+            times = times_if_alone(call, target, num_rows, tokens)
+        if times is None:
+            _run(call, first, len(requests), settings, target)
+            return
+    with without_drafter(call, times) as alone, HostedTarget(alone.model, alone.drafter) as target:
+        _run(alone, first, len(requests), settings, target)
+
+
+def _run(
+    call: Call, first: Sequence[Request], num_requests: int, settings: ContinuousBatching, target: HostedTarget
+) -> None:
+    """Run the requests `first`, and those that arrive; all of the call are `num_requests`."""
+    runner, arrivals = ContinuousRunner(call, settings, target), settings.arrivals
+    arrived = Arrived(first, is_open=False) if arrivals is None else arrivals(False, target.unpatch)
+    if arrivals is not None and not arrived.requests and not arrived.is_open:
+        return
+    runner.open(arrived.requests)
+    run = Run(runner, arrived, runner.counters(max(num_requests, 1)), settings)
+    draft_probs = runner.lease.shape.draft_probs
+    try:
+        run.run()
+    except BaseException:
+        with settled_on_error(runner.session):
+            raise
+    finally:
+        runner._process.own = {}  # what is captured holds the processor
+    runner.keep()
     run.stats(call, draft_probs)
+
+
+def _most_rows(call: Call, settings: ContinuousBatching) -> int:
+    return settings.max_rows or policy_of(call.model.device).max_rows
 
 
 def check_continuous(call: Call) -> None:
@@ -114,7 +132,7 @@ class ContinuousRunner(Runner):
         super().__init__(call, target, process)
         self._settings = settings
         self._row_sampling = next((one for one in call.processors if type(one) is RowSampling), None)
-        self._most = settings.max_rows or policy_of(call.model.device).max_rows
+        self._most = _most_rows(call, settings)
         # Where requests are prefilled; None if their prompts are packed.
         self._groups = None if can_pack(target) else Groups(call, target, is_continuous=True)
         self.merges_equal = settings.reuses_prefixes and self._groups is not None

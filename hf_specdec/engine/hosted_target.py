@@ -103,6 +103,12 @@ class HostedTarget(ExitStack):
             self.hosting.costs = find_table(self.model, self.drafter, self.is_captured)
         return self.hosting.costs
 
+    def costs_of(self, substitute: Drafter) -> CostTable:
+        """The same with `substitute` in place of the drafter."""
+        if self.hosting.costs_alone is None:
+            self.hosting.costs_alone = find_table(self.model, substitute, self.is_captured)
+        return self.hosting.costs_alone
+
     @property
     def reads_hidden_states(self) -> bool:
         """Whether the drafter reads hidden states of the target."""

@@ -44,13 +44,14 @@ class Hosting:
         fingerprint: of target and drafter.
         patches: what is patched; none if that is not known.
         layouts: of keys and values in a `RowMemory`, by K; None where there is none.
-        costs: of rounds; none if they were not asked for.
+        costs: of rounds; none if they were not asked for. `costs_alone` without the drafter, likewise.
     """
 
     fingerprint: Fingerprint
     patches: Sequence[Patch] = ()
     layouts: dict[int, KeyLayout | None] = field(default_factory=dict)
     costs: CostTable | None = None
+    costs_alone: CostTable | None = None
 
 
 class SessionKey(NamedTuple):
@@ -178,6 +179,12 @@ class SessionPool:
         """Of the drafts of all calls with `num_assistant_tokens="auto"`, of greedy and of sampling ones."""
         return self._acceptances.setdefault(is_sampling, Acceptance())
 
+    def of_rows(self, count: int, has_drafts: bool) -> list[Session]:
+        """Idle sessions of so many rows, of calls with drafts or of those without."""
+        with self._lock:
+            found = [(key.shape, session) for key, session in self._idle]
+        return [one for shape, one in found if shape.batch == count and (shape.num_draft_tokens > 0) == has_drafts]
+
     def take(self, key: SessionKey) -> Session | None:
         """The most recently used session of `key`; None if there is none."""
         with self._lock:
@@ -210,10 +217,8 @@ class SessionPool:
         with self._lock:
             dropped, self._idle = self._idle, []
             self._hostings.clear()
-            substitute, self.substitute = self.substitute, None
+            self.substitute = None
         _free(dropped)
-        if substitute is not None:
-            substitute.release()
 
 
 _creating = threading.Lock()

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import torch
 
-from ..auto_k.auto_drafts import ALONE, RoundTimes, is_better_alone
 from ..calls.call import Call
 from ..calls.first_pass import FirstPass
 from ..calls.kv_transfer import DeferredCache, FinishedCall, holds_all_keys, read_cache
@@ -20,15 +19,14 @@ from ..calls.output import SpeculativeOutput
 from ..calls.prompts import Prompts, PromptSpan
 from ..calls.request import Arrived, ContinuousBatching, Request, ends_of
 from ..calls.transcript import Transcript
-from ..drafters.none import NoDrafter
 from ..graphs.buckets import next_power_of_two
 from ..host.caches import OUTPUT_NAME
 from ..modules.patch import user_code
-from ..parallel.tensor_parallel import tensor_parallel_group
 from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
-from ..state import DecodeState, RoundShape
+from ..state import DecodeState
 from . import prefix_cache
+from .alone import times_if_alone, without_drafter
 from .groups import Groups
 from .hosted_target import HostedTarget
 from .lease import SessionLease, shape_of
@@ -54,41 +52,15 @@ def decode(call: Call) -> SpeculativeOutput | torch.Tensor:
     """
     # A context: the target is patched inside at most, and only if need be.
     with HostedTarget(call.model, call.drafter, call.kept) as target:
-        if not call.is_auto or not (times := _times_if_alone(call, target)):
+        num_rows = next_power_of_two(call.batch) if target.is_captured else call.batch
+        times = times_if_alone(call, target, num_rows, call.max_new_tokens)
+        if times is None:
             rows = Lockstep(call, target)
             run = rows.open()
             rows.run_rounds(run)
             return rows.complete(run)
-    output = decode(_alone(call))
-    call.drafter._last_stats = stats = sessions_of(call.drafter).substitute.stats
-    if stats.num_rounds:
-        times.alone += 1e3 * stats.seconds
-        times.add(ALONE, stats.milliseconds_per_round, True)
-        target.costs.save()
-    return output
-
-
-def _times_if_alone(call: Call, target: HostedTarget) -> RoundTimes | None:
-    """Times of rounds of `call`, if it is expected to be faster without the drafter; else None."""
-    # Other sessions would have to be captured; and processes that run one model together, to agree.
-    if target.is_captured or tensor_parallel_group(call.model) is not None:
-        return None
-    shape = shape_of(call, call.batch, call.config.max_length, False)
-    times = target.costs.times(shape)
-    acceptance = sessions_of(call.drafter).acceptance(call.temperature is not None)
-    most = RoundShape(call.num_draft_tokens, shape.num_nodes)
-    return times if is_better_alone(most, acceptance, times, call.max_new_tokens) else None
-
-
-def _alone(call: Call) -> Call:
-    """`call` without its drafter."""
-    drafter, pool = call.drafter, sessions_of(call.drafter)
-    if pool.substitute is None or pool.substitute._target_config is not call.model.config:
-        pool.substitute = NoDrafter(call.model)
-    same = {name: getattr(drafter, name) for name in ("compile_rounds", "batch_invariant", "kv_cache_dtype")}
-    pool.substitute.configure(**same)
-    pool.substitute.rollouts = drafter.rollouts
-    return replace(call, drafter=pool.substitute, num_draft_tokens=0, num_nodes=0, is_auto=False)
+    with without_drafter(call, times) as alone:
+        return decode(alone)
 
 
 class Lockstep(Runner):

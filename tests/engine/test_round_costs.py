@@ -6,12 +6,14 @@ import os
 
 import pytest
 import torch
+from graph_stand_ins import replay_on_cpu
 from lossless import greedy
 from oracle import RANDOM_DRAFTERS, copy_of
 from targets import padded_prompts, tiny_target
 
+from hf_specdec import NoDrafter
 from hf_specdec.auto_k import round_costs
-from hf_specdec.auto_k.auto_drafts import ALONE, Acceptance, AutoDrafts, RoundTimes, is_better_alone
+from hf_specdec.auto_k.auto_drafts import Acceptance, AutoDrafts, RoundTimes, is_better_alone
 from hf_specdec.auto_k.round_costs import CostTable, table_folder
 from hf_specdec.state import RoundShape, Shape
 
@@ -180,21 +182,28 @@ def test_calls_begin_with_the_best_that_is_known():
 
 
 def test_a_call_without_the_drafter():
-    accepted = Acceptance()
+    accepted, alone = Acceptance(), RoundTimes(8)
     times = RoundTimes(8, of_chains({0: 141.0, 1: 195.0, 3: 282.0}))
     for _ in range(500):
         accepted.observe(0, 3)
-    assert is_better_alone(RoundShape(7), accepted, times, 100), "expected to be 10 % faster than K = 0"
-    times.add(ALONE, 128.0, True)
-    assert is_better_alone(RoundShape(7), accepted, times, 100)
-    assert times.milliseconds(RoundShape(2)) > 0.85 * 195, "estimated from rounds with the drafter"
+    assert is_better_alone(RoundShape(7), accepted, times, alone, 100), "expected to be 10 % faster than K = 0"
+    estimated = 100 * 0.9 * 141.0 * 0.1
+    assert is_better_alone(RoundShape(7), accepted, times, alone, 100, 0.49 * estimated)
+    assert not is_better_alone(RoundShape(7), accepted, times, alone, 100, 0.51 * estimated), "by an estimate"
+    alone.add(RoundShape(0), 128.0, True)
+    assert is_better_alone(RoundShape(7), accepted, times, alone, 100)
+    saved = 100 * 128.0 * (1 - 128 / 141)
+    assert is_better_alone(RoundShape(7), accepted, times, alone, 100, 0.98 * saved)
+    assert not is_better_alone(RoundShape(7), accepted, times, alone, 100, 1.02 * saved), "not worth a capture"
+    times.total = 2 * 100 * 128.0
+    assert is_better_alone(RoundShape(7), accepted, times, alone, 100, 1.02 * saved), "worth it in further calls"
     times.alone = 100 * 128.0 * 0.1 / 0.01
-    assert not is_better_alone(RoundShape(7), accepted, times, 100), "now and then one with it"
-    assert is_better_alone(RoundShape(7), accepted, times, 100)
+    assert not is_better_alone(RoundShape(7), accepted, times, alone, 100), "now and then one with it"
+    assert is_better_alone(RoundShape(7), accepted, times, alone, 100)
     for _ in range(5000):
         accepted.observe(3, 3)
-    assert not is_better_alone(RoundShape(7), accepted, times, 100)
-    assert not is_better_alone(RoundShape(7), Acceptance(), RoundTimes(8), 100)
+    assert not is_better_alone(RoundShape(7), accepted, times, alone, 100)
+    assert not is_better_alone(RoundShape(7), Acceptance(), RoundTimes(8), alone, 100)
 
 
 def measured(folder):
@@ -231,34 +240,80 @@ def test_calls_write_and_read_times(folder, is_bulk):
     assert next(iter(drafter.stats.rounds_by_k)) == 0
 
 
-def test_texts_without_the_drafter(folder, monkeypatch):
-    """The call's output is that of `NoDrafter`, and the drafter's statistics say that it had no part in it."""
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("is_bulk", [False, True])
+def test_texts_without_the_drafter(folder, monkeypatch, is_bulk, is_captured):
+    """Texts are those of `NoDrafter`, and the drafter's statistics say that it had no part in them."""
     target = tiny_target("llama")
     drafter, inputs = RANDOM_DRAFTERS["eagle3"](target), padded_prompts([5, 9, 1])
+    prompts = [
+        row[mask.bool()].tolist() for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    ]
     plain = greedy(target, inputs, max_new_tokens=40)
     asked = []
 
     def times(table, shape):
         asked.append(shape)
-        return RoundTimes(shape.batch, of_chains({0: 10.0, 1: 50.0, 3: 90.0}))
+        is_alone = NoDrafter.__name__ in table._identity
+        return RoundTimes(shape.batch, of_chains({0: 8.0} if is_alone else {0: 10.0, 1: 50.0, 3: 90.0}))
+
+    def call(num_drafts):
+        options = {
+            "assistant_model": drafter,
+            "num_assistant_tokens": num_drafts,
+            "max_new_tokens": 40,
+            "do_sample": False,
+        }
+        if is_bulk:
+            out = target.generate_batch(prompts, None, None, **options)
+            return torch.tensor([one.generated_tokens for one in out.values()])
+        out = target.generate(**inputs, **options, return_dict_in_generate=True)
+        assert out.speculation is drafter.stats
+        return out.sequences[:, inputs["input_ids"].shape[1] :]
 
     monkeypatch.setattr(CostTable, "times", times)
-    out = target.generate(
-        **inputs,
-        assistant_model=drafter,
-        num_assistant_tokens="auto",
-        max_new_tokens=40,
-        do_sample=False,
-        return_dict_in_generate=True,
-    )
-    assert torch.equal(out.sequences, plain) and asked
-    assert out.speculation is drafter.stats
-    assert drafter.stats.num_assistant_tokens == 0 and drafter.stats.drafted == 0
-    assert {*drafter.stats.rounds_by_k} == {0}
-    assert torch.equal(greedy(target, inputs, drafter, 3, max_new_tokens=40), plain)
+    replay = replay_on_cpu(monkeypatch) if is_captured else None
+    expected = plain[:, inputs["input_ids"].shape[1] :]
+    for _ in range(2):
+        assert torch.equal(call("auto"), expected) and asked
+        assert drafter.stats.num_assistant_tokens == 0 and drafter.stats.drafted == 0
+        assert {*drafter.stats.rounds_by_k} == {0} and len(drafter.stats.rows) == 3
+    assert torch.equal(call(3), expected)
     assert drafter.stats.num_assistant_tokens == 3
+    if is_captured:
+        # Both kinds of calls keep theirs in one pool.
+        before = replay.count
+        call("auto")
+        call(3)
+        assert replay.count == before and len(drafter.sessions) >= 2
     drafter.release()
-    assert drafter.sessions.substitute is None
+    assert drafter.sessions.substitute is None and not len(drafter.sessions)
+
+
+def test_what_captures_cost_counts_for_calls_without_the_drafter(monkeypatch, folder):
+    """A call is run without its drafter once that has saved what the captures of the drafter's session took."""
+    target = tiny_target("llama")
+    drafter, prompts = RANDOM_DRAFTERS["eagle3"](target), [[5, 6, 7], [9] * 5, [4], [6, 6]]
+    replay_on_cpu(monkeypatch)
+    kept = RoundTimes(4, of_chains({0: 10.0, 1: 50.0, 3: 90.0}))
+    tables = {True: RoundTimes(4, of_chains({0: 8.0})), False: kept}
+    monkeypatch.setattr(CostTable, "times", lambda table, shape: tables[NoDrafter.__name__ in table._identity])
+    options = {"assistant_model": drafter, "max_new_tokens": 20, "do_sample": False}
+
+    def is_alone():
+        target.generate_batch(prompts, None, None, num_assistant_tokens="auto", **options)
+        return drafter.stats.num_assistant_tokens == 0
+
+    target.generate_batch(prompts, None, None, num_assistant_tokens=7, **options)
+    (session,) = drafter.sessions.of_rows(4, has_drafts=True)
+    session.capture_seconds = 60.0
+    assert not is_alone()
+    (session,) = drafter.sessions.of_rows(4, has_drafts=True)
+    session.capture_seconds = 60.0
+    kept.total = 5 * 60e3 * (1 + len(session.prefills)) * 1.1
+    assert is_alone()
+    kept.total = kept.alone = 0.0
+    assert is_alone(), "captures that are there cost nothing"
 
 
 def test_fixed_numbers_of_drafts_measure_nothing(folder):

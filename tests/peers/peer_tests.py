@@ -42,6 +42,7 @@ class Runner:
         processes: that run tests at the same time.
         kept: folder for the outcomes of each run, in which a run is not repeated; None for none.
         settings: environment variables beside those of all runs.
+        share: what a process takes from the tests, as of `--dist` of pytest-xdist.
     """
 
     source: Path
@@ -50,6 +51,7 @@ class Runner:
     processes: int = 1
     kept: Path | None = None
     settings: dict[str, str] = field(default_factory=dict)
+    share: str = "loadfile"
 
     def __post_init__(self) -> None:
         if self.kept is not None:
@@ -80,7 +82,7 @@ class Runner:
                 *(sys.executable, "-m", "pytest", "-p", "peer_plugin", "-p", self.plugin, "-p", "no:cacheprovider"),
                 *("-q", "--tb=short", "-W", "ignore", "--continue-on-collection-errors", "--import-mode=append"),
                 *("-o", "log_cli=0", "--timeout=600", f"--outcomes={outcomes}"),
-                *(() if self.processes < 2 else (f"-n{self.processes}", "--dist=loadfile")),
+                *(() if self.processes < 2 else (f"-n{self.processes}", f"--dist={self.share}")),
                 *arguments,
             ]
             if not outcomes.exists():

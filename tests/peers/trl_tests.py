@@ -136,7 +136,8 @@ def main(arguments: list[str] | None = None) -> int:
         make_hub(source, Path(folder))
         chosen = [] if options.k is None else [f"-k{options.k}"]
         settings = {"HF_HOME": folder, "PEER_DATA": f"{folder}/data", "PEER_ROWS": str(options.rows)}
-        runner = Runner(source, "trl_plugin", [*chosen, *options.tests], options.n, options.keep, settings)
+        paths = [*chosen, *options.tests]
+        runner = Runner(source, "trl_plugin", paths, options.n, options.keep, settings, "load")
         alone, imported, drafted = (runner.run(f"--with={what}") for what in ("nothing", "import", "drafters"))
     sections, faults = [], []
     for name, run in (("the import", imported), ("a drafter attached", drafted)):

@@ -1,0 +1,65 @@
+"""Calls with `num_assistant_tokens="auto"` that run without their drafter, which reads what is committed even with K =
+0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ..auto_k.auto_drafts import RoundTimes, is_better_alone
+from ..calls.call import Call
+from ..drafters.none import NoDrafter
+from ..parallel.tensor_parallel import tensor_parallel_group
+from ..state import RoundShape
+from .hosted_target import HostedTarget
+from .lease import shape_of
+from .sessions import sessions_of
+
+
+def times_if_alone(call: Call, target: HostedTarget, rows: int, tokens: float) -> RoundTimes | None:
+    """Times of rounds of `call` on `rows` rows, if it is expected to be faster without the drafter; else None.
+
+    Args:
+        tokens: new ones that a row may generate.
+    """
+    # Processes that run one model together would have to agree.
+    if not (call.is_auto and call.num_draft_tokens) or tensor_parallel_group(call.model) is not None:
+        return None
+    shape, pool = shape_of(call, rows, 1, target.is_captured), sessions_of(call.drafter)
+    times = target.costs.times(shape)
+    if RoundShape(0) not in times:
+        return None
+    alone = target.costs_of(_substitute(call)).times(shape._replace(draft_probs=False))
+    price = 0.0
+    if target.is_captured and not pool.of_rows(rows, has_drafts=False):
+        kept = pool.of_rows(rows, has_drafts=True)
+        price = max((1e3 * one.capture_seconds * (1 + len(one.prefills)) for one in kept), default=0.0)
+    most = RoundShape(call.num_draft_tokens, shape.num_nodes)
+    acceptance = pool.acceptance(call.temperature is not None)
+    return times if is_better_alone(most, acceptance, times, alone, tokens, price) else None
+
+
+@contextmanager
+def without_drafter(call: Call, times: RoundTimes) -> Iterator[Call]:
+    """Context that gives `call` without its drafter, which then has the statistics; `times` as of `times_if_alone`."""
+    substitute = _substitute(call)
+    # One pool, so that either call finds what the other one keeps where memory is short.
+    substitute.sessions = sessions_of(call.drafter)
+    try:
+        yield replace(call, drafter=substitute, num_draft_tokens=0, num_nodes=0, chooses_trees=False)
+    finally:
+        substitute.sessions = None
+    call.drafter._last_stats = stats = substitute.stats
+    times.alone += 1e3 * stats.seconds
+
+
+def _substitute(call: Call) -> NoDrafter:
+    drafter, pool = call.drafter, sessions_of(call.drafter)
+    if pool.substitute is None or pool.substitute._target_config is not call.model.config:
+        pool.substitute = NoDrafter(call.model)
+    same = {name: getattr(drafter, name) for name in ("compile_rounds", "batch_invariant", "kv_cache_dtype")}
+    pool.substitute.configure(**same)
+    pool.substitute.rollouts = drafter.rollouts
+    return pool.substitute
