@@ -112,7 +112,8 @@ def _split(args: Sequence[Any], groups: Mapping[int, type[tuple]]) -> list[Any]:
         if place not in groups:
             found.append(one)
         else:
-            found += [None] * len(groups[place]._fields) if one is None else one
+            # Element by element: torch.compile of torch 2.11 cannot append a named tuple to a list.
+            found += [None if one is None else one[field] for field in range(len(groups[place]._fields))]
     return found
 
 

@@ -52,7 +52,6 @@ from .attention_splits import (
 )
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .float8 import first_of_pair, pairs_of, second_of_pair
-from .jit import Unspecialised, kernel
 from .types import MOST_WORDS, WORD_BITS
 
 # Bytes of the keys, or of the values, of one block of slots; several blocks are in flight per program.
@@ -63,19 +62,37 @@ MANY_QUERIES = 1024
 
 
 @triton.jit
-def _attend_to_slots(query, cache, scores_of, position, last, begin, stop, state, nodes, SIZES):
+def _attend_to_slots(
+    query,
+    key_ptr,
+    value_ptr,
+    scale_ptr,
+    key_stride_s,
+    value_stride_s,
+    scale_stride_s,
+    position,
+    last,
+    begin,
+    stop,
+    window,
+    scaling,
+    softcap,
+    running_max,
+    running_sum,
+    acc,
+    root,
+    ancestors,
+    more_ancestors,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+):
     """Continue the online softmax of a block of queries with the slots from `begin` to `stop - 1`.
 
-    Args:
-        cache: pointers to keys, values and scales or None of the row and of the head; then strides of their slots.
-        scores_of: window, scaling and softcap.
-        state: maxima, sums and sums of values; returned as they are then.
-        nodes: None, or of slots of nodes that of the root, words of ancestors, and further ones or None.
+    With words of `ancestors`, and of `more_ancestors` or None, these are slots of nodes, from that of the `root` on.
+    The pointers are those of the row and of the head. Returns the maxima, the sums and the sums of values.
     """
-    key_ptr, value_ptr, scale_ptr, key_stride_s, value_stride_s, scale_stride_s = cache
-    window, scaling, softcap = scores_of
-    DIM, VALUE_DIM, SLOT_BLOCK, IS_CHUNKED = SIZES
-    running_max, running_sum, acc = state
     dim = tl.arange(0, query.shape[1])
     value_dim = tl.arange(0, acc.shape[1])
     key_ptr += begin.to(tl.int64) * key_stride_s
@@ -102,8 +119,7 @@ def _attend_to_slots(query, cache, scores_of, position, last, begin, stop, state
         visible = (slot[None, :] <= last[:, None]) & is_slot[None, :]
         if window is not None:
             visible = visible & (slot[None, :] >= first_visible(position, window, IS_CHUNKED)[:, None])
-        if nodes is not None:
-            root, ancestors, more_ancestors = nodes
+        if ancestors is not None:
             node = (slot - root)[None, :]
             word = ancestors[:, None]
             if more_ancestors is not None:
@@ -133,12 +149,22 @@ def _attend_to_slots(query, cache, scores_of, position, last, begin, stop, state
 
 
 @triton.jit
-def _store(state, is_row, out_row, pointers, split, num_parts, VALUE_DIM, SPLIT, IS_SPLIT):
-    """Store the results of the queries `is_row`, or with IS_SPLIT those of their split: pointers to results of queries,
-    results of splits and their sums.
-    """
-    running_max, running_sum, acc = state
-    out_ptr, partial_ptr, stats_ptr = pointers
+def _store(
+    running_max,
+    running_sum,
+    acc,
+    is_row,
+    out_row,
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    split,
+    num_parts,
+    VALUE_DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """Store the results of the queries `is_row`, or with IS_SPLIT those of their split."""
     value_dim = tl.arange(0, acc.shape[1])
     running_sum = tl.where(running_sum == 0.0, 1.0, running_sum)  # a query that saw no slot; its lse stays -inf
     out = acc * (1.0 / running_sum)[:, None] if SPLIT > 0 else acc / running_sum[:, None]
@@ -150,7 +176,22 @@ def _store(state, is_row, out_row, pointers, split, num_parts, VALUE_DIM, SPLIT,
     tl.store(to_ptr + out_row[:, None] * VALUE_DIM + value_dim[None, :], out.to(to_ptr.dtype.element_ty), mask=is_value)
 
 
-@kernel
+# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
+@triton.jit(
+    do_not_specialize=[
+        "positions_stride_b",
+        "starts_stride_b",
+        "starts_stride_n",
+        "ends_stride_b",
+        "ancestors_stride_b",
+        "ancestors_stride_n",
+        "ancestors_stride_w",
+        "num_queries",
+        "num_slots",
+        "num_splits",
+        "window",
+    ]
+)
 def _attention_kernel(
     query_ptr,
     key_ptr,
@@ -164,21 +205,28 @@ def _attention_kernel(
     out_ptr,
     partial_ptr,
     stats_ptr,
-    query_strides,
-    key_strides,
-    value_strides,
-    scale_strides,
-    positions_stride_b: Unspecialised,
-    starts_stride_b: Unspecialised,
-    starts_stride_n: Unspecialised,
-    ends_stride_b: Unspecialised,
-    ancestors_stride_b: Unspecialised,
-    ancestors_stride_n: Unspecialised,
-    ancestors_stride_w: Unspecialised,
-    num_queries: Unspecialised,
-    num_slots: Unspecialised,
-    num_splits: Unspecialised,
-    window: Unspecialised,
+    query_stride_b,
+    query_stride_h,
+    query_stride_n,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    value_stride_b,
+    value_stride_h,
+    value_stride_s,
+    scale_stride_b,
+    scale_stride_s,
+    positions_stride_b,
+    starts_stride_b,
+    starts_stride_n,
+    ends_stride_b,
+    ancestors_stride_b,
+    ancestors_stride_n,
+    ancestors_stride_w,
+    num_queries,
+    num_slots,
+    num_splits,
+    window,
     scaling,
     softcap,
     KV_HEADS: tl.constexpr,
@@ -233,14 +281,14 @@ def _attention_kernel(
     if ends_ptr is not None:
         last = tl.load(ends_ptr + batch * ends_stride_b + query_index, mask=is_row, other=-1).to(tl.int32)
         last = tl.where(position >= start, last, -1)
+    root, ancestors, more_ancestors = None, None, None
     if NUM_WORDS > 0:
         root = tl.load(positions_ptr + batch * positions_stride_b).to(tl.int32)
         last = tl.where(position >= 0, root + query_index, -1)
         ancestors_ptr += batch * ancestors_stride_b + query_index * ancestors_stride_n
         ancestors = tl.load(ancestors_ptr, mask=is_row, other=0)
-        nodes = root, ancestors, None
         if NUM_WORDS > 1:
-            nodes = root, ancestors, tl.load(ancestors_ptr + ancestors_stride_w, mask=is_row, other=0)
+            more_ancestors = tl.load(ancestors_ptr + ancestors_stride_w, mask=is_row, other=0)
     if not HAS_SEGMENTS:
         begin, stop = split_range(position, last, start, num_slots, window, split, num_parts, SLOT_BLOCK, IS_CHUNKED)
         if IS_SPLIT:  # noqa: SIM102 (a constexpr branch)
@@ -251,9 +299,9 @@ def _attention_kernel(
 
     query = tl.load(
         query_ptr
-        + batch * query_strides[0]
-        + head[:, None] * query_strides[1]
-        + query_index[:, None] * query_strides[2]
+        + batch * query_stride_b
+        + head[:, None] * query_stride_h
+        + query_index[:, None] * query_stride_n
         + dim[None, :],
         mask=is_row[:, None] & (dim < DIM)[None, :],
         other=0.0,
@@ -261,7 +309,6 @@ def _attention_kernel(
     none_max = tl.full([ROWS], float("-inf"), tl.float32)
     none_sum = tl.zeros([ROWS], tl.float32)
     none_acc = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
-    none = none_max, none_sum, none_acc
     first_max, first_sum = none_max, none_sum
     if sinks_ptr is not None and not (IS_SPLIT and SPLIT > 0):
         # Counted by the first split, which has no slot only if none has.
@@ -269,13 +316,10 @@ def _attention_kernel(
         first_max = tl.where(split == 0, sink, first_max)
         first_sum = tl.where(split == 0, 1.0, first_sum)
 
-    key_ptr += batch * key_strides[0] + kv_head * key_strides[1]
-    value_ptr += batch * value_strides[0] + kv_head * value_strides[1]
+    key_ptr += batch * key_stride_b + kv_head * key_stride_h
+    value_ptr += batch * value_stride_b + kv_head * value_stride_h
     if scale_ptr is not None:
-        scale_ptr += batch * scale_strides[0] + kv_head
-    cache = key_ptr, value_ptr, scale_ptr, key_strides[2], value_strides[2], scale_strides[1]
-    scores_of, pointers = (window, scaling, softcap), (out_ptr, partial_ptr, stats_ptr)
-    SIZES: tl.constexpr = (DIM, VALUE_DIM, SLOT_BLOCK, IS_CHUNKED)
+        scale_ptr += batch * scale_stride_b + kv_head
     if HAS_SEGMENTS:
         # The queries of one prompt after those of the other; the rest of the block sees nothing meanwhile, and gets
         # nothing: 0 times a value is NaN if that is.
@@ -284,46 +328,167 @@ def _attention_kernel(
             is_own = start == segment
             own_position = tl.where(is_own, position, -1)
             own_last = tl.where(is_own, last, -1)
-            state = first_max, first_sum, none_acc
+            running_max, running_sum, acc = first_max, first_sum, none_acc
             if SPLIT == 0:
                 begin, stop = split_range(
                     own_position, own_last, segment, num_slots, window, split, num_parts, SLOT_BLOCK, IS_CHUNKED
                 )
-                state = _attend_to_slots(
-                    query, cache, scores_of, own_position, own_last, begin, stop, state, None, SIZES
+                running_max, running_sum, acc = _attend_to_slots(
+                    query,
+                    key_ptr,
+                    value_ptr,
+                    scale_ptr,
+                    key_stride_s,
+                    value_stride_s,
+                    scale_stride_s,
+                    own_position,
+                    own_last,
+                    begin,
+                    stop,
+                    window,
+                    scaling,
+                    softcap,
+                    running_max,
+                    running_sum,
+                    acc,
+                    None,
+                    None,
+                    None,
+                    DIM,
+                    VALUE_DIM,
+                    SLOT_BLOCK,
+                    IS_CHUNKED,
                 )
             else:
                 first, end = visible_range(own_position, own_last, segment, num_slots, window, SLOT_BLOCK, IS_CHUNKED)
                 for one in range((first - segment) // SPLIT + split, tl.cdiv(end - segment, SPLIT), num_parts):
-                    begin = tl.maximum(segment + one * SPLIT, first)
-                    stop = tl.minimum(segment + one * SPLIT + SPLIT, end)
-                    of_split = _attend_to_slots(
-                        query, cache, scores_of, own_position, own_last, begin, stop, none, None, SIZES
+                    begin = segment + one * SPLIT
+                    split_max, split_sum, split_acc = _attend_to_slots(
+                        query,
+                        key_ptr,
+                        value_ptr,
+                        scale_ptr,
+                        key_stride_s,
+                        value_stride_s,
+                        scale_stride_s,
+                        own_position,
+                        own_last,
+                        tl.maximum(begin, first),
+                        tl.minimum(begin + SPLIT, end),
+                        window,
+                        scaling,
+                        softcap,
+                        none_max,
+                        none_sum,
+                        none_acc,
+                        None,
+                        None,
+                        None,
+                        DIM,
+                        VALUE_DIM,
+                        SLOT_BLOCK,
+                        IS_CHUNKED,
                     )
                     if IS_SPLIT:
                         to = out_row * num_splits + one
-                        tl.store(stats_ptr + to, of_split[0], mask=is_row)
+                        tl.store(stats_ptr + to, split_max, mask=is_row)
                         num_rows = tl.num_programs(1).to(tl.int64) * num_queries * (KV_HEADS * GROUPS)
-                        tl.store(stats_ptr + num_rows * num_splits + to, of_split[1], mask=is_row)
+                        tl.store(stats_ptr + num_rows * num_splits + to, split_sum, mask=is_row)
                         is_value = is_row[:, None] & (value_dim < VALUE_DIM)[None, :]
-                        tl.store(partial_ptr + to[:, None] * VALUE_DIM + value_dim[None, :], of_split[2], mask=is_value)
+                        tl.store(partial_ptr + to[:, None] * VALUE_DIM + value_dim[None, :], split_acc, mask=is_value)
                     else:
-                        state = merge_next(state, of_split)
+                        running_max, running_sum, acc = merge_next(
+                            running_max, running_sum, acc, split_max, split_sum, split_acc
+                        )
             if not (IS_SPLIT and SPLIT > 0):
-                _store(state, is_own, out_row, pointers, split, num_parts, VALUE_DIM, SPLIT, IS_SPLIT)
+                _store(
+                    running_max,
+                    running_sum,
+                    acc,
+                    is_own,
+                    out_row,
+                    out_ptr,
+                    partial_ptr,
+                    stats_ptr,
+                    split,
+                    num_parts,
+                    VALUE_DIM,
+                    SPLIT,
+                    IS_SPLIT,
+                )
             segment = tl.min(tl.where(start > segment, start, num_slots), axis=0)
-        state = none
+        running_max, running_sum, acc = none_max, none_sum, none_acc
         is_row = is_row & (start == num_slots)
     else:
-        # The text is read as without a tree, which is faster; then the nodes.
-        end_of_text = tl.minimum(stop, root) if NUM_WORDS > 0 else stop
-        state = first_max, first_sum, none_acc
-        state = _attend_to_slots(query, cache, scores_of, position, last, begin, end_of_text, state, None, SIZES)
-        if NUM_WORDS > 0:
-            begin = tl.maximum(begin, root)
-            state = _attend_to_slots(query, cache, scores_of, position, last, begin, stop, state, nodes, SIZES)
+        running_max, running_sum, acc = _attend_to_slots(
+            query,
+            key_ptr,
+            value_ptr,
+            scale_ptr,
+            key_stride_s,
+            value_stride_s,
+            scale_stride_s,
+            position,
+            last,
+            begin,
+            tl.minimum(stop, root) if NUM_WORDS > 0 else stop,
+            window,
+            scaling,
+            softcap,
+            first_max,
+            first_sum,
+            none_acc,
+            None,
+            None,
+            None,
+            DIM,
+            VALUE_DIM,
+            SLOT_BLOCK,
+            IS_CHUNKED,
+        )
+        if NUM_WORDS > 0:  # the text is read as without a tree, which is faster; then the nodes
+            running_max, running_sum, acc = _attend_to_slots(
+                query,
+                key_ptr,
+                value_ptr,
+                scale_ptr,
+                key_stride_s,
+                value_stride_s,
+                scale_stride_s,
+                position,
+                last,
+                tl.maximum(begin, root),
+                stop,
+                window,
+                scaling,
+                softcap,
+                running_max,
+                running_sum,
+                acc,
+                root,
+                ancestors,
+                more_ancestors,
+                DIM,
+                VALUE_DIM,
+                SLOT_BLOCK,
+                IS_CHUNKED,
+            )
     if not (IS_SPLIT and SPLIT > 0):
-        _store(state, is_row, out_row, pointers, split, num_parts, VALUE_DIM, SPLIT, IS_SPLIT)
+        _store(
+            running_max,
+            running_sum,
+            acc,
+            is_row,
+            out_row,
+            out_ptr,
+            partial_ptr,
+            stats_ptr,
+            split,
+            num_parts,
+            VALUE_DIM,
+            SPLIT,
+            IS_SPLIT,
+        )
 
 
 @functools.cache
@@ -428,10 +593,10 @@ def attention(
         out,
         partial,
         stats,
-        query.stride()[:3],
-        key.stride()[:3],
-        value.stride()[:3],
-        (0, 0) if pairs is None else pairs.stride()[::2],
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        *((0, 0) if pairs is None else pairs.stride()[::2]),
         positions.stride(0),
         *starts_strides,
         ends_stride,

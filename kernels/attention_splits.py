@@ -25,7 +25,6 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
 
 # Programs launched per multiprocessor, one for so many slots and at most as many: two or three run at a time, the rest
 # balance rows of unequal length.
@@ -83,13 +82,11 @@ def visible_range(position, last, start, num_slots, window, SLOT_BLOCK: tl.const
 
 
 @triton.jit
-def merge_next(state, of_split):
+def merge_next(running_max, running_sum, acc, split_max, split_sum, split_acc):
     """Merge the results of the next split, `[rows]`, `[rows]` and `[rows, Dv]`, in those of the splits before it.
 
     Instructions are named (`tl.fma`), so that no compiler chooses them: both that merge add by the same ones.
     """
-    running_max, running_sum, acc = state
-    split_max, split_sum, split_acc = of_split
     new_max = tl.maximum(running_max, split_max)
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     before = tl.exp2(running_max - base)
@@ -99,12 +96,12 @@ def merge_next(state, of_split):
     return new_max, running_sum, acc
 
 
-@kernel
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(
     partial_ptr,
     lse_ptr,
     out_ptr,
-    num_splits: Unspecialised,
+    num_splits,
     VALUE_DIM: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
@@ -135,7 +132,17 @@ def _merge_kernel(
     tl.store(out_ptr + row * VALUE_DIM + value_dim, out.to(out_ptr.dtype.element_ty), mask=value_dim < VALUE_DIM)
 
 
-@kernel
+@triton.jit(
+    do_not_specialize=[
+        "positions_stride_b",
+        "starts_stride_b",
+        "ends_stride_b",
+        "num_queries",
+        "num_slots",
+        "num_splits",
+        "window",
+    ]
+)
 def _fixed_merge_kernel(
     partial_ptr,
     stats_ptr,
@@ -144,13 +151,13 @@ def _fixed_merge_kernel(
     ends_ptr,
     sinks_ptr,
     out_ptr,
-    positions_stride_b: Unspecialised,
-    starts_stride_b: Unspecialised,
-    ends_stride_b: Unspecialised,
-    num_queries: Unspecialised,
-    num_slots: Unspecialised,
-    num_splits: Unspecialised,
-    window: Unspecialised,
+    positions_stride_b,
+    starts_stride_b,
+    ends_stride_b,
+    num_queries,
+    num_slots,
+    num_splits,
+    window,
     HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
@@ -192,8 +199,9 @@ def _fixed_merge_kernel(
         split_acc = tl.load(
             partial_ptr + at[:, None] * VALUE_DIM + value_dim[None, :], mask=is_value[None, :], other=0.0
         )
-        of_split = tl.load(stats_ptr + at), tl.load(sums_ptr + at), split_acc
-        running_max, running_sum, acc = merge_next((running_max, running_sum, acc), of_split)
+        running_max, running_sum, acc = merge_next(
+            running_max, running_sum, acc, tl.load(stats_ptr + at), tl.load(sums_ptr + at), split_acc
+        )
     running_sum = tl.where(running_sum == 0.0, 1.0, running_sum)
     out = tl.where(is_live[:, None], acc * (1.0 / running_sum)[:, None], 0.0)
     out_ptr += row * VALUE_DIM + one[:, None] + value_dim[None, :]

@@ -554,9 +554,9 @@ class Drafter(PreTrainedModel):
                 f"{type(self).__name__} does not implement copy_rows(), which continuous batching needs."
             )
 
-    def prefix_margin(self, num_draft_tokens: int) -> int | None:
-        """How many tokens at the end of a reused beginning are processed again, for the largest K: what is kept at a
-        slot may depend on later tokens. None if nothing can be reused.
+    def prefix_margin(self, num_draft_tokens: int, has_trees: bool = False) -> int | None:
+        """How many tokens at the end of a reused beginning are processed again, for the largest K, and with trees: what
+        is kept at a slot may depend on later tokens. None if nothing can be reused.
         """
         return 1 if type(self).new_memory is Drafter.new_memory else None
 

@@ -193,7 +193,7 @@ class CachedDrafter(Drafter):
     ) -> None:
         state.memory.copy_rows(rows, source.memory, slots, source_rows)
 
-    def prefix_margin(self, num_draft_tokens: int) -> int | None:
+    def prefix_margin(self, num_draft_tokens: int, has_trees: bool = False) -> int | None:
         # A slot may hold the token after its own; the first round reads the hidden state before the last token.
         return 1
 

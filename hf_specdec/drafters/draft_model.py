@@ -108,7 +108,7 @@ class DraftModelDrafter(CachedDrafter):
         self._cache_name = cache_name(model)
         self._packs_prompts = model.device.type != "meta" and why_not_used(model, Use.PACKING) is None
 
-    def prefix_margin(self, num_draft_tokens: int) -> int | None:
+    def prefix_margin(self, num_draft_tokens: int, has_trees: bool = False) -> int | None:
         is_reused = why_not_used(self.model, Use.PREFIX_REUSE) is None
         return 0 if is_reused else None  # a slot depends on the tokens up to its own
 

@@ -41,7 +41,7 @@ class MtpMemory(DraftMemory):
         later_caches: for modules that run more than once in a round, see `MtpDrafter`.
         hidden: `[B, W, H]`, the target's hidden states at each row's last W slots, the newest last.
         num_seen: `[B]` int64, how many slots' hidden states have been appended to them.
-        num_columns: `[B]` int64, how many of them are known, and so the most columns of a row in a round's first pass.
+        num_columns: `[B]` int64, W: the most columns of a row in a round's first pass.
     """
 
     later_caches: list[RaggedCache]
@@ -57,7 +57,6 @@ class MtpMemory(DraftMemory):
         super().copy_rows(rows, source, slots, source_rows)
         self.hidden[rows] = source.hidden[source_rows]
         self.num_seen[rows] = source.num_seen[source_rows]
-        self.num_columns[rows] = source.num_columns[source_rows]
 
     def append(self, hidden: torch.Tensor, count: torch.Tensor, num_slots: torch.Tensor) -> None:
         """Append hidden states, dropping as many of the oldest. Those that were appended before are left out.
@@ -74,7 +73,6 @@ class MtpMemory(DraftMemory):
         columns = count[:, None] + torch.arange(width, device=count.device)
         columns = torch.where(columns < width + known[:, None], columns - known[:, None], columns)
         self.num_seen.add_(new)
-        self.num_columns.add_(new).clamp_(max=width)
         self.hidden.copy_(all_hidden.gather(1, columns[..., None].expand(-1, -1, all_hidden.shape[2])))
 
 
@@ -183,16 +181,16 @@ class MtpDrafter(CachedDrafter):
         self._shared_weights = shared
         self._record_binding(target)
 
-    def prefix_margin(self, num_draft_tokens: int) -> int | None:
-        # Step k reads k + 1 tokens ahead; the first round reads the hidden states at the last K + 1 slots.
-        return num_draft_tokens
+    def prefix_margin(self, num_draft_tokens: int, has_trees: bool = False) -> int | None:
+        # Step k reads k + 1 tokens ahead; the first round reads the hidden states at the slots that it runs again.
+        return self._num_rerun(num_draft_tokens, has_trees) - 1
 
     def new_memory(self, state: DecodeState) -> MtpMemory:
         memory = super().new_memory(state)
         batch, width = memory.inputs.tokens.shape
         device, num_modules = state.lengths.device, self.config.num_modules
-        if self.chains_passes and state.most_nodes:
-            width = max(width, 2 * state.most_draft_tokens)
+        if self.chains_passes:
+            width = self._num_rerun(state.most_draft_tokens, state.most_nodes > 0)
         num_caches = -(-state.most_draft_tokens // num_modules) if self.chains_passes else 1
         return MtpMemory(
             memory.cache,
@@ -201,8 +199,12 @@ class MtpDrafter(CachedDrafter):
             [RaggedCache(memory.cache.kinds, state.slots, state.draft_starts) for _ in range(num_caches - 1)],
             torch.zeros(batch, width, self.config.hidden_size, dtype=self.dtype, device=device),
             torch.zeros(batch, dtype=torch.int64, device=device),
-            torch.zeros(batch, dtype=torch.int64, device=device),
+            torch.full((batch,), width, dtype=torch.int64, device=device),
         )
+
+    def _num_rerun(self, num_draft_tokens: int, has_trees: bool) -> int:
+        """Slots that the first pass of each round runs, see the class."""
+        return max(num_draft_tokens + 1, 2 * num_draft_tokens if has_trees and self.chains_passes else 0)
 
     def run(
         self,
@@ -396,10 +398,6 @@ class MtpDrafter(CachedDrafter):
         self, index: int, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor, attend: UnrolledAttention
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._run_module(index, tokens, slots, slots, hidden, attention_mask=None, attend=attend)
-
-    def start_prefill(self, state: DecodeState) -> None:
-        super().start_prefill(state)
-        state.memory.num_columns.zero_()
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
         hidden, num_drafts = aux_hidden_states.to(self.dtype), state.most_draft_tokens

@@ -106,9 +106,9 @@ class Pard2Drafter(DraftModelDrafter):
     def unrolled_hidden_states(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         return self.combine_hidden_states(_after_nothing(aux_hidden_states)[:, :-1])
 
-    def prefix_margin(self, num_draft_tokens: int) -> int | None:
+    def prefix_margin(self, num_draft_tokens: int, has_trees: bool = False) -> int | None:
         # A prefill from position p on writes the slots after p: slot p itself has to be one of the beginning.
-        margin = super().prefix_margin(num_draft_tokens)
+        margin = super().prefix_margin(num_draft_tokens, has_trees)
         return None if margin is None else margin + 1
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:

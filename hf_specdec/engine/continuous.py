@@ -170,7 +170,7 @@ class ContinuousRunner(Runner):
         self._use(self._largest(sizes, {}))
         self.execution = self.lease.execution(self.lease.allowed(self.drafts.current))
         if self._settings.reuses_prefixes:
-            self.prefix_margin = margin_of(self.target, self.lease.shape.num_draft_tokens)
+            self.prefix_margin = margin_of(self.target, self.lease.shape)
         self._process.own = {}
 
     def _suit(self, requests: Sequence[Request]) -> None:

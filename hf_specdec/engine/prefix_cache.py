@@ -20,7 +20,7 @@ from ..calls.request import Request
 from ..drafters.base import Drafter
 from ..patching.support import why_not_used
 from ..row_buffers import upload
-from ..state import DecodeState
+from ..state import DecodeState, Shape
 from .hosted_target import HostedTarget
 
 # Tokens of a block. Beginnings that are shorter are not found: copying one takes about as long as prefilling it.
@@ -146,14 +146,14 @@ class Prefix(NamedTuple):
     is_whole: bool = False
 
 
-def margin_of(target: HostedTarget, num_draft_tokens: int) -> int | None:
-    """`Drafter.prefix_margin` of the drafter of `target`; None also if the target's cache cannot be reused.
+def margin_of(target: HostedTarget, shape: Shape) -> int | None:
+    """`Drafter.prefix_margin` of the drafter of `target` in sessions of `shape`; None also if the target's cache cannot be reused.
 
     Hidden states that the user gets are those of all positions, so then all are run.
     """
     if target.keeps_hidden_states or why_not_used(target.model, Use.PREFIX_REUSE) is not None:
         return None
-    return target.drafter.prefix_margin(num_draft_tokens)
+    return target.drafter.prefix_margin(shape.num_draft_tokens, shape.num_nodes > 0)
 
 
 def can_copy_rows(drafter: Drafter) -> bool:

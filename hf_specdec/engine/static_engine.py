@@ -100,7 +100,7 @@ class Lockstep(Runner):
         if most_saved < prefix_cache.FEWEST_SAVED or not depends_on_tokens_only(call):
             return
         if can_pack(target):
-            self.prefix_margin = margin_of(target, self._shape.num_draft_tokens)
+            self.prefix_margin = margin_of(target, self._shape)
             if self.prefix_margin is None:
                 return
         # Hooks may treat rows with the same prompt in different ways.

@@ -139,21 +139,23 @@ def drafts_by_text(monkeypatch, drafter):
         yield drafts
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in SELDOM and kind != "none"])
-def test_drafts_are_those_of_prompts_that_are_prefilled_whole(monkeypatch, kind):
+@pytest.mark.parametrize(
+    ("kind", "tree"), [*((kind, 0) for kind in KINDS if kind not in SELDOM and kind != "none"), ("mtp", 12)]
+)
+def test_drafts_are_those_of_prompts_that_are_prefilled_whole(monkeypatch, kind, tree):
     """And others if one token less than the margin is processed again: it is as small as it can be."""
     model = tiny_target("llama")
     drafter = KINDS[kind](model)
 
     def drafts(shares):
         with drafts_by_text(monkeypatch, drafter) as found:
-            generate_batch(model, drafter, PROMPTS, 8, shares, num_assistant_tokens=3)
+            generate_batch(model, drafter, PROMPTS, 8, shares, num_assistant_tokens=3, tree=tree)
         assert (drafter.stats.cached_tokens > 0) == shares
         return found
 
-    whole, margin = drafts(shares=False), drafter.prefix_margin(3)
+    whole, margin = drafts(shares=False), drafter.prefix_margin(3, tree > 0)
     assert drafts(shares=True) == whole
-    monkeypatch.setattr(type(drafter), "prefix_margin", lambda self, num_draft_tokens: margin - 1)
+    monkeypatch.setattr(type(drafter), "prefix_margin", lambda *_: margin - 1)
     assert drafts(shares=True) != whole
 
 

@@ -95,7 +95,7 @@ def test_drafts_are_those_of_a_search(name, vocabulary, longest, num_earlier, nu
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_more_places_than_a_program_has(name):
     """Occurrences of all blocks count, of texts and of the history, the longest matches and the latest first."""
-    size = 2 * suffix_drafts._BLOCK
+    size = 2 * suffix_drafts.BLOCK.value
     earlier = [[1, 2, 3] + [7] * size, [1, 2, 4, 5]]
     text = [9, 1, 2, 8, 6] + [7] * size + [5, 1, 2]
     tokens, lengths = rows([text, [1, 2], [7, 7]], len(text) + 3)
