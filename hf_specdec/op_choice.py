@@ -153,7 +153,7 @@ def kernel_op(
         result: the named tuple that is returned, where it is one: ops of torch return plain ones.
         launch: takes the place of the kernel, with the same arguments.
         groups: arguments that are named tuples, or None, by place; the op has their elements in the schema.
-        is_opaque: whether the reference, too, reads values on the host, which `torch.compile` cannot trace.
+        is_opaque: whether the reference, too, reads values on the host, which nothing can trace or record.
     """
     module, _, name = place.partition(".")
     file, _, name_there = (reference or f"{module}_reference.{name}").partition(".")
@@ -175,11 +175,11 @@ def kernel_op(
 
     @functools.wraps(plain)
     def run(tensor: torch.Tensor, *args: Any) -> Any:
-        if (is_opaque and torch.compiler.is_compiling()) or is_for_triton(tensor):
-            if not (torch.compiler.is_compiling() or _must_be_dispatched((tensor, *args))):
-                out = run_kernel(tensor, *args)
-            else:
+        if is_opaque or is_for_triton(tensor):
+            if torch.compiler.is_compiling() or _must_be_dispatched((tensor, *args)):
                 out = op(tensor, *(_split(args, groups) if groups else args))
+            else:
+                out = (run_kernel if is_for_triton(tensor) else plain)(tensor, *args)
         elif torch.compiler.is_compiling() or not (_choice.batch_invariant or _choice.on_reference):
             out = plain(tensor, *args)
         else:

@@ -187,6 +187,8 @@ def constant(value: Any) -> Callable[[object], Any]:
 
 def bound(function: Callable, *args: Any) -> Callable[[object], Callable]:
     """For `Replacements`: makes `function` of an owner and `args`, which come before the arguments of a call."""
+    if not args:  # as of all linear layers: without a call for each
+        return functools.partial(functools.partial, function)
     return lambda owner: functools.partial(function, owner, *args)
 
 

@@ -38,7 +38,8 @@ def test_a_call_walks_over_modules_once(monkeypatch):
     target.generate(**padded_prompts([5]), **OPTIONS, assistant_model=drafter)
     monkeypatch.setattr(signature, "modules_of", lambda *models: walked.append(models) or walk(*models))
     target.generate(**padded_prompts([5]), **OPTIONS, assistant_model=drafter)
-    assert walked == [(target,), (drafter,)]
+    # Over both at once go patches, which replays on a CPU look up anew.
+    assert [models for models in walked if len(models) == 1] == [(target,), (drafter,)]
 
 
 def test_a_signature_tells_own_attributes_and_hooks(target):

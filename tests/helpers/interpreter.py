@@ -10,6 +10,15 @@ from triton.language.core import is_builtin
 from triton.runtime import interpreter
 
 
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether results of kernels are equal, bit for bit on a GPU. In the interpreter numpy computes, whose bits of a
+    product depend on its shape, in a way of each processor.
+    """
+    if found.is_cuda:
+        return torch.equal(found, expected)
+    return torch.allclose(found.double(), expected.double(), rtol=1e-5, atol=1e-5)
+
+
 def remember_builtins() -> None:
     """Let Triton's interpreter look for the built-in functions of `triton.language` once.
 
