@@ -147,8 +147,8 @@ class Prefix(NamedTuple):
 
 
 def margin_of(target: HostedTarget, shape: Shape) -> int | None:
-    """`Drafter.prefix_margin` of the drafter of `target`, in sessions of `shape`; None also if the target's cache cannot
-    be reused.
+    """`Drafter.prefix_margin` of the drafter of `target`, in sessions of `shape`; None also if the target's cache
+    cannot be reused.
 
     Hidden states that the user gets are those of all positions, so then all are run.
     """
