@@ -36,14 +36,7 @@ from hf_specdec import AutoDrafter
 from hf_specdec.drafters.cached import CachedDrafter
 from hf_specdec.prompt_sources import load_prompts
 from hf_specdec.training.channels import divide_channels, folded_weights
-from hf_specdec.training.objective import (
-    LOSSES,
-    BlockObjective,
-    DraftObjective,
-    Teacher,
-    compile_layers,
-    summarize,
-)
+from hf_specdec.training.objective import LOSSES, BlockObjective, DraftObjective, Teacher, compile_layers, summarize
 
 PROMPTS = Path(__file__).parent / "prompts"
 WARMUP, FINAL_LR = 0.04, 0.02
@@ -114,6 +107,10 @@ def add_drafter_arguments(group: argparse._ArgumentGroup) -> None:
     add("--layers", type=int, default=None, help=f"{about}; {by_family('layers')}")
     add("--draft-vocab-size", type=int, default=None, help=f"{by_family('draft_vocab_size')}; 0 is the target's")
     add("--intermediate-size", type=int, default=None, help="by default the target's; not of pard and pard2")
+    about = "heads of keys and values of its attention"
+    add("--key-value-heads", type=int, default=None, help=f"{about}; by default the target's; not of pard, pard2, mtp")
+    about = "layers of the target whose hidden states are read; by default as many as --layers"
+    add("--aux-layers", type=int, default=None, help=f"{about}; of dflash and dspark")
     about = "trained drafter to initialize from; may have fewer layers, wider or smaller MLPs"
     add("--init-from", default=None, help=f"{about}; not of pard, pard2 and mtp")
     about = "of all but eagle3 and mtp; by default one not in the data"
@@ -151,7 +148,9 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     about = "padded tokens a step and process; a token of a prompt counts a quarter"
     add("--tokens-per-batch", type=int, default=32768, help=about)
     add("--max-length", type=int, default=4096, help="documents are cut to this length")
-    add("--lr", type=float, default=1e-3)
+    about = "muon: Muon for the matrices of layers, with updates of AdamW's size, and AdamW for all else"
+    add("--optimizer", choices=("adamw", "muon"), default=None, help=f"{about}; {by_family('optimizer')}")
+    add("--lr", type=float, default=None, help=by_family("lr"))
     add("--weight-decay", type=float, default=0.01)
     add("--held-out", type=int, default=512, help="documents kept for measuring")
     add("--save-every", type=int, default=500, help="steps between checkpoints and measurements")
@@ -228,14 +227,7 @@ class Trainer:
         if args.compile:
             objective.compile_parts()
             compile_layers(target)
-        optimizer = torch.optim.AdamW(
-            drafter.parameters(),
-            lr=args.lr,
-            betas=(0.9, 0.95),
-            weight_decay=args.weight_decay,
-            fused=accelerator.device.type == "cuda",
-        )
-        self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
+        self.objective, *self.optimizers = accelerator.prepare(objective, *new_optimizers(args, drafter))
         self.progress = Progress()
         accelerator.register_for_checkpointing(self.progress)
         self.checkpoint = args.out / "checkpoint"
@@ -272,7 +264,7 @@ class Trainer:
                 outputs = self.teacher.read(batch)
                 times.append(self._now())
                 self.accelerator.backward(self.objective(outputs)[0])
-                self.optimizer.zero_grad(set_to_none=True)
+                self.objective.zero_grad(set_to_none=True)
                 times.append(self._now())
         seconds, parameters = times[2] - times[0], sum(one.numel() for one in self.drafter.parameters())
         steps = self.args.steps or 60 * self.args.minutes / seconds
@@ -304,15 +296,17 @@ class Trainer:
         before = self.progress.seconds
         start = time.monotonic()
         while (share := self.share_done()) < 1 and not self.part_is_done(before):
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.args.lr * schedule(share)
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = self.args.lr * schedule(share)
             self.objective.train()
             batch = next(batches)
             loss, counted = self.objective(self.teacher.read(batch))
             self.accelerator.backward(loss)
             self.accelerator.clip_grad_norm_(self.objective.parameters(), 1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.objective.zero_grad(set_to_none=True)
 
             counts = counted if counts is None else counts + counted
             self.progress.step += 1
@@ -397,6 +391,30 @@ class Trainer:
             report = {**self.about, "arguments": arguments, "curve": self.progress.curve}
             (self.args.out / "training.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
             write_card(self.args.out)
+
+
+def new_optimizers(args: argparse.Namespace, drafter: CachedDrafter) -> list[torch.optim.Optimizer]:
+    """AdamW for all parameters of `drafter`, or as `--optimizer muon` says."""
+    parameters = list(drafter.parameters())
+    matrices, optimizers = [], []
+    if args.optimizer == "muon":
+        # Embeddings and heads, also those of Markov heads, have one row for each token.
+        tokens = {drafter.config.vocab_size, drafter.config.draft_vocab_size}
+        matrices = [one for one in parameters if one.ndim == 2 and tokens.isdisjoint(one.shape)]
+        optimizers.append(
+            torch.optim.Muon(matrices, lr=args.lr, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw")
+        )
+    ids = set(map(id, matrices))
+    optimizers.append(
+        torch.optim.AdamW(
+            [one for one in parameters if id(one) not in ids],
+            lr=args.lr,
+            betas=(0.9, 0.95),
+            weight_decay=args.weight_decay,
+            fused=parameters[0].is_cuda,
+        )
+    )
+    return optimizers
 
 
 def schedule(share: float) -> float:

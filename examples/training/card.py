@@ -64,7 +64,7 @@ ones were dropped: {held_out_overlap:,}. Data: {data_tokens:.1f} M tokens.
 {chains} with weights {step_decay}^step; {loss} against the target's
 distribution over {vocabulary}. {greedy}{masks}{samples}{rounds}{replayed}{began}\
 {steps:,} steps in {minutes:.0f} minutes,
-{tokens_seen:.0f} M tokens seen; AdamW, peak learning rate {lr}, cosine schedule.
+{tokens_seen:.0f} M tokens seen; {optimizer}, peak learning rate {lr}, cosine schedule.
 
 Top-1 agreement with the target on held-out documents of the same kind, by step, after correct drafts of greedy text:
 
@@ -175,7 +175,8 @@ Then load the folder `{out}` instead of `{repo_id}`.
 
 # Arguments with which a training run can be repeated; those that are None are left out.
 REPEATED = (
-    *("family", "init_from", "layers", "draft_vocab_size", "intermediate_size", "mask_token_id", "markov_rank"),
+    *("family", "init_from", "layers", "draft_vocab_size", "intermediate_size", "key_value_heads", "aux_layers"),
+    *("mask_token_id", "markov_rank"),
     *(
         "num_steps",
         "anchors",
@@ -188,11 +189,14 @@ REPEATED = (
         "greedy_share",
         "tokens_per_batch",
         "max_length",
+        "optimizer",
         "lr",
         "weight_decay",
     ),
     *("minutes", "steps"),
 )
+
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for the matrices of layers, AdamW for all else"}
 
 MEASURED = """Greedy, {max_new_tokens} new tokens, {dtype}, prompts that training never saw. Acceptance length: tokens
 committed a round, drafts and the target's own. "Without repetition" leaves out texts that {degenerate_rule}.
@@ -241,6 +245,7 @@ def write_card(folder: Path) -> None:
         steps=last["step"],
         minutes=last["seconds"] / 60,
         tokens_seen=last["tokens"] / 1e6,
+        optimizer=OPTIMIZERS[arguments.get("optimizer", "adamw")],
         lr=arguments["lr"],
         step_names=" | ".join(str(step + 1) for step in range(len(shares))),
         step_rule="|".join(["---"] * len(shares)),

@@ -33,8 +33,10 @@ from hf_specdec.drafters.cached import CachedDrafter
 from hf_specdec.drafters.draft_layers import DraftLayersDrafter
 from hf_specdec.modules.hidden_states import decoder_layers
 
-_TOKEN_BY_TOKEN = {"step_decay": 0.9, "depth_ratio": 1.0, "survival_floor": 1.0, "round_floor": 1.0}
+_ADAMW = {"optimizer": "adamw", "lr": 1e-3}
+_TOKEN_BY_TOKEN = {"step_decay": 0.9, "depth_ratio": 1.0, "survival_floor": 1.0, "round_floor": 1.0, **_ADAMW}
 _AT_MASKS = {
+    **_ADAMW,
     "mask_token_id": None,
     "num_steps": 8,
     "step_decay": 0.9,
@@ -42,17 +44,19 @@ _AT_MASKS = {
     "survival_floor": 0.2,
     "round_floor": 1.0,
 }
-_EAGLE = {"draft_vocab_size": 16384, "intermediate_size": None, "init_from": None, "fc_norm": True, "norm_output": True}
+_LAYERS = {"draft_vocab_size": 16384, "intermediate_size": None, "key_value_heads": None, "init_from": None}
+_EAGLE = {**_LAYERS, "fc_norm": True, "norm_output": True}
 _BLOCKS = {
-    "draft_vocab_size": 16384,
-    "intermediate_size": None,
+    **_LAYERS,
+    "optimizer": "muon",
+    "lr": 5e-3,
+    "aux_layers": None,
     "mask_token_id": None,
     "num_steps": 7,
     "anchors": 64,
     "step_decay": 0.78,  # exp(-1 / 4), of blocks of 7 or 8 in DFlash's paper and in DeepSpec
     "survival_floor": 0.2,
     "replay_share": 0.0,
-    "init_from": None,
 }
 # Options that differ between families, with their defaults, by family.
 DEFAULTS = {
@@ -101,7 +105,7 @@ def _new_with_layers(
         "intermediate_size": args.intermediate_size or text.intermediate_size,
         "num_hidden_layers": args.layers,
         "num_attention_heads": text.num_attention_heads,
-        "num_key_value_heads": text.num_key_value_heads,
+        "num_key_value_heads": args.key_value_heads or text.num_key_value_heads,
         "head_dim": getattr(text, "head_dim", None),
         "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
         "max_position_embeddings": text.max_position_embeddings,
@@ -111,7 +115,7 @@ def _new_with_layers(
         "target_name_or_path": name,
     }
     if args.family in ("dflash", "dspark"):
-        settings |= {"aux_hidden_state_layer_ids": default_block_layer_ids(count, args.layers)}
+        settings |= {"aux_hidden_state_layer_ids": default_block_layer_ids(count, args.aux_layers or args.layers)}
     else:
         settings |= {"aux_hidden_state_layer_ids": default_aux_layer_ids(count), "fc_norm": args.fc_norm}
         settings |= {"norm_output": args.norm_output}

@@ -65,6 +65,7 @@ OPTIONS = {
     "dflash": ["--draft-vocab-size", "48", "--mask-token-id", str(MASK), "--layers", "1", "--anchors", "6"],
 }
 OPTIONS["dspark"] = [*OPTIONS["dflash"], "--markov-rank", "8"]
+OPTIONS["dflash"] += ["--optimizer", "adamw"]
 
 
 def tiny_target(seed: int = 0) -> LlamaForCausalLM:
@@ -170,9 +171,10 @@ def train(monkeypatch, target, folder: Path, out: Path, *more: str, family: str 
 def test_training_lowers_the_loss_and_resumes_exactly(monkeypatch, tmp_path, family):
     target = tiny_target()
     folder = write_tiny_data(target, tmp_path / "data")
+    shapes = ("--key-value-heads", "4", "--aux-layers", "2") if family == "dspark" else ()
 
     def run(name: str, *more: str) -> list[dict]:
-        return train(monkeypatch, target, folder, tmp_path / name, "--save-every", "4", *more, family=family)
+        return train(monkeypatch, target, folder, tmp_path / name, "--save-every", "4", *more, *shapes, family=family)
 
     whole = run("whole", "--steps", "12")
     for first, last in zip(whole[0]["train"]["loss"], whole[-1]["train"]["loss"], strict=True):
