@@ -23,6 +23,7 @@ pytestmark = [
     ),
 ]
 
+driver = pytest.importorskip("cuda.bindings.driver")
 DEVICE = torch.device("cuda:0")
 END = list(range(3, 96, 31))
 
@@ -77,6 +78,24 @@ def test_shortage_leaves_a_row_as_it_was(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError, match="bytes more for keys and values"):
         memory.commit(2, 8000)
     assert memory.committed == before and memory.committed_slots(2) >= 100
+
+
+def test_shortage_within_a_commit_waits_for_the_device(monkeypatch):
+    """Another process takes what there was between two pieces; the first of them are still to be zeroed."""
+    memory = new_memory()
+    memory.commit(2, 100)
+    before, create, calls = memory.committed, driver.cuMemCreate, []
+
+    def failing(*args):
+        calls.append(args)
+        return create(*args) if len(calls) < 4 else (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)
+
+    monkeypatch.setattr(driver, "cuMemCreate", failing)
+    torch.cuda._sleep(10**8)
+    with pytest.raises(torch.OutOfMemoryError, match="driver has no memory left"):
+        memory.commit(2, 8000)
+    torch.cuda.synchronize()
+    assert len(calls) == 4 and memory.committed == before and memory.committed_slots(2) >= 100
 
 
 def test_rows_share_memory():
