@@ -152,6 +152,32 @@ best_paths = kernel_op(
         tokens.new_empty(len(tokens), num_nodes + 1, num_nodes // WORD_BITS + 1),
     ),
 )
+
+
+def _grown(tokens, parents, ancestors, hidden, feedback, logprobs, drafts, paths, lengths, *rest):
+    (batch, before), (width, num_words) = tokens.shape, (rest[-6], rest[-1])
+    count = before + (0 if logprobs is None else width)
+    found = [tokens.new_empty(0, dtype=torch.float32), tokens.new_empty(0)]
+    if logprobs is not None:
+        found = [logprobs.new_empty(batch, width), drafts.new_empty(drafts.shape)]
+    placed = [tokens.new_empty(0) for _ in range(4)]
+    if lengths is not None:
+        placed = [tokens.new_empty(batch, count, num_words), *(tokens.new_empty(batch, count) for _ in range(3))]
+    if feedback is not None:
+        num_states = count if rest[-2] or hidden is not None else count - before
+        feedback = feedback.new_empty(batch, num_states, feedback.shape[2])
+    columns = [tokens.new_empty(batch, count) for _ in range(2)]
+    return *found, *columns, *placed, tokens.new_empty(0) if feedback is None else feedback
+
+
+grow_tree = kernel_op(
+    "grow_tree.grow_tree",
+    "(Tensor tokens, Tensor? parents, Tensor? ancestors, Tensor? hidden, Tensor? feedback, Tensor? logprobs, "
+    "Tensor? drafts, Tensor? paths, Tensor? lengths, Tensor? limits, Tensor? finished, Tensor? offsets, int window, "
+    "int width, int first, int behind, int dummy, bool is_chained, int num_words) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _grown,
+)
 likeliest_tokens = kernel_op(
     "likeliest_tokens.likeliest_tokens",
     "(Tensor logits, Tensor? target_ids, int count) -> (Tensor, Tensor)",
@@ -162,7 +188,8 @@ likeliest_tokens = kernel_op(
 )
 add_target_noise = kernel_op(
     "draft_sampling.add_target_noise",
-    "(Tensor logits, Tensor? target_ids, Tensor temperatures, Tensor seeds, Tensor lengths, int first) -> Tensor",
+    "(Tensor logits, Tensor? target_ids, Tensor temperatures, Tensor seeds, Tensor lengths, int first, "
+    "bool is_one_draft) -> Tensor",
     lambda logits, *rest: logits.new_empty(logits.shape, dtype=torch.float32),
 )
 token_logprobs = kernel_op(

@@ -12,7 +12,8 @@ s > positions[b, n] - window, or, with chunks, s >= floor(positions[b, n] / chun
 chunks are for starts `[B]`. A sink adds exp(sinks[h]) to the denominator of the softmax.
 
 Queries may be the nodes of a tree (ancestors `[B, n, W]`): node i has slot f + i, where f is positions[b, 0], and
-position f + its depth. Then of the slots from f on those are visible of which ancestors[b, i] has the bit s - f.
+position f + its depth. Then of the slots from f on those are visible of which ancestors[b, i] has the bit s - f. With
+splits at fixed places they are read in the places of their positions, node by node.
 
 Keys and values may be float8 with scales `[B, kv_heads, slots, 2]`, see `float8_reference`. They are widened in
 registers, which is exact, and scores and weights are multiplied by the scales.
@@ -83,6 +84,8 @@ def _attend_to_slots(
     root,
     ancestors,
     more_ancestors,
+    line,
+    more_line,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
@@ -91,7 +94,9 @@ def _attend_to_slots(
     """Continue the online softmax of a block of queries with the slots from `begin` to `stop - 1`.
 
     With words of `ancestors`, and of `more_ancestors` or None, these are slots of nodes, from that of the `root` on.
-    The pointers are those of the row and of the head. Returns the maxima, the sums and the sums of values.
+    With those of one node, `line`, and `more_line` or None, its ancestors are read as if they were in the slots of
+    their positions, as those of a text are. The pointers are those of the row and of the head. Returns the maxima, the
+    sums and the sums of values.
     """
     dim = tl.arange(0, query.shape[1])
     value_dim = tl.arange(0, acc.shape[1])
@@ -102,14 +107,33 @@ def _attend_to_slots(
         scale_ptr += begin.to(tl.int64) * scale_stride_s + block * scale_stride_s
     key_offset = block[:, None] * key_stride_s + dim[None, :]
     value_offset = block[:, None] * value_stride_s + value_dim[None, :]
+    if line is not None:
+        number = tl.arange(0, 64)
+        is_ancestor = ((line >> number) & 1).to(tl.int32)
+        rank = tl.where(is_ancestor != 0, tl.cumsum(is_ancestor, axis=0) - 1, -1)
+        if more_line is not None:
+            before = tl.sum(is_ancestor, axis=0)
+            is_ancestor = ((more_line >> number) & 1).to(tl.int32)
+            more_rank = tl.where(is_ancestor != 0, before + tl.cumsum(is_ancestor, axis=0) - 1, -1)
     for first in range(begin, stop, SLOT_BLOCK):
         slot = first + block
         is_slot = slot < stop
         at = (first - begin).to(tl.int64)
-        key = tl.load(key_ptr + at * key_stride_s + key_offset, mask=is_slot[:, None] & (dim < DIM)[None, :], other=0.0)
+        keys_ptr = key_ptr + at * key_stride_s + key_offset
+        if line is not None:
+            steps = (slot - root)[:, None]
+            node = tl.sum(tl.where(rank[None, :] == steps, number[None, :], 0), axis=1)
+            if more_line is not None:
+                node += tl.sum(tl.where(more_rank[None, :] == steps, 64 + number[None, :], 0), axis=1)
+            moved = tl.where(slot < root, 0, root + node - slot).to(tl.int64)
+            keys_ptr += moved[:, None] * key_stride_s
+        key = tl.load(keys_ptr, mask=is_slot[:, None] & (dim < DIM)[None, :], other=0.0)
         scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
         if scale_ptr is not None:
-            scales = tl.load(scale_ptr + at * scale_stride_s, mask=is_slot, other=0)
+            scales_ptr = scale_ptr + at * scale_stride_s
+            if line is not None:
+                scales_ptr += moved * scale_stride_s
+            scales = tl.load(scales_ptr, mask=is_slot, other=0)
             scores *= first_of_pair(scales, query.dtype)[None, :]
         # Scaled by log2(e), since exp2 is cheaper than exp; softcap * tanh(x / softcap) through the sigmoid.
         if softcap is not None:
@@ -131,11 +155,10 @@ def _attend_to_slots(
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - base[:, None])
         rescale = tl.exp2(running_max - base)
-        value = tl.load(
-            value_ptr + at * value_stride_s + value_offset,
-            mask=is_slot[:, None] & (value_dim < VALUE_DIM)[None, :],
-            other=0.0,
-        )
+        values_ptr = value_ptr + at * value_stride_s + value_offset
+        if line is not None:
+            values_ptr += moved[:, None] * value_stride_s
+        value = tl.load(values_ptr, mask=is_slot[:, None] & (value_dim < VALUE_DIM)[None, :], other=0.0)
         running_sum = running_sum * rescale + tl.sum(weights, axis=1)
         if scale_ptr is not None:
             if query.dtype == tl.float16:  # in which weights times scales may be subnormal
@@ -284,11 +307,14 @@ def _attention_kernel(
     root, ancestors, more_ancestors = None, None, None
     if NUM_WORDS > 0:
         root = tl.load(positions_ptr + batch * positions_stride_b).to(tl.int32)
-        last = tl.where(position >= 0, root + query_index, -1)
-        ancestors_ptr += batch * ancestors_stride_b + query_index * ancestors_stride_n
-        ancestors = tl.load(ancestors_ptr, mask=is_row, other=0)
-        if NUM_WORDS > 1:
-            more_ancestors = tl.load(ancestors_ptr + ancestors_stride_w, mask=is_row, other=0)
+        lines_ptr = ancestors_ptr + batch * ancestors_stride_b
+        num_nodes = tl.minimum(tl.max(query_index, axis=0) + 1, num_queries)
+        if SPLIT == 0:
+            last = tl.where(position >= 0, root + query_index, -1)
+            lines = lines_ptr + query_index * ancestors_stride_n
+            ancestors = tl.load(lines, mask=is_row, other=0)
+            if NUM_WORDS > 1:
+                more_ancestors = tl.load(lines + ancestors_stride_w, mask=is_row, other=0)
     if not HAS_SEGMENTS:
         begin, stop = split_range(position, last, start, num_slots, window, split, num_parts, SLOT_BLOCK, IS_CHUNKED)
         if IS_SPLIT:  # noqa: SIM102 (a constexpr branch)
@@ -354,6 +380,8 @@ def _attention_kernel(
                     None,
                     None,
                     None,
+                    None,
+                    None,
                     DIM,
                     VALUE_DIM,
                     SLOT_BLOCK,
@@ -362,7 +390,12 @@ def _attention_kernel(
             else:
                 first, end = visible_range(own_position, own_last, segment, num_slots, window, SLOT_BLOCK, IS_CHUNKED)
                 for one in range((first - segment) // SPLIT + split, tl.cdiv(end - segment, SPLIT), num_parts):
-                    begin = segment + one * SPLIT
+                    begin = tl.maximum(segment + one * SPLIT, first)
+                    stop = tl.minimum(segment + (one + 1) * SPLIT, end)
+                    edge = stop
+                    if NUM_WORDS > 0:  # the first block with nodes
+                        edge = begin + tl.maximum(root - begin, 0) // SLOT_BLOCK * SLOT_BLOCK
+                        edge = tl.minimum(edge, stop)
                     split_max, split_sum, split_acc = _attend_to_slots(
                         query,
                         key_ptr,
@@ -373,8 +406,8 @@ def _attention_kernel(
                         scale_stride_s,
                         own_position,
                         own_last,
-                        tl.maximum(begin, first),
-                        tl.minimum(begin + SPLIT, end),
+                        begin,
+                        edge,
                         window,
                         scaling,
                         softcap,
@@ -384,11 +417,47 @@ def _attention_kernel(
                         None,
                         None,
                         None,
+                        None,
+                        None,
                         DIM,
                         VALUE_DIM,
                         SLOT_BLOCK,
                         IS_CHUNKED,
                     )
+                    if NUM_WORDS > 0:  # noqa: SIM102 (a constexpr branch)
+                        if edge < stop:
+                            for node in range(tl.min(query_index, axis=0), num_nodes):
+                                line, more_line = tl.load(lines_ptr + node * ancestors_stride_n), None
+                                if NUM_WORDS > 1:
+                                    more_line = tl.load(lines_ptr + node * ancestors_stride_n + ancestors_stride_w)
+                                split_max, split_sum, split_acc = _attend_to_slots(
+                                    query,
+                                    key_ptr,
+                                    value_ptr,
+                                    scale_ptr,
+                                    key_stride_s,
+                                    value_stride_s,
+                                    scale_stride_s,
+                                    own_position,
+                                    tl.where(query_index == node, own_last, -1),
+                                    edge,
+                                    stop,
+                                    window,
+                                    scaling,
+                                    softcap,
+                                    split_max,
+                                    split_sum,
+                                    split_acc,
+                                    root,
+                                    None,
+                                    None,
+                                    line,
+                                    more_line,
+                                    DIM,
+                                    VALUE_DIM,
+                                    SLOT_BLOCK,
+                                    IS_CHUNKED,
+                                )
                     if IS_SPLIT:
                         to = out_row * num_splits + one
                         tl.store(stats_ptr + to, split_max, mask=is_row)
@@ -441,6 +510,8 @@ def _attention_kernel(
             None,
             None,
             None,
+            None,
+            None,
             DIM,
             VALUE_DIM,
             SLOT_BLOCK,
@@ -468,6 +539,8 @@ def _attention_kernel(
                 root,
                 ancestors,
                 more_ancestors,
+                None,
+                None,
                 DIM,
                 VALUE_DIM,
                 SLOT_BLOCK,
@@ -550,7 +623,7 @@ def attention(
     assert window is None or chunk is None, "a window, or chunks"
     assert chunk is None or not is_packed, "chunks are counted from slot 0"
     num_words = 0 if ancestors is None else ancestors.shape[2]
-    assert not num_words or not (is_packed or fixed_splits or ends is not None or chunk is not None), "trees of rounds"
+    assert not num_words or not (is_packed or ends is not None or chunk is not None), "trees of rounds"
     assert not num_words or (num_words <= MOST_WORDS and num_queries <= WORD_BITS * num_words), "a bit for each node"
     size = window if chunk is None else chunk
     if query.stride(3) != 1:

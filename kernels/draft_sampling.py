@@ -8,7 +8,7 @@ Shapes: logits `[B, n, V_d]`, temperatures, seeds and lengths `[B]`, tokens or i
     add_target_noise = logits[b, i, v] / temperatures[b] - log(g_i(v))
 
 with e_i(v) = race_times(seeds[b], lengths[b], v, DRAFT, first + i), and
-g_i(v) = race_times(seeds[b], lengths[b] + first + i, target_ids[v], TARGET).
+g_i(v) = race_times(seeds[b], lengths[b] + first + i, target_ids[v], TARGET), or without i if all are of one draft.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ def _target_noise_kernel(
     seeds_stride: Unspecialised,
     lengths_stride: Unspecialised,
     first: Unspecialised,
+    pace: Unspecialised,
     width: Unspecialised,
     vocabulary,
     BLOCK: tl.constexpr,
@@ -165,7 +166,7 @@ def _target_noise_kernel(
     row = tl.program_id(0).to(tl.int64)
     batch, step = row // width, row % width
     seed = tl.load(seeds_ptr + batch * seeds_stride)
-    position = tl.load(lengths_ptr + batch * lengths_stride) + first + step
+    position = tl.load(lengths_ptr + batch * lengths_stride) + first + pace * step
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = index < vocabulary
     token = index
@@ -179,7 +180,7 @@ def _target_noise_kernel(
 
 
 @implements(draft_sampling_reference.add_target_noise)
-def add_target_noise(logits, target_ids, temperatures, seeds, lengths, first):
+def add_target_noise(logits, target_ids, temperatures, seeds, lengths, first, is_one_draft):
     """See `draft_sampling_reference.add_target_noise`; equal up to rounding. One launch."""
     batch, width, vocabulary = logits.shape
     assert logits.stride(2) == 1 and (target_ids is None or target_ids.is_contiguous()), "rows must have unit stride"
@@ -196,6 +197,7 @@ def add_target_noise(logits, target_ids, temperatures, seeds, lengths, first):
         seeds.stride(0),
         lengths.stride(0),
         first,
+        0 if is_one_draft else 1,
         width,
         vocabulary,
         BLOCK=reduction.SAMPLE_BLOCK,

@@ -51,6 +51,7 @@ def add_target_noise(
     seeds: torch.Tensor,
     lengths: torch.Tensor,
     first: int,
+    is_one_draft: bool,
 ) -> torch.Tensor:
     """Logits whose largest is of the token that the target will draw, if its distribution is the drafter's.
 
@@ -59,12 +60,13 @@ def add_target_noise(
     Args:
         target_ids: `[V_d]` int64, the target's token of each token of the draft vocabulary; None if they are the same.
         logits, temperatures, seeds, lengths, first: as of `draw_draft`.
+        is_one_draft: whether all n are logits of the first draft, which may follow several.
 
     Returns:
         `[B, n, V_d]` float32.
     """
     (_, width, size), device = logits.shape, logits.device
     tokens = torch.arange(size, device=device) if target_ids is None else target_ids
-    positions = lengths[:, None] + torch.arange(first, first + width, device=device)
+    positions = lengths[:, None] + first + torch.arange(width, device=device) * (not is_one_draft)
     noise = random_reference.race_times_of(seeds[:, None, None], positions[..., None], tokens, RandomStream.TARGET)
     return logits.float() / temperatures[:, None, None] - noise.log()

@@ -1,7 +1,7 @@
 """Triton search for the tree of the likeliest paths; the reference is `draft_tree_reference.best_paths`.
 
-Shapes: logprobs, tokens and rows `[B, D, P, W]`; N nodes, W' = N // 64 + 1 words of ancestors. With ranks r_1 to r_d a
-path has
+Shapes: logprobs and tokens `[B, D, P, W]`, rows `[B, D - 1, P, W]`; N nodes, W' = N // 64 + 1 words of ancestors. With
+ranks r_1 to r_d a path has
 
     score(r_1, ..., r_d) = sum over i of logprobs[b, i, p_i, r_i],    p_1 = 0, p_(i + 1) = rows[b, i, p_i, r_i]
 
@@ -45,6 +45,7 @@ def _best_paths_kernel(
     num_nodes: Unspecialised,
     depth: Unspecialised,
     num_rows: Unspecialised,
+    rows_stride: Unspecialised,
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
     NUM_WORDS: tl.constexpr,
@@ -52,8 +53,8 @@ def _best_paths_kernel(
 ):
     """The tree of one row.
 
-    Grid: (B,). Reads a row of `logprobs`, `tokens` and `rows` `[B, D, P, W]`; writes one of `out` `[B, N]`, of
-    `parents` and `depths` `[B, N + 1]` and of `ancestors` `[B, N + 1, words]`.
+    Grid: (B,). Reads a row of `logprobs`, `tokens` and `rows`; writes one of `out` `[B, N]`, of `parents` and `depths`
+    `[B, N + 1]` and of `ancestors` `[B, N + 1, words]`.
     """
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PLACES)
@@ -61,7 +62,7 @@ def _best_paths_kernel(
     logprobs_ptr += row * depth * size
     tokens_ptr += row * depth * size
     if rows_ptr is not None:
-        rows_ptr += row * depth * size
+        rows_ptr += row * rows_stride
     out_ptr += row * num_nodes - 1
     parents_ptr += row * (num_nodes + 1)
     depths_ptr += row * (num_nodes + 1)
@@ -125,20 +126,25 @@ def best_paths(
 ) -> tuple[torch.Tensor, ...]:
     """See `draft_tree_reference.best_paths`; equal. One launch."""
     batch, depth, num_rows, width = logprobs.shape
-    tables = [logprobs, tokens] if rows is None else [logprobs, tokens, rows]
-    assert all(one.shape == logprobs.shape for one in tables), "tables must be of one shape"
+    assert tokens.shape == logprobs.shape, "tables must be of one shape"
+    if rows is not None:
+        assert rows.shape == (batch, depth - 1, num_rows, width), "there must be a row for each draft that has children"
+        rows = None if depth == 1 else rows if rows[0].is_contiguous() else rows.contiguous()
     assert logprobs.dtype == torch.float32, "scores are added up in float32"
     parents, depths = (torch.empty(batch, num_nodes + 1, dtype=torch.int64, device=tokens.device) for _ in range(2))
     words = num_nodes // 64 + 1
     tree = Tree(parents, depths, parents.new_empty(batch, num_nodes + 1, words))
     out = parents.new_empty(batch, num_nodes)
     _best_paths_kernel[(batch,)](
-        *(None if one is None else one.contiguous() for one in (logprobs, tokens, rows)),
+        logprobs.contiguous(),
+        tokens.contiguous(),
+        rows,
         out,
         *tree,
         num_nodes,
         depth,
         num_rows,
+        0 if rows is None else rows.stride(0),
         WIDTH=width,
         PLACES=triton.next_power_of_2(2 * num_nodes + 1),
         NUM_WORDS=words,

@@ -23,7 +23,8 @@ def best_paths(
         logprobs: `[B, D, P, W]` float32, of the W likeliest tokens, descending; NaN counts as -inf. Of the first depth
             row 0 is read.
         tokens: `[B, D, P, W]` int64.
-        rows: `[B, D, P, W]` int64, the row of the next depth for what follows a token, -1 if nothing does; None for 0.
+        rows: `[B, D - 1, P, W]` int64, the row of the next depth for what follows a token, -1 if nothing does; None for
+            0.
         num_nodes: N, at most `WORD_BITS * MOST_WORDS` - 1.
 
     Returns:
@@ -34,7 +35,7 @@ def best_paths(
     (batch, depth, num_rows, width), device = logprobs.shape, logprobs.device
     size = num_rows * width
     logprobs = torch.where(logprobs > _NONE, logprobs, _NONE).flatten(1)
-    tokens, rows = tokens.flatten(1), torch.zeros_like(tokens.flatten(1)) if rows is None else rows.flatten(1)
+    tokens, rows = tokens.flatten(1), None if rows is None or depth == 1 else rows.flatten(1)
     of_batch = torch.arange(batch, device=device)
 
     def load(at: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
@@ -60,10 +61,12 @@ def best_paths(
         word, bit = divmod(node, WORD_BITS)
         tree.ancestors[:, node] = torch.where(exists[:, None], tree.ancestors[of_batch, parent], 0)
         tree.ancestors[:, node, word] |= 1 << bit if bit < WORD_BITS - 1 else -(1 << bit)
-        child_row = rows[of_batch, entry]
-        first = (own_depth + 1) * size + child_row * width  # of its children
+        first, has_children = (own_depth + 1) * size, exists & (own_depth + 1 < depth)  # of its children
+        if rows is not None:
+            child_row = rows[of_batch, entry.clamp(max=rows.shape[1] - 1)]
+            first, has_children = first + child_row * width, has_children & (child_row >= 0)
         sibling = path + load(entry + 1, exists & ((entry + 1) % width != 0))
-        child = best + load(first, exists & (own_depth + 1 < depth) & (child_row >= 0))
+        child = best + load(first, has_children)
         for place, values in (
             (2 * node - 1, (sibling, path, entry + 1, parent)),
             (2 * node, (child, best, first, torch.full_like(parent, node))),

@@ -109,6 +109,32 @@ class Nodes(NamedTuple):
     ancestors: torch.Tensor
 
 
+class Columns(NamedTuple):
+    """What a pass over the nodes of a growing tree runs, those of its window before them; `[B, n]` int64 each.
+
+    Attributes:
+        tokens: to embed.
+        parents: which column each follows; 0 of the first.
+        ancestors: `[B, n, W]`, see `Tree`, of columns.
+        places: positions of the tokens in their texts; the dummy slot of what is not run.
+        slots: of a cache, which they write; the dummy slot of what writes nothing.
+        positions: position ids; 0 of what is not run.
+        hidden: `[B, n, H]`, hidden states that they read; None of a drafter that reads none.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor | None = None
+    ancestors: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+    @property
+    def nodes(self) -> Nodes:
+        return Nodes(self.places, self.ancestors)
+
+
 class Proposal(NamedTuple):
     """Draft tokens of one round: a chain, or the nodes of a tree but for its root.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -237,6 +238,15 @@ class RaggedCache(Cache):
             layer.replay(positions)
         recurrence.next_base[: len(ends)] = positions[: len(ends), 0]
         return True
+
+    @contextmanager
+    def running(self, nodes: Nodes | None) -> Iterator[None]:
+        """Context in which forward passes run `nodes`, see the attribute."""
+        self.nodes = nodes
+        try:
+            yield
+        finally:
+            self.nodes = None
 
     def advance(self, positions: torch.Tensor, live: int, num_before: int | None = None) -> None:
         """Set where the next forward pass writes, and how many leading slots its queries may attend to.

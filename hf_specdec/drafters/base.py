@@ -332,8 +332,8 @@ class Drafter(PreTrainedModel):
         if tree and not self.drafts_trees:
             raise ValueError(
                 f"tree is {tree!r}, but of what {type(self).__name__} drafts no trees are made; expected 0, or a "
-                "drafter that makes them: EAGLE-3, P-EAGLE, DFlash and its kinds, a single MTP module that runs as on "
-                "committed tokens, or a draft model of attention layers."
+                "drafter that makes them: EAGLE-3, P-EAGLE, PARD, DFlash and its kinds, MTP modules, an assistant of "
+                "Gemma 4, or a draft model of attention layers."
             )
         return tree
 

@@ -16,7 +16,7 @@ from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.read_models import auto_class
 from ..config import CacheReaderConfig
 from ..host.modeling import sliding_window_bidirectional_overlay
-from ..kernels.types import Nodes, Proposal, VerificationResult
+from ..kernels.types import Columns, Proposal, VerificationResult
 from ..modules.stored_linear import keep_stored
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.attention import set_ragged_attention
@@ -176,18 +176,10 @@ class CacheReaderDrafter(CachedDrafter):
         return self.join(state, drafts)
 
     def run_nodes(
-        self,
-        state: DecodeState,
-        step: int,
-        nodes: Nodes,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        num_logits: int,
+        self, state: DecodeState, step: int, columns: Columns, num_logits: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # What has been drafted is in the hidden states alone: no pass reads the nodes before again.
-        return self._read(self._shown(state), tokens[:, -num_logits:], hidden[:, -num_logits:])
+        return self._read(self._shown(state), columns.tokens[:, -num_logits:], columns.hidden[:, -num_logits:])
 
     def _shown(self, state: DecodeState) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """The position of the newest token and the last slot that is seen, `[B, 1]`, and keys and values by kind."""

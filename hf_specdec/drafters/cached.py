@@ -12,12 +12,12 @@ from ..cache.key_layers import attention_layers
 from ..cache.layer_kinds import LayerKinds, Use
 from ..cache.ragged_cache import PackedCache, RaggedCache
 from ..config import DrafterConfig
-from ..kernels.types import MOST_WORDS, WORD_BITS, DraftInputs, Nodes, Proposal, VerificationResult
+from ..kernels.types import MOST_WORDS, WORD_BITS, Columns, DraftInputs, Proposal, VerificationResult
 from ..ops import draw_draft
 from ..state import DecodeState
 from .base import MATCH, Drafter
 from .none import no_drafts
-from .trees import WIDEST_FRONT, GrowingTree, descendants, likeliest_tokens, take, tree_of_independent
+from .trees import WIDEST_FRONT, GrowingTree, likeliest_tokens, tree_of_independent
 
 
 @dataclass
@@ -271,55 +271,27 @@ class CachedDrafter(Drafter):
             tokens, hidden: `[B, w]`, what `extend_cache` was given for the last columns.
             least_passes: how many passes are run in any case, the first one included.
         """
-        depth, window, dummy = min(state.num_draft_tokens, state.num_nodes), tokens.shape[1], state.dummy_slot
+        depth, window = min(state.num_draft_tokens, state.num_nodes), tokens.shape[1]
         room = min(state.num_nodes, WORD_BITS * MOST_WORDS - window)
         width = min(WIDEST_FRONT, room // max(depth - 1, 1), logits.shape[-1])
-        tree, batch, device = GrowingTree(width), len(tokens), tokens.device
-        tree.add(*likeliest_tokens(self.add_noise(state, logits, 0, True), self.target_ids, state.num_nodes))
-        # By column: its node, how far its position is behind the first one's, and the column that it follows.
-        steps = number = torch.arange(window, device=device)
-        parents = (number - 1).clamp(min=0).expand(batch, -1)
-        words = (window + width * (depth - 1) - 1) // WORD_BITS + 1
-        ancestors = torch.zeros(batch, window, words, dtype=torch.int64, device=device)
-        ancestors[..., 0] = 2 ** (number + 1) - 1
-        newest = ancestors[:, -1:]
+        tree = GrowingTree(width, Columns(tokens, hidden=hidden), depth)
+        tree.add(*self._likeliest(state, logits, 0))
+        offsets = state.position_offsets if self.follows_target_positions else None
         for step in range(1, max(depth, least_passes)):
-            first = tokens.shape[1]
-            if step < depth:
-                drafts, followed = tree.front()
-                newest = descendants(newest, followed, first)
-                tokens, ancestors = torch.cat([tokens, drafts], dim=1), torch.cat([ancestors, newest], dim=1)
-                parents = torch.cat([parents, followed + (window - 1 if step == 1 else first - width)], dim=1)
-                steps = torch.cat([steps, steps.new_full((width,), window - 1 + step)])
-                number = torch.arange(first + width, device=device)
-                if hidden is not None and not self.chains_passes:
-                    hidden = torch.cat([hidden, take(feedback, followed)], dim=1)
-            behind = step if self.chains_passes else 0
-            if self.chains_passes:
-                hidden = take(feedback, parents)
-            places = state.next_slots(-self.shift - window - behind, window + depth)
-            start, places = places[:, :1], places[:, steps]
-            is_written = (places >= 0) & (places < dummy) & (number >= behind)
-            slots = torch.where(is_written, start + number, dummy)
-            positions = self.position_ids(state, places.clamp(min=0))
-            count = width if step < depth else 0
-            nodes = Nodes(places, ancestors)
-            logits, feedback = self.run_nodes(state, step, nodes, tokens, slots, positions, hidden, count)
-            if step < depth:
-                logits = self.add_noise(state, logits, step, True)
-                tree.add(*likeliest_tokens(logits, self.target_ids, state.num_nodes))
+            behind, has_front = step if self.chains_passes else 0, step < depth
+            first = -self.shift - window - behind
+            columns = tree.grow(feedback, state, offsets, first, behind, self.chains_passes, has_front)
+            logits, feedback = self.run_nodes(state, step, columns, width if has_front else 0)
+            if has_front:
+                tree.add(*self._likeliest(state, logits, step))
         return tree.cut(state.num_nodes)
 
+    def _likeliest(self, state: DecodeState, logits: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`likeliest_tokens` of logits `[B, n, V_d]`, all of draft `step` of the round."""
+        return likeliest_tokens(self.add_noise(state, logits, step, True), self.target_ids, state.num_nodes)
+
     def run_nodes(
-        self,
-        state: DecodeState,
-        step: int,
-        nodes: Nodes,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor | None,
-        num_logits: int,
+        self, state: DecodeState, step: int, columns: Columns, num_logits: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """`extend_cache` of the nodes of a tree, in pass `step` of a round.
 
@@ -327,11 +299,10 @@ class CachedDrafter(Drafter):
             logits of the last columns, and the hidden states that the next pass may read: of as many columns, with
             `chains_passes` of all.
         """
-        cache = state.memory.cache
-        cache.nodes = nodes
-        found = self.extend_cache(state, tokens, slots, positions, hidden, num_logits)
-        cache.nodes = None
-        return found
+        with state.memory.cache.running(columns.nodes):
+            return self.extend_cache(
+                state, columns.tokens, columns.slots, columns.positions, columns.hidden, num_logits
+            )
 
     def limit_attention(self, state: DecodeState, window: int | None) -> None:
         starts = None if window is None else torch.maximum(state.lengths - window, state.draft_starts)
@@ -357,10 +328,9 @@ class CachedDrafter(Drafter):
         """
         if not (state.is_sampling and state.verification == MATCH):
             return logits
-        rows, shape = [state.temperature * state.row_temperatures, state.seeds, state.lengths], logits.shape
-        if is_one_draft:
-            rows, logits = [one[:, None].expand(shape[:2]).flatten() for one in rows], logits.reshape(-1, 1, shape[2])
-        return ops.add_target_noise(logits, self.target_ids, *rows, first).view(shape)
+        temperatures = state.temperature * state.row_temperatures
+        rows = temperatures, state.seeds, state.lengths
+        return ops.add_target_noise(logits, self.target_ids, *rows, first, is_one_draft)
 
     def draw(self, state: DecodeState, logits: torch.Tensor, first: int) -> Proposal:
         """Draft tokens `first` to `first + n - 1` of the round, from their logits `[B, n, V_d]`; or their tree."""

@@ -19,7 +19,7 @@ from ..config import MtpConfig
 from ..errors import first_line
 from ..host.caches import cache_parameter
 from ..host.modeling import switches_experts
-from ..kernels.types import WORD_BITS, DraftInputs, Nodes, Proposal, VerificationResult
+from ..kernels.types import WORD_BITS, Columns, DraftInputs, Proposal, VerificationResult
 from ..modules.hidden_states import NUM_PROBE_TOKENS, check_aux_hidden_states
 from ..modules.stored_linear import keep_stored
 from ..patching.experts import original_experts_implementation
@@ -214,8 +214,7 @@ class MtpDrafter(CachedDrafter):
         slots: torch.Tensor,
         hidden: torch.Tensor,
         embeds: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        nodes: Nodes | None = None,
+        columns: Columns | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the module of `step` over `[B, n]` slots.
 
@@ -226,8 +225,7 @@ class MtpDrafter(CachedDrafter):
             slots: `[B, n]` int64 of the cache to write.
             hidden: `[B, n, H]` hidden states at the slots.
             embeds: `[B, n, H]`, embeddings that take the place of those of the tokens.
-            positions: `[B, n]` int64 for RoPE, if they are not those of the slots.
-            nodes: of a tree, if the slots are those of one.
+            columns: of a tree, if the slots are those of one.
 
         Returns:
             inputs of the head and of the next module (feedback), both `[B, n, H]`.
@@ -236,37 +234,31 @@ class MtpDrafter(CachedDrafter):
         memory = state.memory
         cache = memory.later_caches[cycle - 1] if cycle > 0 and self.chains_passes else memory.cache
         cache.advance(slots, state.live)
-        cache.nodes = nodes
-        found = self._run_module(
-            index,
-            tokens,
-            slots if nodes is None else nodes.positions,
-            self.position_ids(state, slots) if positions is None else positions,
-            hidden,
-            embeds,
-            attention_mask=cache.attention_mask(slots),
-            **{self._cache_name: cache},
-            use_cache=True,
-        )
-        cache.nodes = None
-        return found
+        if columns is None:
+            nodes, places, positions = None, slots, self.position_ids(state, slots)
+        else:
+            nodes, places, positions = columns.nodes, columns.places, columns.positions
+        with cache.running(nodes):
+            return self._run_module(
+                index,
+                tokens,
+                places,
+                positions,
+                hidden,
+                embeds,
+                attention_mask=cache.attention_mask(slots),
+                **{self._cache_name: cache},
+                use_cache=True,
+            )
 
     def position_ids(self, state: DecodeState, slots: torch.Tensor) -> torch.Tensor:
         """With M-RoPE `[sections, B, n]`."""
         return state.position_ids(slots, sections=True)
 
     def run_nodes(
-        self,
-        state: DecodeState,
-        step: int,
-        nodes: Nodes,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        num_logits: int,
+        self, state: DecodeState, step: int, columns: Columns, num_logits: int
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        normed, feedback = self.run(state, step, tokens, slots, hidden, positions=positions, nodes=nodes)
+        normed, feedback = self.run(state, step, columns.tokens, columns.slots, columns.hidden, columns=columns)
         logits = self.logits(step, normed[:, -num_logits:]) if num_logits else None
         return logits, feedback if self.chains_passes else feedback[:, -max(num_logits, 1) :]
 

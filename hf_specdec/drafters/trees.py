@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from .. import ops
-from ..kernels.types import WORD_BITS, Proposal, Tree
+from ..kernels.types import WORD_BITS, Columns, Proposal, Tree
+from ..state import DecodeState
 
 # Drafts that follow the same one, at most; and those of a depth that a pass of layers goes on from, as EAGLE-2's.
 MOST_CHILDREN, WIDEST_FRONT = 16, 8
@@ -47,7 +48,7 @@ def tree_of_pairs(logprobs: torch.Tensor, tokens: torch.Tensor, num_nodes: int) 
         tokens: `[B, K, C]` int64, the candidates.
     """
     logprobs, order = logprobs.sort(dim=-1, descending=True, stable=True)
-    return likeliest_tree(logprobs, tokens[:, :, None].expand_as(order).gather(-1, order), order, num_nodes)
+    return likeliest_tree(logprobs, tokens[:, :, None].expand_as(order).gather(-1, order), order[:, :-1], num_nodes)
 
 
 class GrowingTree:
@@ -55,54 +56,69 @@ class GrowingTree:
     the `width` drafts of the likeliest paths are gone on from.
 
     With a width of the tree's nodes it is the tree of the likeliest paths.
+
+    Args:
+        width: see above.
+        window: what is run before the drafts, which follow the last of it: tokens `[B, w]` int64 and, if passes run
+            these again, hidden states `[B, w, H]`.
+        depth: how many layers there will be.
     """
 
-    def __init__(self, width: int):
-        self._width = width
-        self._paths: torch.Tensor | None = None
-        self._layers: list[list[torch.Tensor]] = []
+    def __init__(self, width: int, window: Columns, depth: int):
+        self._width, self._window = width, window.tokens.shape[1]
+        self._num_words = (self._window + width * (depth - 1) - 1) // WORD_BITS + 1
+        self._keeps_hidden = window.hidden is not None
+        self._columns, self._paths = window, None
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._rows: list[torch.Tensor] = []
 
     def add(self, logprobs: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Add a layer: what may follow the drafts that the last one is gone on from, or the text.
+        """Add a layer: what may follow the drafts that the last one is gone on from, or the window.
 
         Args:
             logprobs: `[B, P, C]` float32, descending, of C candidates after each of these P drafts.
             tokens: `[B, P, C]` int64, the candidates.
         """
-        self._layers.append([logprobs, tokens, torch.full_like(tokens, -1)])
+        self._layers.append((logprobs, tokens))
 
-    def front(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose the drafts of the last layer that are gone on from.
+    def grow(
+        self,
+        feedback: torch.Tensor | None,
+        state: DecodeState | None = None,
+        offsets: torch.Tensor | None = None,
+        first: int = 0,
+        behind: int = 0,
+        is_chained: bool = False,
+        has_front: bool = True,
+    ) -> Columns:
+        """What the next pass runs: all columns so far, and the drafts of the last layer that are gone on from.
 
-        Returns:
-            tokens `[B, width]` int64; and which drafts they follow, of those that the layer before was gone on from.
+        Without a state columns have tokens, parents and hidden states only.
+
+        Args:
+            feedback, offsets, first, behind, is_chained: see `grow_tree_reference.grow_tree`.
+            has_front: whether any draft is gone on from.
         """
-        logprobs, tokens, rows = self._layers[-1]
-        paths = logprobs if self._paths is None else logprobs + self._paths[..., None]
-        self._paths, at = paths.flatten(1).topk(self._width)
-        rows.view(len(rows), -1).scatter_(1, at, torch.arange(self._width, device=at.device).expand_as(at))
-        return tokens.flatten(1).gather(1, at), at // tokens.shape[-1]
+        before = self._columns
+        layer = (*self._layers[-1], self._paths) if has_front else (None, None, None)
+        rows = (None, None, None) if state is None else (state.lengths, state.limits, state.finished)
+        sizes = self._window, self._width, first, behind, 0 if state is None else state.dummy_slot
+        if not (has_front or is_chained):
+            feedback = None  # no column reads it
+        hidden = before.hidden if self._keeps_hidden else None
+        paths, rows, *found = ops.grow_tree(
+            *before[:3], hidden, feedback, *layer, *rows, offsets, *sizes, is_chained, self._num_words
+        )
+        if has_front:
+            self._paths = paths
+            self._rows.append(rows)
+        grown = Columns(*found)
+        self._columns = grown if feedback is not None else grown._replace(hidden=before.hidden)
+        return self._columns
 
     def cut(self, num_nodes: int) -> Proposal:
         """The tree of the `num_nodes` likeliest paths of what was grown."""
         shape = self._layers[-1][0].shape
-        kinds = zip(*self._layers, strict=True)
-        return likeliest_tree(*[torch.stack([one.expand(shape) for one in kind], dim=1) for kind in kinds], num_nodes)
-
-
-def descendants(ancestors: torch.Tensor, parents: torch.Tensor, first: int) -> torch.Tensor:
-    """Words of ancestors `[B, n, W]`, see `Tree`, of nodes `first` to `first + n - 1`.
-
-    Args:
-        ancestors: `[B, P, W]` int64, of nodes.
-        parents: `[B, n]` int64, which of these they follow.
-    """
-    number = torch.arange(first, first + parents.shape[1], device=parents.device)
-    bit, word = torch.ones_like(number) << number % WORD_BITS, number // WORD_BITS
-    own = torch.stack([torch.where(word == one, bit, 0) for one in range(ancestors.shape[2])], dim=-1)
-    return take(ancestors, parents) | own
-
-
-def take(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Of `values` `[B, P, width]` those at `index` `[B, n]`."""
-    return values.gather(1, index[..., None].expand(-1, -1, values.shape[2]))
+        kinds = [*zip(*self._layers, strict=True), self._rows]
+        tables = [torch.stack([one.expand(shape) for one in kind], dim=1) if kind else None for kind in kinds]
+        return likeliest_tree(*tables, num_nodes)

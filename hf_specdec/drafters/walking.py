@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..kernels.types import Proposal
+from ..kernels.types import Columns, Proposal
 from ..state import DecodeState
 from .dflash import DFlashDrafter
 from .trees import MOST_CHILDREN, GrowingTree, tree_of_pairs
@@ -170,12 +170,12 @@ class WalkingDrafter(DFlashDrafter):
         if not self.remembers:
             before = torch.cat([anchors.expand(-1, count)[:, None], tokens[:, :-1]], dim=1)
             return tree_of_pairs(follow(before, places, None)[0], tokens, state.num_nodes)
-        tree, before = GrowingTree(count), anchors
+        tree, before = GrowingTree(count, Columns(anchors), state.num_draft_tokens), anchors
         for step in range(state.num_draft_tokens):
             logprobs, memory = follow(before[:, None], places.at(step, 1), memory)
             logprobs, order = logprobs[:, 0].sort(dim=-1, descending=True, stable=True)
             tree.add(logprobs, tokens[:, step, None].expand_as(order).gather(-1, order))
             if step + 1 < state.num_draft_tokens:
-                before, parents = tree.front()
-                memory = memory.gather(2, parents[:, None, :, None].expand(-1, -1, -1, memory.shape[3]))
+                columns = tree.grow(memory[:, 0])
+                before, memory = columns.tokens[:, -count:], columns.hidden[:, None]
         return tree.cut(state.num_nodes)

@@ -148,14 +148,14 @@ def compiled(function: Callable[..., _T], backend: str, same_everywhere: bool = 
             options["deterministic"] = True
     optimized = torch.compile(function, backend=backend, fullgraph=True, dynamic=False, options=options)
 
-    def run(*args: Any) -> _T:
+    def run(*args: Any, **options: Any) -> _T:
         limits = {"recompile_limit": _MOST_COMPILATIONS, "accumulated_recompile_limit": _MOST_COMPILATIONS}
         with _COMPILING, torch._dynamo.config.patch(limits), warnings.catch_warnings():
             # The float32 matmuls of a round are those of rotary embeddings, which should stay exact.
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
             # A note for the compiler's developers.
             warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
-            return optimized(*args)
+            return optimized(*args, **options)
 
     return run
 

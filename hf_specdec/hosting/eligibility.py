@@ -196,10 +196,6 @@ def why_no_tree(call: Call, engine: str) -> str | None:
     if drafter.most_tree_depth is not None and call.num_draft_tokens > drafter.most_tree_depth:
         kind = type(drafter).__name__
         return f"{kind} drafts up to {drafter.most_tree_depth} in a row; expected num_assistant_tokens of at most that"
-    if drafter.batch_invariant:
-        return "batch_invariant is True, and keys of a tree are summed up in another order than those of a text"
-    if drafter.compiles_rounds:
-        return "rounds are to be compiled, which is not built for trees; expected compile=False"
     if tensor_parallel_group(model) is not None:
         return f"{name} is split over processes, for which trees are not built; expected a target on one GPU"
     return "the hidden states of every step are returned" if "hidden_states" in call.kept else None

@@ -65,6 +65,20 @@ def test_drafters_generate_the_same(kind):
     assert all(torch.equal(*pair) for pair in zip(*texts, strict=True))
 
 
+@pytest.mark.usefixtures("supported")
+@pytest.mark.parametrize("kind", cases(["eagle3", "mtp", "p-eagle", "domino", "dspine"], ["mtp", "domino"]))
+def test_trees_generate_what_calls_without_drafts_do(kind):
+    """Greedy, and drawn with seeds."""
+    target = tiny_target("llama")
+    draws = {"do_sample": True, "temperature": 1.5, "top_k": 20, "max_new_tokens": 5, "seeds": [3, 4, 5]}
+    texts = []
+    for drafter in (NoDrafter(target), RANDOM_DRAFTERS[kind](target).configure(4, tree=12)):
+        drafter.configure(batch_invariant=True)
+        texts.append((greedy(target, PROMPT, drafter, 8), target.generate(**PROMPT, assistant_model=drafter, **draws)))
+    assert all(torch.equal(*pair) for pair in zip(*texts, strict=True))
+    assert drafter.stats.tree == 12 and drafter.stats.batch_invariant
+
+
 def test_bits_are_compared_when_a_target_first_runs(monkeypatch):
     """References for a CPU promise no bits: an outcome is either, but it is found, kept, and named."""
     set_policy(monkeypatch, "cpu", batch_invariant=True)

@@ -148,6 +148,7 @@ SMALL_PARD2 = {"num_hidden_layers": 1, "hidden_state_ids": [-1, 0]}
     ("kind", "option", "num_layers", "settings"),
     [
         ("eagle3", "greedy", 2, {"aux_hidden_state_layer_ids": [1, 2]}),
+        ("eagle3", "tree", 1, {"aux_hidden_state_layer_ids": [0, 1]}),
         pytest.param("dspark", "sampling", 1, SMALL_BLOCKS, marks=pytest.mark.slow),
         pytest.param("dflash2", "sampling", 1, SMALL_BLOCKS, marks=pytest.mark.slow),
         pytest.param("domino", "sampling", 1, SMALL_BLOCKS, marks=pytest.mark.slow),
@@ -160,7 +161,8 @@ def test_round_with_the_gpu_policy(monkeypatch, kind, option, num_layers, settin
     """Kernels (in the interpreter), fused linears, one compiled graph, replayed: what a GPU runs."""
     target = copy.deepcopy(tiny_target("llama", num_layers=num_layers))
     inputs = padded_prompts([5, 1])
-    options = {"max_new_tokens": 3, "num_assistant_tokens": 2, "seeds": 5, **OPTIONS[option]}
+    own = {"do_sample": False, "tree": 3} if option == "tree" else OPTIONS[option]
+    options = {"max_new_tokens": 3, "num_assistant_tokens": 2, "seeds": 5, **own}
     expected = target.generate(**inputs, **options, assistant_model=RANDOM_DRAFTERS[kind](target, **settings))
 
     set_policy(monkeypatch, "cpu", triton=True)

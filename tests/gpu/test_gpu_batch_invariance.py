@@ -59,6 +59,21 @@ def test_one_text_a_prompt_with_every_drafter(kind):
     assert together == [texts(target, drafter, [row], seeds=[row], **draws)[0] for row in every]
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss", "deepseek-v3"])
+def test_one_text_a_prompt_with_trees(family):
+    """Greedy, and drawn with a seed: trees are verified by what the target draws."""
+    target, every = on_gpu(family).bfloat16(), list(range(len(LENGTHS)))
+    alone = NoDrafter(target, batch_invariant=True)
+    drafter = copy_of(target, noise=0.05).bfloat16().configure(5, batch_invariant=True)
+    for options in ({}, {"do_sample": True, "temperature": 1.2, "top_k": 30}):
+        seeds = [[row] if options else None for row in every]
+        expected = [texts(target, alone, [row], seeds=seeds[row], **options)[0] for row in every]
+        for tree in (6, 24, 80):
+            found = texts(target, drafter, every, tree=tree, seeds=every if options else None, **options)
+            assert found == expected and drafter.stats.tree == tree
+    assert drafter.stats.acceptance_length > 1.5 and drafter.stats.batch_invariant
+
+
 def test_calls_of_both_kinds_have_sessions_of_their_own():
     target, every = on_gpu("llama").bfloat16(), list(range(len(LENGTHS)))
     drafter = copy_of(target, noise=0.05).bfloat16().configure(compile_rounds=False)

@@ -531,6 +531,45 @@ def test_nodes_of_a_tree(dtype, count, options, num_splits):
     assert error < TOLERANCES[dtype]
 
 
+@pytest.mark.parametrize(
+    ("roots", "count", "options", "num_splits", "dtype"),
+    [
+        ([253, 61, 339], 9, (), 1, torch.float32),
+        ([253, 61, 339], 9, ("starts", "sinks"), 3, torch.bfloat16),
+        ([253, 339], 66, ("window",), 3, torch.float32),
+    ],
+    ids=str,
+)
+def test_fixed_splits_give_a_node_the_bits_that_its_text_gives(roots, count, options, num_splits, dtype):
+    """Where nodes end a block of slots, and a split; the last row is finished."""
+    slots, starts = 340, (0, 7, 0)[: len(roots)]
+    case = Case(roots, slots, count, 1, 2, 24, options=options, window=130, starts=starts, dtype=dtype)
+    query, key, value = case.inputs()
+    generator = torch.Generator().manual_seed(count)
+    trees = [random_tree(count, generator) for _ in roots]
+    ancestors = torch.stack([words for _, words in trees]).to(DEVICE)
+    paths = [[[node] for node in range(count)] for _ in roots]
+    for row, (parents, _) in enumerate(trees):
+        for path in paths[row]:
+            while parents[path[0]] >= 0:
+                path.insert(0, int(parents[path[0]]))
+    steps = torch.tensor([[len(path) - 1 for path in of_row] for of_row in paths])
+    positions = (torch.tensor(roots)[:, None] + steps).clamp(max=slots - 1).to(DEVICE)
+    keywords = case.keywords | {"num_programs": num_splits, "fixed_splits": True}
+    found = attention(query, key, value, positions, **keywords, ancestors=ancestors)
+    assert (found[-1] == 0.0).all()
+    for row in range(len(roots) - 1):
+        for node in (0, int(steps[row].argmax()), count - 1):
+            path, root = paths[row][node], roots[row]
+            own = [states[row : row + 1].clone() for states in (key, value)]
+            for states in own:
+                states[0, :, root : root + len(path)] = states[0, :, [root + one for one in path]]
+            starts = {"starts": case.keywords["starts"][row, None]} if "starts" in options else {}
+            # All queries, of which those of the path see its keys: numpy's bits depend on the place of a row.
+            expected = attention(query[row : row + 1], *own, positions[row : row + 1], **keywords | starts)
+            assert torch.equal(found[row, path], expected[0, path])
+
+
 def test_a_chain_is_a_tree_in_which_each_parent_is_the_node_before():
     case = Case([5, 40], 64, 3, 2, 2, 16, padding=((0, 2),), options=("window",))
     (query, key, value), positions = case.inputs(), case.positions()

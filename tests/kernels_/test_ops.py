@@ -32,6 +32,20 @@ def rows():
     return state, result, [torch.zeros_like(one) for one in (integers(BATCH, WIDTH + 1), accepted, accepted)]
 
 
+# Whether there are columns besides the window, hidden states, what a pass found and a front; and if passes are chained.
+GROWN = [(False, True, True, True, False), (False, False, False, True, False), (True, True, True, False, True)]
+
+
+def grown(of_rows, has_columns, has_hidden, has_feedback, has_front, is_chained):
+    """Arguments of `grow_tree`: of a window of 2 columns, or of one and a draft after it."""
+    tokens, states = integers(BATCH, 2), draw(BATCH, 2, 8)
+    columns = (integers(BATCH, 2) % 2, integers(BATCH, 2, 1)) if has_columns else (None, None)
+    front = (draw(BATCH, 1, 5), integers(BATCH, 1, 5), draw(BATCH, 1)) if has_front else (None,) * 3
+    feedback = (states if is_chained else states[:, 1:]) if has_feedback else None
+    sizes = (1 if has_columns else 2), 3, -3, 1, SLOTS - 1, is_chained, 1
+    return tokens, *columns, states if has_hidden else None, feedback, *front, *of_rows, None, *sizes
+
+
 def examples():
     """Arguments of the ops, by name, which the modules have registered."""
     state, result, kept = rows()
@@ -51,6 +65,7 @@ def examples():
         ],
         "gather_rows": [(states, integers(2, 2) // 4 - 1, one) for one in (weight, None)],
         "rotate_and_store": [(*angles, one, *[False] * 5, *stored, None) for one in (heads, heads[1:])],
+        "grow_tree": [grown(rows, *one) for rows in ((lengths, limits, finished), (None,) * 3) for one in GROWN],
         "write_kv": [(*stored[:2], *stored[2:3] * 2, stored[3], None)],
     }
 

@@ -17,6 +17,8 @@ from hf_specdec.kernels import (
     draft_sampling_reference,
     draft_tree,
     draft_tree_reference,
+    grow_tree,
+    grow_tree_reference,
     likeliest_tokens,
     likeliest_tokens_reference,
     move_slots,
@@ -28,7 +30,7 @@ from hf_specdec.kernels import (
     verify_tree,
     verify_tree_reference,
 )
-from hf_specdec.kernels.types import NO_TOKEN, RandomStream, Tree
+from hf_specdec.kernels.types import NO_TOKEN, Columns, RandomStream, Tree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -58,7 +60,8 @@ def linked(batch, depth, num_rows, width, seed=0):
     values = torch.randn(batch, depth, num_rows, 40, generator=generator).mul(2).log_softmax(-1)
     values, tokens = values.topk(width)
     rows = torch.randint(-1, num_rows, values.shape, generator=generator)
-    return values.to(DEVICE), tokens.to(DEVICE), rows.to(DEVICE)
+    tables = values, tokens, rows[:, : depth - 1]
+    return [one.mT.contiguous().mT.to(DEVICE) for one in tables]  # as a sort of products leaves them
 
 
 def best_first(logprobs, rows, num_nodes):
@@ -69,7 +72,7 @@ def best_first(logprobs, rows, num_nodes):
         _, path = heapq.heappop(heap)
         found.append(path)
         row, rank = path[-1]
-        after = 0 if rows is None else int(rows[len(path) - 1, row, rank])
+        after = 0 if rows is None or len(path) == depth else int(rows[len(path) - 1, row, rank])
         others = [(*path[:-1], (row, rank + 1))] if rank + 1 < width else []
         others += [(*path, (after, 0))] if len(path) < depth and after >= 0 else []
         for other in others:
@@ -118,6 +121,104 @@ def test_fewer_paths_than_nodes_and_tokens_that_are_impossible():
         assert torch.equal(found, right)
     assert [len(paths_of(tree[0][row], out[row])) - 1 for row in range(4)] == [6, 2, 0, 2]
     assert bool((tree[0][2] == -1).all()) and bool((out[2] == 0).all())
+
+
+WIDTH, CANDIDATES, DUMMY = 3, 5, 90
+
+
+def grown(generator, window, size, is_chained, has_places, run):
+    """Arguments and results of three layers, and chained of a pass after them, one after the other."""
+    batch, hidden = 4, None
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(DEVICE)
+
+    tokens = torch.randint(99, (batch, window + 2), generator=generator).to(DEVICE)[:, 2:]
+    if size and window > 1:
+        hidden = draw(batch, window + 1, size)[:, 1:]
+    parents, ancestors, paths = None, None, None
+    lengths, limits = (torch.tensor(one, device=DEVICE) for one in ([9, 30, 40, 3], [80, 33, 80, 80]))
+    rows = (lengths, limits, torch.tensor([False, False, True, False], device=DEVICE)) if has_places else (None,) * 3
+    offsets = torch.tensor([0, 5, -2, 4], device=DEVICE) if window > 1 else None
+    for step in range(1, 5 if is_chained else 4):
+        layer, num_drafts, count = (None, None, None), 1 if step == 1 else WIDTH, tokens.shape[1]
+        if step < 4:
+            logprobs = draw(batch, num_drafts, CANDIDATES).sort(-1, descending=True).values.round(decimals=1)
+            logprobs[0, 0, 1:] = -torch.inf
+            logprobs[1, 0, 1:3] = float("nan")
+            drafts = torch.randint(99, (batch, num_drafts, CANDIDATES), generator=generator).to(DEVICE)
+            layer = logprobs.mT.contiguous().mT, drafts, paths
+        feedback = draw(batch, count if is_chained else num_drafts, size) if size else None
+        behind = step if is_chained else 0
+        sizes = window, WIDTH, -1 - window - behind, behind, DUMMY, is_chained, 2
+        given = tokens, parents, ancestors, hidden, feedback, *layer, *rows, offsets, *sizes
+        found = run(*given)
+        yield given, found
+        paths, _, tokens, parents, ancestors, *_, states = found
+        hidden = None if hidden is None else states
+
+
+@pytest.mark.parametrize(
+    ("window", "size", "is_chained", "has_places"),
+    [(1, 0, False, True), (1, 24, False, False), (4, 24, False, True), (8, 7, True, True)],
+)
+def test_a_tree_grows_by_layers(window, size, is_chained, has_places, monkeypatch):
+    """Kernel and reference, and that against a loop over columns."""
+    monkeypatch.setattr(grow_tree, "BLOCK", 16)
+    arguments = window, size, is_chained, has_places
+    both = (
+        grown(torch.Generator().manual_seed(0), *arguments, run)
+        for run in (grow_tree_reference.grow_tree, grow_tree.grow_tree)
+    )
+    for (given, right), (_, ours) in zip(*both, strict=True):
+        for one, other in zip(right, ours, strict=True):
+            assert torch.equal(one.nan_to_num(7.5), other.nan_to_num(7.5)) and one.dtype == other.dtype
+        check_growth(*given, *right)
+
+
+def check_growth(
+    tokens, parents, ancestors, hidden, feedback, logprobs, drafts, before, lengths, limits, finished, offsets,
+    window, width, first, behind, dummy, is_chained, num_words, paths, rows, *columns,
+):  # fmt: skip
+    count, found = tokens.shape[1], Columns(*columns)
+    for row in range(len(tokens)):
+        chosen = []
+        if logprobs is not None:
+            scores = logprobs[row] if before is None else logprobs[row] + before[row][:, None]
+            scores = scores.nan_to_num(-torch.inf, neginf=-torch.inf).flatten().tolist()
+            chosen = sorted(range(len(scores)), key=lambda at: (-scores[at], at))[:width]
+            assert paths[row].tolist() == [scores[at] for at in chosen]
+            ranks = [chosen.index(at) if at in chosen else -1 for at in range(len(scores))]
+            assert rows[row].flatten().tolist() == ranks
+        for column in range(count + len(chosen)):
+            step = column
+            if column >= window:
+                step = window + (column - window) // width
+            followed = None
+            if column >= count:
+                followed, rank = divmod(chosen[column - count], drafts.shape[2])
+                parent, token = count - drafts.shape[1] + followed, drafts[row, followed, rank]
+            else:
+                parent, token = max(column - 1, 0) if parents is None else parents[row, column], tokens[row, column]
+            assert found.tokens[row, column] == token and found.parents[row, column] == parent
+            if feedback is not None and (is_chained or column >= count or hidden is not None):
+                source = feedback[row, parent] if is_chained else hidden[row, column] if followed is None else None
+                source = feedback[row, followed] if source is None else source
+                assert torch.equal(found.hidden[row, column - count * (len(found.hidden[row]) == len(chosen))], source)
+            if lengths is None:
+                continue
+            line, at = {column}, column
+            while at > 0:
+                at = int(found.parents[row, at])
+                line.add(at)
+            bits = [word >> bit & 1 for word in found.ancestors[row, column].tolist() for bit in range(64)]
+            assert {at for at, bit in enumerate(bits) if bit} == line
+            place = int(lengths[row]) + first + step
+            is_run = not finished[row] and place <= limits[row] - 2
+            slot = int(lengths[row]) + first + column if is_run and place >= 0 and column >= behind else dummy
+            position = max(place, 0) + (0 if offsets is None else int(offsets[row]))
+            assert found.places[row, column] == (place if is_run else dummy) and found.slots[row, column] == slot
+            assert found.positions[row, column] == (position if is_run else 0)
 
 
 def random_trees(batch, num_drafts, vocabulary, seed=0):
@@ -197,22 +298,22 @@ def test_a_chain_is_a_tree_in_which_each_parent_is_the_node_before(is_drawn):
             assert torch.equal(ours, right)
 
 
-@pytest.mark.parametrize("has_ids", [False, True])
-def test_the_noise_of_the_target(has_ids):
+@pytest.mark.parametrize(("has_ids", "is_one_draft"), [(False, True), (True, False)])
+def test_the_noise_of_the_target(has_ids, is_one_draft):
     """Of equal distributions the best token is that which the target draws, at each position."""
     vocabulary, size = 300, 200 if has_ids else 300
     logits = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     ids = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(1))[:size].to(DEVICE) if has_ids else None
     temperatures = torch.tensor([0.7, 1.5], device=DEVICE)
     seeds, lengths = torch.tensor([3, 2**40], device=DEVICE), torch.tensor([11, 4], device=DEVICE)
-    arguments = logits, ids, temperatures, seeds, lengths, 2
+    arguments = logits, ids, temperatures, seeds, lengths, 2, is_one_draft
     expected = draft_sampling_reference.add_target_noise(*arguments)
     torch.testing.assert_close(draft_sampling.add_target_noise(*arguments), expected, rtol=1e-4, atol=1e-4)
     best = draft_sampling_reference.best_draft(expected, ids)
     scores = logits / temperatures[:, None, None]
     if has_ids:
         scores = torch.full((2, 3, vocabulary), float("-inf"), device=DEVICE).index_copy(2, ids, scores)
-    positions = lengths[:, None] + 2 + torch.arange(3, device=DEVICE)
+    positions = lengths[:, None] + 2 + (0 if is_one_draft else 1) * torch.arange(3, device=DEVICE)
     drawn = random_reference.exponential_sample(scores.softmax(-1), seeds[:, None], positions, RandomStream.TARGET)
     assert torch.equal(best, drawn)
 
@@ -283,18 +384,18 @@ def tree_of(kind, drafter, noise, temperature, num_nodes):
     if kind == "pairs":
         logits = drafter[: depth * vocabulary].view(depth, vocabulary, vocabulary) / temperature + noise[:, :, None]
         return trees.tree_of_pairs(logits.log_softmax(-1), tokens.expand(-1, depth, -1), num_nodes)
-    tree, texts = trees.GrowingTree(2), torch.zeros(rows, 1, dtype=torch.int64, device=DEVICE)
+    texts = torch.zeros(rows, 1, dtype=torch.int64, device=DEVICE)
+    tree = trees.GrowingTree(2, Columns(texts), depth)
     for step in range(depth):
         logprobs = (drafter[texts] / temperature + noise[:, step, None]).log_softmax(-1)
         tree.add(logprobs, tokens.expand(-1, texts.shape[1], -1))
         if step + 1 < depth:
-            found, parents = tree.front()
-            texts = vocabulary * texts.gather(1, parents) + found + 1
+            columns = tree.grow(texts[..., None])
+            texts = vocabulary * columns.hidden[..., 0] + columns.tokens[:, -2:] + 1
     return tree.cut(num_nodes)
 
 
-@pytest.mark.parametrize("kind", ["independent", "pairs", "grown"])
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize(("kind", "temperature"), [("independent", 0.5), ("pairs", 1.0), ("grown", 0.5)])
 def test_the_law_of_texts_with_drafts_chosen_by_the_targets_noise(temperature, kind):
     """Texts of up to depth 3 of 8 drafts, of a drafter that is wrong, have the target's distribution."""
     vocabulary, depth, rows = 3, 3, 20_000
@@ -305,7 +406,7 @@ def test_the_law_of_texts_with_drafts_chosen_by_the_targets_noise(temperature, k
     seeds, lengths = torch.arange(rows, device=DEVICE), torch.full((rows,), 7, device=DEVICE)
     temperatures = torch.full((rows,), temperature, device=DEVICE)
     nothing = torch.zeros(rows, depth, vocabulary, device=DEVICE)
-    noise = draft_sampling_reference.add_target_noise(nothing, None, temperatures, seeds, lengths, 0)
+    noise = draft_sampling_reference.add_target_noise(nothing, None, temperatures, seeds, lengths, 0, False)
     drafts, _, _, tree = tree_of(kind, drafter, noise, temperature, 8)
     texts = torch.zeros(rows, 9, dtype=torch.int64, device=DEVICE)
     for node in range(1, 9):

@@ -459,6 +459,7 @@ def exact_law(target, prompt, processors):
 
 CALLS = {
     "plain_law": ({"top_k": 0}, []),
+    "cold": ({"top_k": 0, "temperature": 0.5}, [TemperatureLogitsWarper(0.5)]),
     "hot": ({"top_k": 0, "temperature": 1.6}, [TemperatureLogitsWarper(1.6)]),
     "top_k": ({"top_k": 3, "temperature": 0.8}, [TemperatureLogitsWarper(0.8), TopKLogitsWarper(3)]),
     "repetition_penalty": ({"top_k": 0, "repetition_penalty": 1.6}, [RepetitionPenaltyLogitsProcessor(1.6)]),
@@ -589,7 +590,7 @@ def check_draws(drafter, target, call):
     cells = torch.cat([draw(target, DRAWS // 4, seed, **options) for seed in range(num_cases(4, 1))])
     assert p_value(cells.bincount(minlength=len(law)), law) > 1e-4
     if drafter is not None:
-        assert drafter.stats.draft_probs == drafter.draft_probs
+        assert drafter.stats.draft_probs == (drafter.draft_probs and not drafter.tree)
         assert drafter.stats.acceptance_per_position[0] > 0.1, "hardly anything was accepted, so little was shown"
 
 
@@ -599,9 +600,23 @@ HOWS_AND_CALLS = cases(
     [
         (how, call)
         for how, call in every
-        if how == "soft" or call == "repetition_penalty" or (call == "top_k" and how != "without")
+        if (how == "soft" and call != "cold") or call == "repetition_penalty" or (call == "top_k" and how != "without")
     ],
 )
+
+
+@pytest.mark.parametrize("call", ["plain_law", "cold"])
+@pytest.mark.parametrize("kind", ["mtp-target", "mtp-modules", "assistant", "dspine"])
+def test_samples_with_trees(kind, call):
+    """Of up to 3 of 8 drafts in a row: by passes of several modules, of one that has no cache, and of pairs."""
+    target = gemma4_target(vocab_size=VOCABULARY) if kind == "assistant" else tiny_target()
+    if kind == "assistant":
+        drafter = assistant_drafter(new_assistant(vocab_size=VOCABULARY), target)
+    elif kind == "dspine":
+        drafter = RANDOM_DRAFTERS[kind](target, seed=3, aux_hidden_state_layer_ids=[1, 2, 3], selector_top_k=3)
+    else:
+        drafter = RANDOM_DRAFTERS["mtp"](target, seed=3, num_modules=3, chaining=kind.partition("-")[2])
+    check_draws(drafter.configure(num_assistant_tokens=3, tree=8), target, call)
 
 
 @pytest.mark.parametrize(("how", "call"), HOWS_AND_CALLS)
