@@ -14,6 +14,7 @@ __all__ = [
     "AutoDrafter",
     "Drafter",
     "DrafterConfig",
+    "Mxfp4Config",
     "NoDrafter",
     "SpeculationStats",
     "SuffixDrafter",
@@ -29,6 +30,7 @@ if why_broken() is None:
     from .config import DrafterConfig
     from .drafters import Drafter, NoDrafter, SuffixDrafter, register_drafter
     from .install import install, uninstall
+    from .patching.stored_experts import Mxfp4Config
     from .stats import SpeculationStats
 
     install()

@@ -76,6 +76,12 @@ def _stored_linear(inputs, weight, bias, activation):
     return linear(inputs, weight, bias, choose_stored_tiles(len(inputs), weight), activation)
 
 
+def _stored_expert_linear(*args):
+    from .kernels.experts import expert_linear
+
+    return expert_linear(*args)
+
+
 def _attention(*args):
     from .kernels.attention import attention
 
@@ -237,13 +243,26 @@ recurrence = kernel_op(
     mutates_args=("state", "ring_keys", "ring_updates", "ring_decays"),
     groups={6: RecurrenceRing},
 )
-expert_linear = kernel_op(
+_plain_expert_linear = kernel_op(
     "experts.expert_linear",
     "(Tensor inputs, Tensor weight, Tensor? bias, Tensor plan, int rows, bool is_transposed) -> Tensor",
     lambda inputs, weight, bias, plan, rows, is_transposed: inputs.new_empty(
         plan.shape[1], weight.shape[2 if is_transposed else 1]
     ),
     is_opaque=True,  # the plan
+)
+_STORED = (
+    "Tensor values, Tensor scales, Tensor? zeros, int rows, int group, bool rounds_inputs, str? codes, Tensor? outer, "
+    "Tensor? scale_codes, Tensor? shift"
+)
+_expert_linear_of_stored = kernel_op(
+    "experts.stored_expert_linear",
+    f"(Tensor inputs, {_STORED}, Tensor? bias, Tensor plan, int rows_of_blocks, bool is_transposed) -> Tensor",
+    lambda inputs, values, *rest: inputs.new_empty(rest[-3].shape[1], values.shape[1]),
+    reference="experts_reference.expert_linear",
+    launch=_stored_expert_linear,
+    groups={1: StoredWeight},
+    is_opaque=True,
 )
 add_low_rank = kernel_op(
     "low_rank.add_low_rank",
@@ -267,8 +286,7 @@ _plain_gated_linear = kernel_op(
 )
 _linear_of_stored = kernel_op(
     "linear.stored_linear",
-    "(Tensor inputs, Tensor values, Tensor scales, Tensor? zeros, int rows, int group, bool rounds_inputs, "
-    "Tensor? bias, str? activation) -> Tensor",
+    f"(Tensor inputs, {_STORED}, Tensor? bias, str? activation) -> Tensor",
     lambda inputs, values, *rest: inputs.new_empty(len(inputs), len(values) // (1 if rest[-1] is None else 2)),
     reference="linear_reference.gated_linear",  # never called
     launch=_stored_linear,
@@ -353,3 +371,10 @@ def gated_linear(
     if isinstance(weight, StoredWeight) and is_for_triton(inputs):
         return _linear_of_stored(inputs, weight, bias, activation)
     return _plain_gated_linear(inputs, weight, bias, activation)
+
+
+def expert_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, *args: Any) -> torch.Tensor:
+    """See `kernels.experts_reference.expert_linear`."""
+    return (_expert_linear_of_stored if isinstance(weight, StoredWeight) else _plain_expert_linear)(
+        inputs, weight, *args
+    )

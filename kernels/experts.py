@@ -1,7 +1,7 @@
 """Triton linear layers of a mixture of experts; the references are in `experts_reference`.
 
-Shapes: expert_ids `[n, k]`, plan `[4, n * k]`, inputs `[n, in]` or `[n * k, in]`, weight `[experts, out, in]` or
-`[experts, in, out]`, result `[n * k, out]`. For pair i of token i // k:
+Shapes: expert_ids `[n, k]`, plan `[4, n * k]`, inputs `[n, in]` or `[n * k, in]`, weight `[experts, out, in]`, plain or
+stored as numbers of few bits, or `[experts, in, out]`, result `[n * k, out]`. For pair i of token i // k:
 
     result[i] = inputs[i // k] @ weight[e].T + bias[e],    e = expert_ids[i // k, i % k]
 
@@ -17,6 +17,9 @@ import triton.language as tl
 from . import experts_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .jit import Unspecialised, implements, kernel
+from .linear_tiles import choose_stored_tiles
+from .stored_weight import SPLITS, stored_arguments, stored_sums
+from .types import StoredWeight
 
 # Pairs, and blocks, that a program of the plan computes, and pairs that it compares them with at a time.
 PAIR_BLOCK, CHUNK = tl.constexpr(16), tl.constexpr(128)
@@ -100,6 +103,19 @@ def _expert_linear_kernel(
     pairs_per_input: Unspecialised,
     weight_strides,
     bias_stride,
+    scales_strides,
+    scales_ptr,
+    zeros_ptr,
+    outer_ptr,
+    codes_ptr,
+    shift_ptr,
+    FORMAT: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ROUNDS_INPUTS: tl.constexpr,
+    ASM: tl.constexpr,
+    IS_EVEN: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     IN: tl.constexpr,
     OUT: tl.constexpr,
@@ -128,17 +144,54 @@ def _expert_linear_kernel(
     is_column = column < OUT
     total = tl.zeros([ROWS, OUT_BLOCK], tl.float32)
     if expert < NUM_EXPERTS:
-        feature = tl.arange(0, IN_BLOCK)
-        inputs = inputs_ptr + (pair // pairs_per_input)[:, None].to(tl.int64) * IN + feature[None, :]
-        weight = weight_ptr + expert.to(tl.int64) * weight_strides[0]
-        weight += column[None, :].to(tl.int64) * weight_strides[1] + feature[:, None].to(tl.int64) * weight_strides[2]
-        for start in range(0, IN, IN_BLOCK):
-            is_feature = feature < IN - start
-            x = tl.load(inputs, mask=is_row[:, None] & is_feature[None, :], other=0.0)
-            w = tl.load(weight, mask=is_feature[:, None] & is_column[None, :], other=0.0)
-            total = tl.dot(x, w, total, input_precision="ieee")
-            inputs += IN_BLOCK
-            weight += IN_BLOCK * weight_strides[2]
+        if FORMAT is None:
+            feature = tl.arange(0, IN_BLOCK)
+            inputs = inputs_ptr + (pair // pairs_per_input)[:, None].to(tl.int64) * IN + feature[None, :]
+            weight = weight_ptr + expert.to(tl.int64) * weight_strides[0]
+            weight += (
+                column[None, :].to(tl.int64) * weight_strides[1] + feature[:, None].to(tl.int64) * weight_strides[2]
+            )
+            for start in range(0, IN, IN_BLOCK):
+                is_feature = feature < IN - start
+                x = tl.load(inputs, mask=is_row[:, None] & is_feature[None, :], other=0.0)
+                w = tl.load(weight, mask=is_feature[:, None] & is_column[None, :], other=0.0)
+                total = tl.dot(x, w, total, input_precision="ieee")
+                inputs += IN_BLOCK
+                weight += IN_BLOCK * weight_strides[2]
+        else:
+            split_row = tl.arange(0, SPLITS * ROWS) % ROWS
+            is_split_row = split_row < end - first
+            split_pair = tl.load(plan_ptr + first + split_row, mask=is_split_row, other=0)
+            first_column = tl.program_id(0) * OUT_BLOCK
+            sums = stored_sums(
+                weight_ptr + expert.to(tl.int64) * weight_strides[0] + first_column.to(tl.int64) * weight_strides[1],
+                scales_ptr + expert.to(tl.int64) * scales_strides[0],
+                zeros_ptr,
+                outer_ptr,
+                codes_ptr,
+                shift_ptr,
+                inputs_ptr + (split_pair // pairs_per_input).to(tl.int64) * IN,
+                is_split_row,
+                tl.minimum(column, OUT - 1) - first_column,
+                0,
+                first_column,
+                OUT - 1,
+                IN,
+                weight_strides[1],
+                scales_strides[1],
+                FORMAT,
+                SCALES,
+                SCALE_ROWS,
+                GROUP_SIZE,
+                ROUNDS_INPUTS,
+                ASM,
+                IS_EVEN,
+                1,
+                OUT_BLOCK,
+                IN_BLOCK,
+                False,
+            )
+            total = tl.trans(sums)
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert * bias_stride + column, mask=is_column, other=0.0)
             total += bias.to(tl.float32)[None, :]
@@ -166,24 +219,33 @@ def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch
 @implements(experts_reference.expert_linear)
 def expert_linear(inputs, weight, bias, plan, rows, is_transposed):
     """See `experts_reference.expert_linear`; accumulates in float32. One launch; safe in a CUDA graph."""
-    num_pairs, num_experts = plan.shape[1], len(weight)
+    stored = weight if isinstance(weight, StoredWeight) else None
+    values = weight if stored is None else stored.values.view(torch.uint8)
+    num_pairs, num_experts = plan.shape[1], len(values)
     size_out, size_in = weight.shape[:0:-1] if is_transposed else weight.shape[1:]
+    assert stored is None or (stored.zeros is stored.outer is None and not is_transposed)
     assert inputs.shape[1] == size_in and num_pairs % len(inputs) == 0, "shapes must agree"
     assert bias is None or (bias.shape == (num_experts, size_out) and bias.stride(1) == 1)
     inputs = inputs.contiguous()
     out = inputs.new_empty(num_pairs, size_out)
-    out_block, in_block, num_warps, num_stages = _choose_tiles(rows, inputs.itemsize)
+    if stored is None:
+        out_block, in_block, num_warps, num_stages = _choose_tiles(rows, inputs.itemsize)
+    else:
+        _, out_block, in_block, num_warps, num_stages = choose_stored_tiles(rows, stored)
     num_blocks = min(num_pairs, num_experts + 1 + num_pairs // rows)
     _expert_linear_kernel[(triton.cdiv(size_out, out_block), num_blocks)](
         inputs,
-        weight,
+        values,
         bias,
         plan,
         out,
         num_pairs,
         num_pairs // len(inputs),
-        weight.mT.stride() if is_transposed else weight.stride(),
+        values.mT.stride() if is_transposed else values.stride(),
         0 if bias is None else bias.stride(0),
+        (0, 0) if stored is None else stored.scales.stride()[:2],
+        **stored_arguments(inputs, stored, in_block),
+        IS_EVEN=size_in % (SPLITS.value * in_block) == 0,
         NUM_EXPERTS=num_experts,
         IN=size_in,
         OUT=size_out,

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from .linear_reference import linear
+from .types import StoredWeight
+
 
 def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch.Tensor:
     """Sort the (token, expert) pairs by expert, and cut them into blocks of one expert each, for `expert_linear`.
@@ -40,7 +43,7 @@ def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch
 
 def expert_linear(
     inputs: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | StoredWeight,
     bias: torch.Tensor | None,
     plan: torch.Tensor,
     rows: int,
@@ -50,7 +53,7 @@ def expert_linear(
 
     Args:
         inputs: `[n, in]`, one row per token, or `[n * k, in]`, one row per pair.
-        weight: `[experts, out, in]`; `[experts, in, out]` if `is_transposed`.
+        weight: `[experts, out, in]`, plain or stored as numbers of few bits; `[experts, in, out]` if `is_transposed`.
         bias: `[experts, out]` or None.
         plan: from `plan_experts`, with the same `rows` and the number of `experts`.
         rows: largest number of pairs in a block.
@@ -63,7 +66,12 @@ def expert_linear(
     tokens = plan[0].long() // (plan.shape[1] // len(inputs))
     with torch.autocast(inputs.device.type, enabled=False):
         for expert, begin, end in plan[1:].t().tolist():
-            if 0 <= expert < len(weight):
-                result = inputs[tokens[begin:end]] @ (weight[expert] if is_transposed else weight[expert].t())
-                out[plan[0, begin:end].long()] = result if bias is None else result + bias[expert]
+            if not 0 <= expert < weight.shape[0]:
+                continue
+            rows = inputs[tokens[begin:end]]
+            if isinstance(weight, StoredWeight):
+                result = linear(rows, weight._replace(values=weight.values[expert], scales=weight.scales[expert]))
+            else:
+                result = rows @ (weight[expert] if is_transposed else weight[expert].t())
+            out[plan[0, begin:end].long()] = result if bias is None else result + bias[expert]
     return out

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .gated_activation import activate
-from .stored_weight import FORMATS, SPLITS, stored_sums
+from .stored_weight import SPLITS, stored_arguments, stored_sums
 from .types import LinearTiles, StoredWeight
 
 # Blocks of rows that programs which start together share with as few blocks of features, for the L2 cache.
@@ -43,8 +43,6 @@ def request_lines(first_row_ptr, stride_bytes, rows, ROWS: tl.constexpr, LINES: 
 def _linear_kernel(
     inputs_ptr,
     weight_ptr,
-    scales_ptr,
-    zeros_ptr,
     bias_ptr,
     out_ptr,
     num_rows,
@@ -53,7 +51,13 @@ def _linear_kernel(
     inputs_stride,
     weight_stride,
     scales_stride,
+    scales_ptr,
+    zeros_ptr,
+    outer_ptr,
+    codes_ptr,
+    shift_ptr,
     FORMAT: tl.constexpr,
+    SCALES: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     ROUNDS_INPUTS: tl.constexpr,
@@ -113,28 +117,31 @@ def _linear_kernel(
                 x = tl.load(inputs + start, mask=is_row[:, None] & is_depth, other=0.0)
             total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
     else:
+        split_row = tl.arange(0, SPLITS * ROWS) % ROWS
         total = stored_sums(
             weight_ptr,
             scales_ptr,
             zeros_ptr,
-            inputs_ptr + first_row * inputs_stride,
+            outer_ptr,
+            codes_ptr,
+            shift_ptr,
+            inputs_ptr + first_row * inputs_stride + split_row * inputs_stride,
+            split_row < num_rows - row_block * ROWS,
             own_feature,
             size_out,
             first,
             size_out - 1,
-            num_rows - row_block * ROWS,
             size_in,
-            inputs_stride,
             weight_stride,
             scales_stride,
             FORMAT,
+            SCALES,
             SCALE_ROWS,
             GROUP_SIZE,
             ROUNDS_INPUTS,
             ASM,
             IS_EVEN,
             PARTS,
-            ROWS,
             FEATURES,
             DEPTH,
             PDL,
@@ -161,27 +168,22 @@ def linear(
     """See `linear_reference.linear`, or with `activation` its `gated_linear`, in tiles of `tiles`.
 
     One launch that depends on shapes and strides only. A layer may be a part of the rows of a larger weight. Where a
-    weight is stored with scales for groups of inputs, a tile's depth divides the group.
+    weight is stored with scales for groups of inputs, a tile's depth divides the group, or scales have 8 bits and
+    groups divide the depth.
     """
     num_rows, size_in = inputs.shape
     size_out = weight.shape[0]
     stored = weight if isinstance(weight, StoredWeight) else None
-    values, scales, zeros = (weight, None, None) if stored is None else stored[:3]
-    is_grouped = stored is not None and stored.group < size_in
+    values = weight if stored is None else stored.values
     assert weight.shape[1] == size_in and inputs.stride(1) == values.stride(1) == 1, "rows must have unit stride"
     assert bias is None or bias.is_contiguous()
-    assert inputs.dtype == values.dtype if stored is None else values.dtype in FORMATS
-    assert not is_grouped or stored.group % tiles.depth == 0, "a tile has one scale for a row"
+    assert stored is not None or inputs.dtype == values.dtype
     assert stored is None or tiles.num_warps == SPLITS.value, "a split is a warp's"
-    assert scales is None or scales.stride(1) == 1 or scales.shape[1] == 1
-    assert zeros is None or zeros.stride() == scales.stride()
     assert activation is None or size_out % 2 == 0, "gate and up must have as many features each"
     out = inputs.new_empty(num_rows, size_out if activation is None else size_out // 2)
     _linear_kernel[(triton.cdiv(size_out, tiles.features), triton.cdiv(num_rows, tiles.rows))](
         inputs,
         values if stored is None else values.view(torch.uint8),
-        scales,
-        zeros,
         bias,
         out,
         num_rows,
@@ -189,12 +191,8 @@ def linear(
         size_in,
         inputs.stride(0),
         values.stride(0),
-        0 if stored is None else scales.stride(0),
-        FORMAT=None if stored is None else FORMATS[values.dtype],
-        SCALE_ROWS=1 if stored is None else stored.rows,
-        GROUP_SIZE=stored.group if is_grouped else None,
-        ROUNDS_INPUTS=stored is not None and stored.rounds_inputs,
-        ASM=inputs.is_cuda and torch.version.hip is None and inputs.dtype == torch.bfloat16,
+        0 if stored is None else stored.scales.stride(0),
+        **stored_arguments(inputs, stored, tiles.depth),
         HAS_BIAS=bias is not None,
         IS_EVEN=size_in % (tiles.depth if stored is None else SPLITS.value * tiles.depth) == 0,
         GROUP=_GROUP,

@@ -5,7 +5,7 @@ The result does not depend on the tiles: all of them add the products of an outp
 
 from __future__ import annotations
 
-from .types import LinearTiles, StoredWeight
+from .types import SCALES_OF_NUMBERS, LinearTiles, StoredWeight
 
 # Rows up to which the kernels may be faster, and up to which they are for gate and up with their activation.
 MAX_ROWS, MAX_GATED_ROWS = 64, 128
@@ -157,9 +157,11 @@ def choose_stored_tiles(rows: int, weight: StoredWeight) -> LinearTiles:
     128 2.72 / 2.74 / 5.18 / 10.2, int8 2.73 / 2.74, 4 bits in groups of 128 2.36 / 2.40 / 5.12 / 14.6, with zero points
     2.81 / 2.84, with a scale for each row 1.78 / 1.64; bfloat16 by `linear` and cuBLAS 3.63 / 3.58 / 4.01 / 4.31.
     """
-    size_out, size_in = weight.shape
-    is_halves = weight.values.shape[1] < size_in
-    depth = min(_BYTES_OF_TILE * size_in // weight.values.shape[1], weight.group)
+    size_out, size_in = weight.shape[-2:]
+    is_halves = weight.values.shape[-1] < size_in
+    depth = _BYTES_OF_TILE * (2 if is_halves else 1)
+    if weight.codes is None or weight.scales.dtype not in SCALES_OF_NUMBERS:
+        depth = min(depth, weight.group)
     if weight.rounds_inputs:  # of a group all at once, so that fewer of them fit
         return LinearTiles(min(max(8, _next_power(rows)), 32), 32, weight.group, 4, 3)
     if rows <= 8:

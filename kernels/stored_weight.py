@@ -7,22 +7,30 @@ by integer instructions and one exact multiplication instead, a pair at a time:
     e4m3    exponent and fraction are moved to their places in bfloat16, and the difference of biases is 2^120
     int8    128 + the low seven bits is a number of bfloat16, less 128 or, by the sign, 256
     4 bits  128 + the number is one of bfloat16, less 128 + its zero point
+    codes   permutations of bytes look both halves of a code up, in float16 too: see `look_up`
 
 NaN of e4m3 is no number that a weight has, and read as 480.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from .dependent_launch import wait_for_inputs
+from .stored_weight_reference import CODES
+from .types import SCALES_OF_OUTER, StoredWeight
 
 # Parts of a sum, of which each is a warp's: they are added at the end, in their order.
 SPLITS = tl.constexpr(4)
-# What the kernels call the formats of `StoredWeight.values`.
+# What the kernels call the formats of `StoredWeight.values` without codes, and of scales that are no floating point of
+# Triton.
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8", torch.uint8: "int4"}
+_SCALES = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0", torch.uint8: "codes"}
+_SCALES_OF_OUTER = tl.constexpr(SCALES_OF_OUTER)
 
 _E4M3 = tl.constexpr("""{
 .reg .b32 t0, t1, u0, u1;
@@ -72,6 +80,38 @@ fma.rn.bf16x2 $3, $6, n, $3;
 }""")
 
 
+def look_up(codes: tuple[float, ...], dtype: torch.dtype) -> str:
+    """PTX that makes codes in a type of 16 bits of the low numbers of 4 bytes, $0 and $1, and of the high ones.
+
+    A permutation of bytes picks 4 of 8 by 3 bits each: by the numbers of 2 bytes in their order, the first and the
+    second byte of what they stand for, from the codes of numbers up to 7, and from the others. The fourth bits, spread
+    to bytes, choose between those. Codes whose second half is the first one with the other sign have that only.
+    """
+    parts = torch.tensor(codes).to(dtype).view(torch.uint8).view(2, 2, 4, 2).permute(3, 0, 1, 2)
+    words = [[[int.from_bytes(bytes(word), "little") for word in half] for half in one] for one in parts.tolist()]
+    (low, others_low), (high, others_high) = words
+    is_symmetric = low == others_low and [one | 0x80808080 for one in high] == others_high
+    lines = [".reg .b32 t, u, s, m, p, q, r;", "and.b32 t, $4, 0x77777777;", "shl.b32 u, $4, 4;"]
+    for index, fourth_bits in enumerate((0xD9C8, 0xFBEA)):
+        lines += [f"shr.u32 s, t, {16 * index};", f"prmt.b32 m, u, $4, {fourth_bits:#x};"]
+        for name, (half, others) in {"p": (low, others_low), "q": (high, others_high)}.items():
+            lines.append(f"prmt.b32 {name}, {half[0]:#x}, {half[1]:#x}, s;")
+            if not is_symmetric:
+                lines.append(f"prmt.b32 r, {others[0]:#x}, {others[1]:#x}, s;")
+                lines.append(f"lop3.b32 {name}, {name}, r, m, 0xD8;")  # r where m, else what it is
+        if is_symmetric:
+            lines.append("lop3.b32 q, q, m, 0x80808080, 0xF8;")  # q | (m & 0x80...)
+        lines += [f"prmt.b32 ${index}, p, q, 0x6240;", f"prmt.b32 ${2 + index}, p, q, 0x7351;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+_E2M1, _NF4 = tl.constexpr(CODES["e2m1"]), tl.constexpr(CODES["nf4"])
+_E2M1_BFLOAT16 = tl.constexpr(look_up(CODES["e2m1"], torch.bfloat16))
+_E2M1_FLOAT16 = tl.constexpr(look_up(CODES["e2m1"], torch.float16))
+_NF4_BFLOAT16 = tl.constexpr(look_up(CODES["nf4"], torch.bfloat16))
+_NF4_FLOAT16 = tl.constexpr(look_up(CODES["nf4"], torch.float16))
+
+
 @triton.jit
 def rows_of_fragments(FEATURES: tl.constexpr):
     """Split and feature of each row of a tile `[SPLITS * FEATURES]` that is loaded, for `in_fragments`: `SPLITS` warps
@@ -113,32 +153,112 @@ def add_splits(sums):
 
 
 @triton.jit
-def widen_bytes(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Numbers of 8 bits, in uint8, as DTYPE; FORMAT is "e4m3" or "int8"."""
-    if ASM:
+def widen_bytes(stored, FORMAT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
+    """Numbers of 8 bits, in uint8, as `dtype`; FORMAT is "e4m3" or "int8"."""
+    if ASM and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             _E4M3 if FORMAT == "e4m3" else _INT8, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4
         )
     elif FORMAT == "e4m3":
         bits = stored.to(tl.int32)
         bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
-        return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)  # 2^120
+        return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2^120
     else:
-        return stored.to(tl.int8, bitcast=True).to(tl.float32).to(DTYPE)
+        return stored.to(tl.int8, bitcast=True).to(tl.float32).to(dtype)
 
 
 @triton.jit
-def widen_halves(stored, zeros, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Numbers of 4 bits, the low and the high ones of uint8 `[n, m]`, less `zeros` `[n]` in float32, as DTYPE."""
-    if ASM:
+def widen_halves(stored, zeros, FORMAT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
+    """Numbers of 4 bits as `dtype`, the first and the second ones of uint8 `[n, m]`: integers less `zeros` `[n]` in
+    float32, or the codes of FORMAT.
+    """
+    if FORMAT == "int4" and ASM and dtype == tl.bfloat16:
         bias = tl.broadcast_to((zeros + 128).to(tl.bfloat16)[:, None], stored.shape)
         return tl.inline_asm_elementwise(
             _INT4, "=&r,=&r,=&r,=&r,r,r,r", [stored, bias], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
-    else:
+    elif FORMAT == "int4":
         low = (stored & 0xF).to(tl.float32) - zeros[:, None]
         high = (stored >> 4).to(tl.float32) - zeros[:, None]
-        return low.to(DTYPE), high.to(DTYPE)
+        return low.to(dtype), high.to(dtype)
+    else:
+        return codes_of_halves(stored, FORMAT, dtype, ASM)
+
+
+@triton.jit
+def codes_of_halves(stored, FORMAT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
+    """`widen_halves` of codes."""
+    if ASM and dtype != tl.float32:
+        if FORMAT == "nf4":
+            LOOK_UP: tl.constexpr = _NF4_BFLOAT16 if dtype == tl.bfloat16 else _NF4_FLOAT16
+        else:
+            LOOK_UP: tl.constexpr = _E2M1_BFLOAT16 if dtype == tl.bfloat16 else _E2M1_FLOAT16
+        low, high = tl.inline_asm_elementwise(
+            LOOK_UP, "=&r,=&r,=&r,=&r,r", [stored], dtype=(tl.int16, tl.int16), is_pure=True, pack=4
+        )
+        low, high = low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
+    else:
+        low = code_of(stored & 0xF, FORMAT).to(dtype)
+        high = code_of(stored >> 4, FORMAT).to(dtype)
+    if FORMAT == "nf4":
+        return high, low
+    else:
+        return low, high
+
+
+@triton.jit
+def code_of(number, FORMAT: tl.constexpr):
+    """What `number`, from 0 to 15, stands for, in float32."""
+    CODES: tl.constexpr = _NF4 if FORMAT == "nf4" else _E2M1
+    code = tl.zeros(number.shape, tl.float32)
+    for index in tl.static_range(16):
+        code = tl.where(number == index, CODES[index], code)
+    return code
+
+
+@triton.jit
+def load_scales(scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, mask, SCALES: tl.constexpr):
+    """Scales in float32, where `at` is from `scales_ptr`; without the outer one of a whole weight."""
+    scale = tl.load(scales_ptr + at) if mask is None else tl.load(scales_ptr + at, mask=mask, other=0)
+    if SCALES == "e4m3":
+        scale = widen_bytes(scale, "e4m3", tl.float32, False)
+    elif SCALES == "e8m0":
+        bits = scale.to(tl.int32)
+        scale = tl.maximum(bits << 23, 0x400000).to(tl.float32, bitcast=True)  # 0 is 2^-127
+    elif SCALES == "codes":
+        scale = tl.load(codes_ptr + scale) * tl.load(outer_ptr + at // _SCALES_OF_OUTER) + tl.load(shift_ptr)
+    return scale.to(tl.float32)
+
+
+_OF_PLAIN = dict.fromkeys(
+    ["scales_ptr", "zeros_ptr", "outer_ptr", "codes_ptr", "shift_ptr", "FORMAT", "SCALES", "GROUP_SIZE"]
+) | {"SCALE_ROWS": 1, "ROUNDS_INPUTS": False, "ASM": False}
+
+
+def stored_arguments(inputs: torch.Tensor, weight: StoredWeight | None, depth: int) -> dict[str, Any]:
+    """Arguments of a kernel for the weight of a layer of `inputs`, in tiles of `depth`; None if it is plain."""
+    if weight is None:
+        return _OF_PLAIN
+    values, scales, size_in = weight.values, weight.scales, weight.shape[-1]
+    is_grouped = weight.group < size_in
+    assert values.dtype in FORMATS and values.stride(-1) == 1, "rows must have unit stride"
+    assert not is_grouped or weight.group % depth == 0 or (depth % weight.group == 0 and scales.itemsize == 1)
+    assert scales.stride(-1) == 1 or scales.shape[-1] == 1
+    assert weight.zeros is None or weight.zeros.stride() == scales.stride()
+    assert weight.scale_codes is None or scales.is_contiguous(), "outer scales are counted row by row"
+    return {
+        "scales_ptr": scales.view(torch.uint8) if scales.dtype in _SCALES else scales,
+        "zeros_ptr": weight.zeros,
+        "outer_ptr": weight.outer,
+        "codes_ptr": weight.scale_codes,
+        "shift_ptr": weight.shift,
+        "FORMAT": weight.codes or FORMATS[values.dtype],
+        "SCALES": _SCALES.get(scales.dtype),
+        "SCALE_ROWS": weight.rows,
+        "GROUP_SIZE": weight.group if is_grouped else None,
+        "ROUNDS_INPUTS": weight.rounds_inputs,
+        "ASM": inputs.is_cuda and torch.version.hip is None,
+    }
 
 
 @triton.jit
@@ -154,24 +274,26 @@ def stored_sums(
     weight_ptr,
     scales_ptr,
     zeros_ptr,
-    inputs_ptr,
+    outer_ptr,
+    codes_ptr,
+    shift_ptr,
+    inputs,
+    is_row,
     own_feature,
     other_half,
     first,
     last,
-    num_rows,
     size_in,
-    inputs_stride,
     weight_stride,
     scales_stride,
     FORMAT: tl.constexpr,
+    SCALES: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     ROUNDS_INPUTS: tl.constexpr,
     ASM: tl.constexpr,
     IS_EVEN: tl.constexpr,
     HALVES: tl.constexpr,
-    ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     DEPTH: tl.constexpr,
     PDL: tl.constexpr,
@@ -179,32 +301,36 @@ def stored_sums(
     """Sums `[FEATURES, ROWS]` of the products of a layer whose weight is stored.
 
     Args:
-        weight_ptr, inputs_ptr: of the first feature and row.
+        weight_ptr: of the first feature.
+        inputs, is_row: `[SPLITS * ROWS]`, pointers to rows and whether there are these, the same ones for each split.
         own_feature: `[FEATURES]`, each one less `first`.
         other_half, first, last: features of each of the HALVES, the first of the program, and the last of a half.
-        GROUP_SIZE: None where a scale is for all inputs.
+        GROUP_SIZE: None where a scale is for all inputs; numbers are scaled before their products where it is less than
+            DEPTH, and else products.
         IS_EVEN: whether `SPLITS * DEPTH` divides the input features.
     """
-    PER_BYTE: tl.constexpr = 2 if FORMAT == "int4" else 1
+    ROWS: tl.constexpr = is_row.shape[0] // SPLITS
+    PER_BYTE: tl.constexpr = 1 if FORMAT == "int8" or FORMAT == "e4m3" else 2
+    SCALES_NUMBERS: tl.constexpr = GROUP_SIZE is not None and GROUP_SIZE < DEPTH
+    SCALES_PRODUCTS: tl.constexpr = GROUP_SIZE is not None and GROUP_SIZE >= DEPTH
     split_size = tl.cdiv(size_in, SPLITS * DEPTH) * DEPTH
     split, index = rows_of_fragments(FEATURES)
     feature = tl.minimum(first + index // HALVES, last) - first + index % HALVES * other_half
     stored_depth, depth = tl.arange(0, DEPTH // PER_BYTE), tl.arange(0, DEPTH)
     stored_split = split * (split_size // PER_BYTE)
     weight = weight_ptr + feature.to(tl.int64)[:, None] * weight_stride + stored_split[:, None] + stored_depth[None, :]
-    zeros_at = (first + feature) // SCALE_ROWS * scales_stride
-    scales = scales_ptr + (first + own_feature) // SCALE_ROWS * scales_stride
+    blocks_at = (first + feature) // SCALE_ROWS * scales_stride
+    scales_at = (first + own_feature) // SCALE_ROWS * scales_stride
     if GROUP_SIZE is None:  # ahead of the inputs: no load is outstanding at the end
-        scale = tl.load(scales).to(tl.float32)
+        scale = load_scales(scales_ptr, outer_ptr, codes_ptr, shift_ptr, scales_at, None, SCALES)
     wait_for_inputs(PDL)
 
-    row = tl.arange(0, SPLITS * ROWS)
-    row_split, is_row = row // ROWS * split_size, (row % ROWS < num_rows)[:, None]
-    inputs = inputs_ptr + (row % ROWS)[:, None] * inputs_stride + row_split[:, None] + depth[None, :]
+    row_split, is_row = tl.arange(0, SPLITS * ROWS) // ROWS * split_size, is_row[:, None]
+    inputs = inputs[:, None] + row_split[:, None] + depth[None, :]
     group_start = tl.arange(0, SPLITS) * split_size
     zeros = tl.full([SPLITS * FEATURES], 8, tl.float32)
     if zeros_ptr is not None and GROUP_SIZE is None:
-        zeros = tl.load(zeros_ptr + zeros_at).to(tl.float32)
+        zeros = tl.load(zeros_ptr + blocks_at).to(tl.float32)
     total = tl.zeros([SPLITS, FEATURES, ROWS], tl.float32)
     for start in range(0, split_size, DEPTH):
         if IS_EVEN:
@@ -218,12 +344,22 @@ def stored_sums(
             )
         if ROUNDS_INPUTS:
             x, x_scale = round_inputs(x, ASM)
-        product = total if GROUP_SIZE is None else tl.zeros_like(total)
-        if FORMAT == "int4":
+        product = tl.zeros_like(total) if SCALES_PRODUCTS else total
+        if PER_BYTE == 2:
             if zeros_ptr is not None and GROUP_SIZE is not None:
                 group = tl.minimum(split * split_size + start, size_in - 1) // GROUP_SIZE
-                zeros = tl.load(zeros_ptr + zeros_at + group).to(tl.float32)
-            low, high = widen_halves(w, zeros, x.dtype, ASM)
+                zeros = tl.load(zeros_ptr + blocks_at + group).to(tl.float32)
+            low, high = widen_halves(w, zeros, FORMAT, x.dtype, ASM)
+            if SCALES_NUMBERS:
+                group = (split * split_size + start)[:, None] // GROUP_SIZE + tl.arange(0, DEPTH // GROUP_SIZE)[None, :]
+                is_group = None if IS_EVEN else group * GROUP_SIZE < size_in
+                numbers = load_scales(
+                    scales_ptr, outer_ptr, codes_ptr, shift_ptr, blocks_at[:, None] + group, is_group, SCALES
+                ).to(x.dtype)
+                spread: tl.constexpr = [SPLITS * FEATURES, DEPTH // GROUP_SIZE, GROUP_SIZE // 2]
+                numbers = tl.reshape(tl.broadcast_to(numbers[:, :, None], spread), low.shape)
+                low *= numbers
+                high *= numbers
             x_low, x_high = tl.split(tl.reshape(x, [SPLITS * ROWS, DEPTH // 2, 2]))
             product = tl.dot(in_fragments(low), as_fragments(x_low), product, input_precision="ieee")
             product = tl.dot(in_fragments(high), as_fragments(x_high), product, input_precision="ieee")
@@ -232,12 +368,16 @@ def stored_sums(
             product = tl.dot(in_fragments(w), as_fragments(x), product, input_precision="ieee")
         if ROUNDS_INPUTS:
             product *= tl.reshape(x_scale, [SPLITS, 1, ROWS])
-        if GROUP_SIZE is None:
-            total = product
-        else:
+        if SCALES_PRODUCTS:
             group = tl.minimum(group_start + start, size_in - 1) // GROUP_SIZE
-            total += product * tl.load(scales[None, :] + group[:, None]).to(tl.float32)[:, :, None]
+            at = scales_at[None, :] + group[:, None]
+            product *= load_scales(scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, None, SCALES)[:, :, None]
+            total += product
+        else:
+            total = product
     total = add_splits(total)
     if GROUP_SIZE is None:
         total *= scale[:, None]
+    if outer_ptr is not None and codes_ptr is None:
+        total *= tl.load(outer_ptr)
     return total

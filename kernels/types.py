@@ -218,17 +218,32 @@ class LinearTiles(NamedTuple):
     num_stages: int
 
 
+# Scales of 8 bits by which codes are multiplied before their products, exactly in bfloat16: a tile has several of them.
+SCALES_OF_NUMBERS = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
+# Scales that have one outer scale in common, where scales are stored as numbers of codes.
+SCALES_OF_OUTER = 256
+
+
 class StoredWeight(NamedTuple):
     """A weight `[out, in]` as numbers of few bits, each times a scale; see `stored_weight_reference.dequantise`.
 
+    A layer of a mixture of experts has a dimension of experts before all others; then `zeros` and `outer` are None.
+
     Attributes:
-        values: `[out, in]` float8 (e4m3) or int8; or `[out, in / 2]` uint8, of which each holds two numbers of 4 bits
-            without sign, the first one in its low half.
-        scales: `[ceil(out / rows), ceil(in / group)]` in floating point, for blocks of the weight.
+        values: `[out, in]` float8 (e4m3) or int8; or `[out, in / 2]` uint8, of which each holds two numbers of 4 bits,
+            the first one in its low half, if `codes` does not say otherwise.
+        scales: `[ceil(out / rows), ceil(in / group)]` in floating point, with `codes` also float8 (e4m3 or e8m0); or
+            uint8, of which each stands for one of `scale_codes`.
         zeros: of the shape of `scales`, the numbers of 4 bits that stand for 0; None if that is 8.
         rows, group: output and input features of a block.
         rounds_inputs: whether the layer's inputs are rounded to the dtype of `values` before, each row's in groups of
             `group`; int8 only where that is all inputs.
+        codes: what numbers of 4 bits stand for, a key of `stored_weight_reference.CODES`; None for integers without
+            sign.
+        outer: what scales are multiplied by, in float32: `[1]`, or with `scale_codes` one for each 256 scales of the
+            weight, row by row.
+        scale_codes: `[256]` in float32.
+        shift: in float32, what is added to such scales.
     """
 
     values: torch.Tensor
@@ -237,11 +252,16 @@ class StoredWeight(NamedTuple):
     rows: int
     group: int
     rounds_inputs: bool = False
+    codes: str | None = None
+    outer: torch.Tensor | None = None
+    scale_codes: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Output and input features."""
-        return self.values.shape[0], self.values.shape[1] * (2 if self.values.dtype == torch.uint8 else 1)
+    def shape(self) -> tuple[int, ...]:
+        """Experts, if there are any, output and input features."""
+        *sizes, width = self.values.shape
+        return *sizes, width * (2 if self.values.dtype == torch.uint8 else 1)
 
 
 class NormKind(NamedTuple):

@@ -58,6 +58,7 @@ def test_public_names():
         "AutoDrafter",
         "Drafter",
         "DrafterConfig",
+        "Mxfp4Config",
         "NoDrafter",
         "SpeculationStats",
         "SuffixDrafter",

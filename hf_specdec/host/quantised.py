@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .parts import named_in, uses
+from .parts import named_in, part, uses
 
 _FILE = "transformers.integrations.finegrained_fp8"
 _WHY = "weights in FP8 with a scale for each block"
@@ -15,6 +15,13 @@ FP8_LINEAR = named_in(_FILE, "FP8Linear", why=_WHY, is_needed=False)
 FP8_SCALES = named_in(f"{_FILE}:FP8Linear", "weight_scale_inv", why=_WHY, is_needed=False)
 FP8_BLOCK = named_in(f"{_FILE}:FP8Linear", "block_size", why=_WHY, is_needed=False)
 FP8_INPUTS = named_in(f"{_FILE}:FP8Linear", "activation_scheme", why=_WHY, is_needed=False)
+
+_MXFP4 = "experts in MXFP4 that stay as they are in the file"
+register_quantizer = part("transformers.quantizers.auto", "register_quantizer", why=_MXFP4)
+Mxfp4Quantizer = part("transformers.quantizers.quantizer_mxfp4", "Mxfp4HfQuantizer", why=_MXFP4)
+QuantizationMethod = part("transformers.utils.quantization_config", "QuantizationMethod", why=_MXFP4)
+IS_INITIALIZED = named_in("transformers:PreTrainedModel", "_is_hf_initialized", why=_MXFP4)
+should_convert_module = part("transformers.quantizers.quantizers_utils", "should_convert_module", why=_MXFP4)
 
 
 @uses(

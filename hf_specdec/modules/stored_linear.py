@@ -18,38 +18,43 @@ from ..host.quantised import compressor_of
 from ..kernels.types import StoredWeight
 from .weights import is_known, register_weight_kind
 
+# What NVFP4's scales are divided by, as compressed-tensors names it, and what they are multiplied by here.
+_DIVISOR, _OUTER = "weight_global_scale", "outer_scale"
+
 
 class StoredLinear(nn.Linear):
     """A linear layer with `weight` or `weight_packed`, and `weight_scale`, as compressed-tensors names them.
 
     Attributes:
-        block, rounds_inputs: `(rows, group)` and `rounds_inputs` of its `StoredWeight`.
+        form: `rows`, `group`, `rounds_inputs` and `codes` of its `StoredWeight`.
     """
 
-    block: tuple[int, int]
-    rounds_inputs: bool
+    form: tuple[int, int, bool, str | None]
 
     def __getattr__(self, name: str) -> Any:
         is_packed = name == "weight" and "weight_packed" in self._parameters
         return super().__getattr__("weight_packed" if is_packed else name)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        stored = _stored(self, self.block, self.rounds_inputs)
+        stored = _stored(self, *self.form)
         if stored.rounds_inputs:
             inputs = ops.round_inputs(inputs, stored).to(inputs.dtype)
-        return F.linear(inputs, ops.dequantise_weight(stored, stored.scales.dtype).to(inputs.dtype), self.bias)
+        dtype = inputs.dtype if stored.scales.itemsize == 1 else stored.scales.dtype
+        return F.linear(inputs, ops.dequantise_weight(stored, dtype).to(inputs.dtype), self.bias)
 
 
 @register_weight_kind("hf_specdec.StoredLinear")
 def _of_layer(layer: StoredLinear) -> StoredWeight:
-    return _stored(layer, layer.block, layer.rounds_inputs)
+    return _stored(layer, *layer.form)
 
 
-def _stored(layer: nn.Linear, block: tuple[int, int], rounds_inputs: bool) -> StoredWeight:
+def _stored(layer: nn.Linear, rows: int, group: int, rounds_inputs: bool, codes: str | None) -> StoredWeight:
     parts = layer._parameters
     values = parts["weight_packed"].view(torch.uint8) if "weight_packed" in parts else parts["weight"]
-    scales = parts["weight_scale"].reshape(-(-layer.out_features // block[0]), -1)
-    return StoredWeight(values, scales, None, *block, rounds_inputs)
+    scales = parts["weight_scale"].reshape(-(-layer.out_features // rows), -1)
+    if scales.dtype == torch.uint8:
+        scales = scales.view(torch.float8_e8m0fnu)
+    return StoredWeight(values, scales, None, rows, group, rounds_inputs, codes, layer._buffers.get(_OUTER))
 
 
 def keep_stored(model: PreTrainedModel) -> PreTrainedModel:
@@ -67,16 +72,17 @@ def keep_stored(model: PreTrainedModel) -> PreTrainedModel:
     if None in forms:
         compressor.decompress_model(model)
         return model
-    for layer, (block, rounds_inputs) in zip(layers, forms, strict=True):
-        layer.block, layer.rounds_inputs = block, rounds_inputs
+    for layer, layer.form in zip(layers, forms, strict=True):
         layer.__class__ = StoredLinear
+        if _DIVISOR in layer._parameters:
+            layer.register_buffer(_OUTER, layer._parameters[_DIVISOR].reciprocal(), persistent=False)
         del layer.forward  # compressed-tensors' own, for plain weights
     compressor.remove_decompression_hook(model)
     return model
 
 
-def _form_of(layer: nn.Module) -> tuple[tuple[int, int], bool] | None:
-    """`block` and `rounds_inputs` of a layer of compressed-tensors; None if it is no `StoredLinear`."""
+def _form_of(layer: nn.Module) -> tuple[int, int, bool, str | None] | None:
+    """The `form` of a layer of compressed-tensors; None if it is no `StoredLinear`."""
     scheme = layer.quantization_scheme
     if type(layer) is not nn.Linear or scheme.output_activations is not None:
         return None
@@ -85,10 +91,13 @@ def _form_of(layer: nn.Module) -> tuple[tuple[int, int], bool] | None:
         "tensor": (layer.out_features, size_in),
         "channel": (1, size_in),
         "group": (1, weights.group_size),
+        "tensor_group": (1, weights.group_size),
         "block": weights.block_structure,
     }.get(weights.strategy)
+    codes = "e2m1" if (weights.type, weights.num_bits) == ("float", 4) else None
     names = {name for name, part in layer.named_parameters(recurse=False)} - {"bias"}
-    is_packed = names == {"weight_packed", "weight_scale", "weight_shape"} and weights.num_bits == 4
+    packed = {"tensor_group": {_DIVISOR}, "group": set()}.get(weights.strategy) if codes else {"weight_shape"}
+    is_packed = packed is not None and names == {"weight_packed", "weight_scale", *packed} and weights.num_bits == 4
     if block is None or not (is_packed or names == {"weight", "weight_scale"}):
         return None
     if inputs is not None:
@@ -97,6 +106,6 @@ def _form_of(layer: nn.Module) -> tuple[tuple[int, int], bool] | None:
             inputs.symmetric and inputs.dynamic is True
         ):
             return None
-    stored = _stored(layer, tuple(block), inputs is not None)
-    is_whole = stored.shape == (layer.out_features, size_in) and is_known(stored)
-    return (tuple(block), stored.rounds_inputs) if is_whole else None
+    form = (*block, inputs is not None, codes)
+    stored = _stored(layer, *form)
+    return form if stored.shape == (layer.out_features, size_in) and is_known(stored) else None

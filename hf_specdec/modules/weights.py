@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..host.quantised import FP8_BLOCK, FP8_INPUTS, FP8_LINEAR, FP8_SCALES
-from ..kernels.types import StoredWeight
+from ..kernels.types import SCALES_OF_NUMBERS, SCALES_OF_OUTER, StoredWeight
 
 # Types of weights that are neither quantised nor sharded: parameters, and the local shards that `local_linears` sets.
 PLAIN_WEIGHTS = frozenset({nn.Parameter, torch.Tensor})
@@ -83,16 +83,21 @@ def may_round_inputs(module: nn.Module) -> bool:
 
 def is_known(stored: StoredWeight) -> bool:
     """Whether the parts of `stored` have the dtypes, shapes and strides that the kernels take."""
-    (size_out, size_in), values, scales = stored.shape, stored.values, stored.scales
-    shape = (-(-size_out // stored.rows), -(-size_in // stored.group))
+    values, scales, (*experts, size_out, size_in) = stored.values, stored.scales, stored.shape
+    shape = (*experts, -(-size_out // stored.rows), -(-size_in // stored.group))
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    if stored.codes is not None:
+        dtypes += SCALES_OF_NUMBERS if stored.scale_codes is None else [torch.uint8]
+    least = 16 if scales.dtype in SCALES_OF_NUMBERS else 32
     return (
         values.dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8)
-        and scales.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and scales.dtype in dtypes
         and tuple(scales.shape) == shape
-        and values.stride(1) == 1
-        and (scales.stride(1) == 1 or shape[1] == 1)
-        and (stored.group >= size_in or (stored.group & (stored.group - 1) == 0 and stored.group >= 32))
+        and values.stride(-1) == 1
+        and (scales.stride(-1) == 1 or shape[-1] == 1)
+        and (stored.group >= size_in or (stored.group & (stored.group - 1) == 0 and stored.group >= least))
         and (not stored.rounds_inputs or stored.group >= size_in or values.dtype == torch.float8_e4m3fn)
+        and not (stored.rounds_inputs and values.dtype == torch.uint8)
     )
 
 
@@ -129,3 +134,18 @@ def _fine_grained(module: nn.Linear) -> StoredWeight | None:
     if module.weight.itemsize > 1 or block is None or getattr(module, FP8_INPUTS) != "dynamic":
         return None
     return StoredWeight(module.weight, scales, None, *block, rounds_inputs=True)
+
+
+@register_weight_kind("bitsandbytes.Linear4bit")
+def _of_bitsandbytes(module: nn.Linear) -> StoredWeight | None:
+    """nf4, whose scales may be stored, too ("double quantisation")."""
+    state = getattr(module.weight, "quant_state", None)
+    is_other = state is None or state.quant_type != "nf4" or getattr(state, "packing_format_for_cpu", False)
+    if is_other or module.in_features % state.blocksize or (state.nested and state.state2.blocksize != SCALES_OF_OUTER):
+        return None
+    values, scales = module.weight.detach().as_subclass(torch.Tensor).view(torch.uint8), state.absmax
+    if 2 * values.numel() != module.out_features * module.in_features:
+        return None
+    values, scales = (one.view(module.out_features, -1) for one in (values, scales))
+    outer = (state.state2.absmax, state.state2.code, state.offset) if state.nested else (None, None, None)
+    return StoredWeight(values, scales, None, 1, state.blocksize, False, "nf4", *outer)

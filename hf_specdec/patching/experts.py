@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .. import ops
 from ..host.modeling import ALL_EXPERTS_FUNCTIONS, EXPERTS_ENTRY, apply_gate
+from ..kernels.types import StoredWeight
 from ..modules.hidden_states import modules_of
 from ..modules.patch import Replacements, constant, original, runs_engine
 from ..modules.signature import signature_of
@@ -34,6 +35,21 @@ DEFAULTS = ("eager", "grouped_mm")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+# What MXFP4 has in the place of a weight `[experts, out, in]`: `[experts, out, in / 32, 16]` uint8 and the exponents of
+# groups, `[experts, out, in / 32]` uint8.
+BLOCKS, SCALES = "_blocks", "_scales"
+GROUP = 32
+
+
+def expert_weight(module: nn.Module, name: str) -> torch.Tensor | StoredWeight:
+    """The weight `name` of `module`, see `experts_forward`, as the op takes it."""
+    blocks = module._parameters.get(f"{name}{BLOCKS}")
+    if blocks is None:
+        return getattr(module, name)
+    exponents = module._parameters[f"{name}{SCALES}"].view(torch.float8_e8m0fnu)
+    return StoredWeight(blocks.flatten(-2), exponents, None, 1, GROUP, codes="e2m1")
+
+
 def experts_forward(
     module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -53,16 +69,20 @@ def experts_forward(
         `[n, H]` in the dtype of `hidden_states`.
     """
     name = "gate_up_proj" if module.has_gate else "up_proj"
-    first, second = getattr(module, name), module.down_proj
-    num_experts, num_pairs = len(second), top_k_index.numel()
-    is_many = num_pairs > MAX_TOKENS_OF_KERNEL * num_experts and first.dtype == torch.bfloat16
+    first, second = expert_weight(module, name), expert_weight(module, "down_proj")
+    num_experts, num_pairs, is_stored = second.shape[0], top_k_index.numel(), isinstance(first, StoredWeight)
+    is_many = num_pairs > MAX_TOKENS_OF_KERNEL * num_experts and not is_stored and first.dtype == torch.bfloat16
     if is_many and not ops.is_batch_invariant():
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
     rows = 16 if num_pairs <= MAX_TOKENS_OF_SMALL_BLOCKS * num_experts else 64
+    if is_stored:  # which has twice as many results in registers
+        rows //= 2
     plan = ops.plan_experts(top_k_index, num_experts, rows)
 
-    def linear(inputs: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
+    def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, name: str) -> torch.Tensor:
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        if is_stored:
+            return ops.expert_linear(inputs, weight, bias, plan, rows, False)
         return ops.expert_linear(inputs.to(weight.dtype), weight, bias, plan, rows, module.is_transposed)
 
     inner = linear(hidden_states, first, name)
@@ -96,9 +116,10 @@ ALL_EXPERTS_FUNCTIONS.register(BATCHED_NAME, _for_engines(ALL_EXPERTS_FUNCTIONS[
 
 
 def _is_suitable(model: PreTrainedModel) -> bool:
-    """Whether `experts_forward` can compute with the experts' weights in `model`: none is quantised."""
+    """Whether `experts_forward` can compute with the experts' weights in `model`: none is quantised, or as MXFP4."""
     # Experts' weights are stacked, [experts, out, in]; the hidden state of a mask token, [1, 1, width], is no weight.
-    parameters = (one for module in modules_of(model) for one in module._parameters.values() if one is not None)
+    modules = (one for one in modules_of(model) if f"down_proj{BLOCKS}" not in one._parameters)
+    parameters = (one for module in modules for one in module._parameters.values() if one is not None)
     stacked = (parameter for parameter in parameters if parameter.dim() == 3 and len(parameter) > 1)
     return all(type(weight) in (*PLAIN_WEIGHTS, DTensor) and weight.dtype in _DTYPES for weight in stacked)
 

@@ -5,6 +5,7 @@ Where a kernel knows how a library stores weights, the same is asked of it, in T
 
 import gc
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from case_counts import cases
 from compressed import arguments, save_compressed
 from lossless import PROMPTS, greedy
 from oracle import RANDOM_DRAFTERS, random_draft_model, random_eagle3
-from safetensors.torch import load_file
-from targets import padded_prompts, set_policy
+from safetensors.torch import load_file, save_file
+from targets import padded_prompts, set_policy, tiny_target
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -26,7 +27,8 @@ from transformers import (
 )
 from transformers.integrations import finegrained_fp8
 
-from hf_specdec import AutoDrafter, ops
+from hf_specdec import AutoDrafter, Mxfp4Config, NoDrafter, ops
+from hf_specdec.host.quantised import compressor_of
 from hf_specdec.kernels import linear_reference
 from hf_specdec.kernels.stored_weight_reference import dequantise
 from hf_specdec.kernels.types import StoredWeight
@@ -34,6 +36,7 @@ from hf_specdec.modules.signature import _plain_parts
 from hf_specdec.modules.stored_linear import keep_stored
 from hf_specdec.modules.weights import PLAIN_WEIGHTS, quantised_class, register_weight_kind, weight_of
 from hf_specdec.modules.weights import _readers as readers
+from hf_specdec.patching.experts import copies_experts
 
 SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.1}
@@ -76,11 +79,31 @@ LIBRARIES = {
     "bitsandbytes nf4": (
         lambda: bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32),
         "bitsandbytes.Linear4bit",
-        False,
+        True,
+    ),
+    "bitsandbytes nf4, scales too": (
+        lambda: bitsandbytes(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.float32,
+            bnb_4bit_use_double_quant=True,
+        ),
+        "bitsandbytes.Linear4bit",
+        True,
     ),
     "bitsandbytes int8": (lambda: bitsandbytes(load_in_8bit=True), "bitsandbytes.Linear8bitLt", False),
     "compressed-tensors W4A16": (
         lambda: compressed(4, "int", "group", group_size=32),
+        "hf_specdec.StoredLinear",
+        True,
+    ),
+    "compressed-tensors NVFP4": (
+        lambda: compressed(4, "float", "tensor_group", group_size=16, scale_dtype=torch.float8_e4m3fn),
+        "hf_specdec.StoredLinear",
+        True,
+    ),
+    "compressed-tensors MXFP4": (
+        lambda: compressed(4, "float", "group", group_size=32, scale_dtype=torch.uint8, zp_dtype=torch.uint8),
         "hf_specdec.StoredLinear",
         True,
     ),
@@ -245,7 +268,7 @@ def test_batch_invariant_calls(library, targets, monkeypatch):
 
 
 # Bytes of a weight with its scales, which are in float32 here.
-BYTES = {"int8": 1.04, "float8": 1.04, "nf4": 0.5, "W4A16": 0.63, "groups": 1.26}
+BYTES = {"int8": 1.04, "float8": 1.04, "nf4": 0.5, "NVFP4": 0.57, "MXFP4": 0.54, "W4A16": 0.63, "groups": 1.26}
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -280,7 +303,12 @@ def test_compressed_tensors_stay_as_in_the_file(library, targets, tmp_path):
     before, after = (load_file(one) for one in (file, tmp_path / file.name))
     assert before.keys() == after.keys() and all(torch.equal(one, after[name]) for name, one in before.items())
     library_own = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    torch.testing.assert_close(target(**inputs).logits, library_own(**inputs).logits)
+    if "FP4" in library:  # else in the first pass; e2m1 becomes bfloat16, by which NVFP4 is rounded
+        compressor_of(library_own).decompress_model(library_own)
+        nn.Module.float(library_own)
+    found, expected = target(**inputs).logits, library_own(**inputs).logits
+    atol = 0.02 * expected.abs().max().item() if "NVFP4" in library else 1e-5
+    torch.testing.assert_close(found, expected, rtol=1.3e-6, atol=atol)
     assert {one.weight.dtype for one in layers_of(library_own)} == {torch.float32}
 
 
@@ -313,6 +341,76 @@ def test_other_forms_of_compressed_tensors_get_plain_weights(weights, inputs, ig
     found = greedy(target, prompts_for(PROMPTS[1]), drafter, 3)
     assert drafter.stats.reason == "the target and the call fit"
     assert inputs is not None or torch.equal(found, greedy(target, prompts_for(PROMPTS[1])))
+
+
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory):
+    """A folder with a checkpoint of random experts, in the layout that gpt-oss is published in."""
+    folder = tmp_path_factory.mktemp("mxfp4")
+    tiny_target("gpt-oss").save_pretrained(folder)
+    file, settings = folder / "model.safetensors", folder / "config.json"
+    tensors, config = load_file(file), json.loads(settings.read_text())
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, size_in, size_out = tensors.pop(name).shape
+        shape = experts, size_out, size_in // 32
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=generator).to(torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 125, shape, generator=generator).to(torch.uint8)
+    save_file(tensors, file, metadata={"format": "pt"})
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    settings.write_text(json.dumps(config))
+    return folder
+
+
+def load_mxfp4(folder, **options):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+@pytest.mark.core
+def test_experts_in_mxfp4_stay_as_in_the_file(mxfp4, tmp_path):
+    """Memory is that of the file, which is saved as it was; transformers, which dequantises them, gets the same."""
+    target, dense = load_mxfp4(mxfp4, quantization_config=Mxfp4Config()), load_mxfp4(mxfp4)
+    tensors = load_file(mxfp4 / "model.safetensors")
+    assert sum(one.nbytes for one in target.parameters()) == sum(one.nbytes for one in tensors.values())
+    target.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == tensors.keys() and all(torch.equal(one, saved[name]) for name, one in tensors.items())
+    settings = [json.loads((one / "config.json").read_text())["quantization_config"] for one in (mxfp4, tmp_path)]
+    assert settings[0] == settings[1]
+    assert {one.dtype for one in dense.parameters()} <= {torch.float32, torch.bfloat16}
+    inputs = padded_prompts(PROMPTS[3])
+    found, expected = target(**inputs).logits, dense.float()(**inputs).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("through", ["reference", "kernels"])
+def test_texts_of_experts_in_mxfp4(mxfp4, through, monkeypatch):
+    target, inputs = load_mxfp4(mxfp4, quantization_config=Mxfp4Config()), padded_prompts(PROMPTS[3])
+    new = {"max_new_tokens": 4 if through == "kernels" else 12}
+    plain, products = greedy(target, inputs, **new), []
+    if through == "kernels":
+        set_policy(monkeypatch, "cpu", triton=True)
+    product = ops.expert_linear
+    monkeypatch.setattr(ops, "expert_linear", lambda *args: products.append(args[1]) or product(*args))
+    for drafter in (random_eagle3(target, own_embedding=False, own_head=False), NoDrafter(target)):
+        assert torch.equal(greedy(target, inputs, drafter, **new), plain)
+        assert drafter.stats.engine == "static"
+    assert products and {type(one) for one in products} == {StoredWeight} and not copies_experts(target)
+    names = {name for name, _ in target.named_parameters() if "experts" in name}
+    assert not [name for name in names if name.endswith("_proj")], "they stay as they are"
+
+
+def test_batch_invariant_calls_of_experts_in_mxfp4(mxfp4, monkeypatch):
+    policy = {"batch_invariant": True, "layer_kernels": True, "few_row_linear": True, "fused_linear": True}
+    set_policy(monkeypatch, "cpu", **policy)
+    monkeypatch.setattr("hf_specdec.hosting.eligibility.why_not_batch_invariant", lambda model: None)
+    target, inputs = load_mxfp4(mxfp4, quantization_config=Mxfp4Config()), padded_prompts(PROMPTS[3])
+    drafter = random_eagle3(target).configure(batch_invariant=True)
+    assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
+    assert drafter.stats.batch_invariant and drafter.stats.reason == "the target and the call fit"
 
 
 def test_blocks_of_float8_of_transformers():

@@ -9,11 +9,13 @@ from interpreter import same_bits
 from targets import set_policy
 
 from hf_specdec import ops
-from hf_specdec.kernels import linear_reference
+from hf_specdec.kernels import experts_reference, linear_reference
+from hf_specdec.kernels.experts import expert_linear, plan_experts
 from hf_specdec.kernels.gated_activation import gated_activation
 from hf_specdec.kernels.linear import linear
 from hf_specdec.kernels.linear_tiles import choose_stored_tiles
-from hf_specdec.kernels.stored_weight_reference import dequantise, round_inputs
+from hf_specdec.kernels.stored_weight import look_up
+from hf_specdec.kernels.stored_weight_reference import CODES, dequantise, round_inputs
 from hf_specdec.kernels.types import StoredWeight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,22 +35,42 @@ KINDS = {
     "int4 zero points": (torch.uint8, 1, 64, True, False),
     "int4 rows": (torch.uint8, 1, None, False, False),
     "int4 rows with zero points": (torch.uint8, 1, None, True, False),
+    "mxfp4": (torch.uint8, 1, 32, False, False),
+    "nvfp4": (torch.uint8, 1, 16, False, False),
+    "nf4": (torch.uint8, 1, 64, False, False),
+    "nf4 twice": (torch.uint8, 1, 64, False, False),
 }
+CODES_OF = {"mxfp4": "e2m1", "nvfp4": "e2m1", "nf4": "nf4", "nf4 twice": "nf4"}
 
 
 def stored_weight(kind, size_out, size_in, seed=0):
-    """A random weight of a kind, of which all numbers occur."""
+    """A random weight of a kind, of which all numbers occur; of `size_out` all but the last are experts."""
+    *experts, size_out = size_out if isinstance(size_out, tuple) else (size_out,)
     dtype, rows, group, has_zeros, rounds_inputs = KINDS[kind]
     generator = torch.Generator().manual_seed(seed)
     rows, group = rows or size_out, group or size_in
-    values = torch.randint(0, 256, (size_out, size_in // (2 if dtype == torch.uint8 else 1)), generator=generator)
+    values = torch.randint(
+        0, 256, (*experts, size_out, size_in // (2 if dtype == torch.uint8 else 1)), generator=generator
+    )
     values = values.to(torch.uint8)
     if dtype == torch.float8_e4m3fn:  # without NaN
         values = torch.where(values & 0x7F == 0x7F, 0x3C, values)
-    blocks = (-(-size_out // rows), -(-size_in // group))
+    blocks = (*experts, -(-size_out // rows), -(-size_in // group))
     scales = torch.rand(blocks, generator=generator) / (200 if dtype != torch.uint8 else 10)
     zeros = torch.randint(0, 16, blocks, generator=generator).to(torch.uint8).to(DEVICE) if has_zeros else None
-    return StoredWeight(values.view(dtype).to(DEVICE), scales.to(DEVICE), zeros, rows, group, rounds_inputs)
+    parts = {}
+    if kind == "mxfp4":
+        scales = torch.randint(120, 124, blocks, generator=generator).to(torch.uint8).view(torch.float8_e8m0fnu)
+    elif kind == "nvfp4":
+        scales, parts["outer"] = (scales * 100).to(torch.float8_e4m3fn), torch.tensor([1 / 300], device=DEVICE)
+    elif kind == "nf4 twice":
+        scales = torch.randint(0, 256, blocks, generator=generator).to(torch.uint8)
+        parts["scale_codes"] = torch.linspace(-1, 1, 256, device=DEVICE)
+        parts["outer"] = torch.rand(-(-scales.numel() // 256), generator=generator).to(DEVICE) / 40
+        parts["shift"] = torch.tensor(0.05, device=DEVICE)
+    return StoredWeight(
+        values.view(dtype).to(DEVICE), scales.to(DEVICE), zeros, rows, group, rounds_inputs, CODES_OF.get(kind), **parts
+    )
 
 
 def tiles_for(weight):
@@ -100,8 +122,7 @@ def test_every_number_is_widened_exactly(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gate_and_up_with_their_activation(kind):
     weight = stored_weight(kind, *SHAPE)
-    weight = weight._replace(scales=weight.scales / SHAPE[1] ** 0.5)
-    inputs = inputs_for(7, SHAPE[1], DTYPES[0])
+    inputs = inputs_for(7, SHAPE[1], DTYPES[0]) / SHAPE[1] ** 0.5
     for tiles in tiles_for(weight):
         halves = linear(inputs, weight, None, tiles).chunk(2, dim=-1)
         assert same_bits(linear(inputs, weight, None, tiles, "silu"), gated_activation(*halves, "silu"))
@@ -138,7 +159,9 @@ def test_reads_nothing_beside_its_operands(kind):
         wide[16:-16, 16:-16] = raw
         return wide.view(part.dtype)[16:-16, 16:-16]
 
-    views = weight._replace(values=within(weight.values, 0x7E), scales=within(weight.scales, float("nan")))
+    views = weight._replace(values=within(weight.values, 0x7E))
+    if weight.scale_codes is None:
+        views = views._replace(scales=within(weight.scales, float("nan") if weight.scales.itemsize > 1 else 0x7F))
     if weight.zeros is not None:
         scales = torch.full_like(weight.scales, float("nan")).repeat(2, 2)
         zeros = torch.full_like(weight.zeros, 255).repeat(2, 2)
@@ -150,3 +173,75 @@ def test_reads_nothing_beside_its_operands(kind):
     for tiles in tiles_for(weight):
         found = linear(wide_inputs[1:-1, 16:-16], views, None, tiles)
         assert torch.equal(found, linear(inputs, weight, None, tiles)) and found.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "int4 groups of 32", "int8 rows", "e4m3 blocks"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts(kind, dtype):
+    """In float64, for tokens with a bias and for pairs without; bits do not depend on how many there are."""
+    num_experts, (size_out, size_in) = 5, (72, 160)
+    weight = stored_weight(kind, (num_experts, size_out), size_in)
+    exact, ids = dequantise(weight, torch.float64), torch.tensor([[0, 3], [3, 7], [3, 1]] * 4, device=DEVICE)
+    assert exact.shape == weight.shape == (num_experts, size_out, size_in)
+    bias = torch.randn(num_experts, size_out, device=DEVICE, dtype=dtype)
+    for of_pairs in (False, True):
+        inputs = inputs_for(ids.numel() if of_pairs else len(ids), size_in, dtype)
+        rows = inputs if of_pairs else inputs.repeat_interleave(2, 0)
+        is_expert = ids.flatten() < num_experts
+        chosen = ids.flatten().clamp(max=num_experts - 1)
+        expected = torch.einsum("pi,poi->po", rows.double(), exact[chosen]) + (not of_pairs) * bias[chosen].double()
+        expected, found = expected * is_expert[:, None], []
+        for block in (8, 16, 32):
+            plan = plan_experts(ids, num_experts, block)
+            for product in (experts_reference.expert_linear, expert_linear):
+                out = product(inputs, weight, None if of_pairs else bias, plan, block, False)
+                atol = EPSILON[dtype] * expected.abs().max().item()
+                torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+            few = inputs[: 2 * (1 + of_pairs)], weight, None if of_pairs else bias
+            found += [out[:4], expert_linear(*few, plan_experts(ids[:2], num_experts, block), block, False)]
+            assert torch.equal(*found[-2:])
+        assert DEVICE == "cpu" or all(torch.equal(one, found[0]) for one in found)
+
+
+def run_ptx(program, argument):
+    """The registers $0 to $3 that a program of `look_up` leaves for an argument $4."""
+    values = {"$4": argument}
+
+    def value(name):
+        return values[name] if name in values else int(name, 0)
+
+    for line in program.splitlines()[2:-1]:
+        operation, into, *names = line.partition(";")[0].replace(",", "").split()
+        given = [value(name) for name in names]
+        if operation == "and.b32":
+            result = given[0] & given[1]
+        elif operation == "shl.b32":
+            result = given[0] << given[1] & 0xFFFFFFFF
+        elif operation == "shr.u32":
+            result = given[0] >> given[1]
+        elif operation == "prmt.b32":
+            both, result = given[0] | given[1] << 32, 0
+            for place in range(4):
+                pick = given[2] >> 4 * place & 0xF
+                byte = both >> 8 * (pick & 7) & 0xFF
+                result |= ((0xFF if byte & 0x80 else 0) if pick & 8 else byte) << 8 * place
+        elif operation == "lop3.b32":
+            bits = [[one >> bit & 1 for one in given[:3]] for bit in range(32)]
+            result = sum((given[3] >> (4 * a + 2 * b + c) & 1) << bit for bit, (a, b, c) in enumerate(bits))
+        else:
+            raise AssertionError(f"another operation: {line}")
+        values[into] = result
+    return [values[f"${index}"] for index in range(4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("codes", CODES)
+def test_look_ups_of_a_gpu(codes, dtype):
+    """What their PTX does, operation by operation, for every byte in every place."""
+    table = torch.tensor(CODES[codes]).to(dtype).view(torch.int16).tolist()
+    program = look_up(CODES[codes], dtype)
+    for byte in range(256):
+        stored = [byte, byte ^ 0x5A, 255 - byte, byte * 7 & 0xFF]
+        found = run_ptx(program, int.from_bytes(bytes(stored), "little"))
+        words = [table[one & 0xF] & 0xFFFF for one in stored] + [table[one >> 4] & 0xFFFF for one in stored]
+        assert found == [words[index] | words[index + 1] << 16 for index in range(0, 8, 2)]

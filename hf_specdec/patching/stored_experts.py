@@ -1,0 +1,94 @@
+"""Mixtures of experts in MXFP4 that stay as they are in the file, where transformers would make bfloat16 of them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..host.quantised import (
+    IS_INITIALIZED,
+    Mxfp4Quantizer,
+    QuantizationMethod,
+    register_quantizer,
+    should_convert_module,
+)
+from .experts import BLOCKS, GROUP, SCALES, experts_forward
+
+_QUANTIZER = "hf_specdec_mxfp4"
+
+
+class Mxfp4Config(transformers.Mxfp4Config):
+    """`quantization_config` of `from_pretrained` for checkpoints in MXFP4, such as gpt-oss, on any device and without
+    kernels of the Hub: experts keep the numbers of the file.
+
+    transformers compares the name of its class with that of the checkpoint's configuration.
+    """
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        return {"dequantize": False, "quant_method": _QUANTIZER}
+
+
+class StoredExperts(nn.Module):
+    """Experts of a class decorated with transformers' `use_experts_implementation`, all computed by `experts_forward`.
+
+    In the place of `gate_up_proj` they have `gate_up_proj_blocks`, `[experts, out, in / 32, 16]` uint8 with two numbers
+    of e2m1 each, the first one in its low half, and `gate_up_proj_scales`, `[experts, out, in / 32]` uint8, exponents
+    of 2 plus 127; `down_proj` likewise.
+    """
+
+    forward = experts_forward
+
+
+@functools.cache
+def _stored_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (StoredExperts, cls), {"__module__": cls.__module__})
+
+
+def _store(experts: nn.Module) -> None:
+    """Make `StoredExperts` of experts without numbers yet."""
+    for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+        weight = experts._parameters.pop(name)
+        count, size_out, size_in = (weight.mT if experts.is_transposed else weight).shape
+        shape = (count, size_out, size_in // GROUP)
+        for suffix, one in {BLOCKS: (*shape, GROUP // 2), SCALES: shape}.items():
+            part = torch.empty(one, dtype=torch.uint8, device=weight.device)
+            experts.register_parameter(f"{name}{suffix}", nn.Parameter(part, requires_grad=False))
+    experts.__class__ = _stored_class(type(experts))
+    setattr(experts, IS_INITIALIZED, True)  # their class would draw the parameters that they have no more
+
+
+@register_quantizer(_QUANTIZER)
+class _StoredMxfp4Quantizer(Mxfp4Quantizer):
+    serialized_names: dict[str, list[str]] = {}
+
+    def __init__(self, quantization_config: transformers.Mxfp4Config, **kwargs: Any):
+        quantization_config.quant_method = QuantizationMethod.MXFP4  # which is saved with the model
+        super().__init__(quantization_config, **kwargs)
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is needed."""
+
+    def param_needs_quantization(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        excluded = self.get_modules_to_not_convert(model, self.quantization_config.modules_to_not_convert)
+        for name, module in list(model.named_modules()):
+            if all(hasattr(module, one) for one in ("down_proj", "is_transposed", "has_gate")) and (
+                should_convert_module(name, excluded)
+            ):
+                _store(module)
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict]:
+        return None, {}
+
+    def get_load_operations(self) -> dict:
+        return {}
+
+    def get_weight_conversions(self) -> list:
+        return []
