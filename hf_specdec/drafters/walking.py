@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from .. import ops
 from ..kernels.types import Columns, Proposal
 from ..state import DecodeState
 from .dflash import DFlashDrafter
@@ -149,13 +150,12 @@ class WalkingDrafter(DFlashDrafter):
         """The tree of a round; arguments as of `draft`."""
         normed, memory = self.begin(anchors, normed)
         logits = self._head_logits(normed)
-        noisy = self.add_noise(state, logits, first=0).float()
-        values, candidates = noisy.topk(min(self.num_candidates or MOST_CHILDREN, logits.shape[-1]))
+        count = min(self.num_candidates or MOST_CHILDREN, logits.shape[-1])
+        values, candidates = ops.likeliest_tokens(self.add_noise(state, logits, first=0), None, count)
         tokens, logits = self._target_tokens(candidates), logits.gather(-1, candidates).float()
         places = Places(0, logits, candidates, self.read(normed, candidates))
         # What is no candidate keeps the weight that it has by the head alone.
-        total = noisy.logsumexp(-1, keepdim=True)
-        others = total + (-torch.expm1(values.logsumexp(-1, keepdim=True) - total).clamp(max=0.0)).log()
+        others = (-torch.expm1(values.logsumexp(-1, keepdim=True)).clamp(max=0.0)).log()
         temperatures = (state.temperature * state.row_temperatures)[:, None, None, None]
 
         def follow(before: torch.Tensor, at: Places, memory: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,7 +166,6 @@ class WalkingDrafter(DFlashDrafter):
             whole = torch.logaddexp(scores.logsumexp(-1, keepdim=True), others[:, rows, None])
             return scores - whole, memory
 
-        count = tokens.shape[2]
         if not self.remembers:
             before = torch.cat([anchors.expand(-1, count)[:, None], tokens[:, :-1]], dim=1)
             return tree_of_pairs(follow(before, places, None)[0], tokens, state.num_nodes)
