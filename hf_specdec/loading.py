@@ -10,24 +10,31 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from .checkpoints.checkpoint import check_folder
+from .patching.stored_experts import Mxfp4Config
 
 GGUF_SUFFIX = ".gguf"
 
 
 def load_target(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Load a target for inference (see `prepare_target`) from a folder, Hub repository or GGUF file, which is
-    dequantised; raises `OSError` if there is none."""
+    """Load a target for inference (see `prepare_target`) from a folder or Hub repository, of which experts in MXFP4
+    stay so, or a GGUF file, which is dequantised; raises `OSError` if there is none."""
     options: dict[str, Any] = {"dtype": dtype}
+    arguments = from_pretrained_arguments(name)
     if Path(name).suffix == GGUF_SUFFIX:
         from transformers import GgufConfig
 
         options["quantization_config"] = GgufConfig(dequantize=True)
-    return prepare_target(AutoModelForCausalLM.from_pretrained(**from_pretrained_arguments(name), **options).to(device))
+    else:
+        settings, _ = PreTrainedConfig.get_config_dict(name)
+        if (settings.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+            options["quantization_config"] = Mxfp4Config()
+    return prepare_target(AutoModelForCausalLM.from_pretrained(**arguments, **options).to(device))
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -32,11 +32,13 @@ from hf_specdec.host.quantised import compressor_of
 from hf_specdec.kernels import linear_reference
 from hf_specdec.kernels.stored_weight_reference import dequantise
 from hf_specdec.kernels.types import StoredWeight
+from hf_specdec.loading import load_target
 from hf_specdec.modules.signature import _plain_parts
 from hf_specdec.modules.stored_linear import keep_stored
 from hf_specdec.modules.weights import PLAIN_WEIGHTS, quantised_class, register_weight_kind, weight_of
 from hf_specdec.modules.weights import _readers as readers
 from hf_specdec.patching.experts import copies_experts
+from hf_specdec.patching.stored_experts import StoredExperts
 
 SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.1}
@@ -399,8 +401,12 @@ def test_texts_of_experts_in_mxfp4(mxfp4, through, monkeypatch):
         assert torch.equal(greedy(target, inputs, drafter, **new), plain)
         assert drafter.stats.engine == "static"
     assert products and {type(one) for one in products} == {StoredWeight} and not copies_experts(target)
-    names = {name for name, _ in target.named_parameters() if "experts" in name}
-    assert not [name for name in names if name.endswith("_proj")], "they stay as they are"
+    assert not [name for name, _ in target.named_parameters() if name.endswith("_proj")], "they stay as they are"
+
+
+def test_targets_by_name_keep_experts_in_mxfp4(mxfp4):
+    target = load_target(str(mxfp4), torch.float32, torch.device("cpu"))
+    assert {type(one).__mro__[1] for one in target.modules() if hasattr(one, "is_transposed")} == {StoredExperts}
 
 
 def test_batch_invariant_calls_of_experts_in_mxfp4(mxfp4, monkeypatch):
@@ -416,7 +422,7 @@ def test_batch_invariant_calls_of_experts_in_mxfp4(mxfp4, monkeypatch):
 def test_blocks_of_float8_of_transformers():
     """Its layer computes by kernels that it fetches for a GPU, so only what it holds is compared here."""
     layer = finegrained_fp8.FP8Linear(320, 200, block_size=(128, 128))
-    assert weight_of(layer)._replace(values=0, scales=0) == (0, 0, None, 128, 128, True)
+    assert weight_of(layer)[2:] == (None, 128, 128, True, None, None, None, None)
     generator = torch.Generator().manual_seed(0)
     weight, scales = torch.randn(200, 320, generator=generator), torch.rand(2, 3, generator=generator)
     layer.weight.data, layer.weight_scale_inv.data = weight.to(torch.float8_e4m3fn), scales
@@ -434,6 +440,20 @@ def test_blocks_of_float8_of_transformers():
     assert quantised_class(layer) is None and weight_of(layer) is None
     for other in ({"activation_scheme": "static"}, {"block_size": None}, {"block_size": (16, 24)}):
         assert weight_of(finegrained_fp8.FP8Linear(320, 200, **{"block_size": (128, 128)} | other)) is None
+
+
+def test_other_forms_of_bitsandbytes_are_computed_by_it():
+    """fp4, rows that blocks do not divide, and weights that it has packed anew for a CPU."""
+    layers = pytest.importorskip("bitsandbytes").nn
+
+    def layer(size_in=128, kind="nf4"):
+        return layers.Linear4bit(size_in, 32, bias=False, quant_type=kind).to("cpu")
+
+    assert weight_of(layer()).codes == "nf4" and weight_of(layer(192)).shape == (32, 192)
+    assert weight_of(layer(kind="fp4")) is None and weight_of(layer(96)) is None
+    packed = layer()
+    packed.weight.quant_state.packing_format_for_cpu = True
+    assert weight_of(packed) is None
 
 
 def test_kinds_are_registered_from_outside(monkeypatch):
