@@ -24,7 +24,7 @@ from training.targets import load_target
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec import AutoDrafter
-from hf_specdec.prompt_sources import encode, load_prompts
+from hf_specdec.prompt_sources import encode, load_prompts, pad_on_the_left
 from hf_specdec.stats import RowStats, add_up
 
 PROMPTS = Path(__file__).parent / "prompts"
@@ -151,7 +151,7 @@ def summarize_lengths(texts_by_k: dict[Shape, list[Text]]) -> dict:
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     model, tokenizer = load_target(args.target, getattr(torch, args.dtype), torch.device(args.device))
-    tokenizer.padding_side = "left"
+    pad_on_the_left(tokenizer)
     drafter = AutoDrafter.from_pretrained(args.drafter, target=model, draft_window_size=args.draft_window_size)
     report = {
         "dtype": args.dtype,
