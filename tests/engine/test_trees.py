@@ -23,11 +23,14 @@ from varying_drafts import vary_drafts
 from hf_specdec import SuffixDrafter
 from hf_specdec.auto_k import round_costs
 from hf_specdec.auto_k.auto_drafts import AutoDrafts
+from hf_specdec.cache.key_layers import attention_layers
+from hf_specdec.cache.ragged_cache import RaggedCache
 from hf_specdec.drafters.base import MOST_NODES
 from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine import lease
 from hf_specdec.host.caches import OUTPUT_NAME
+from hf_specdec.kernels.types import Nodes
 
 NEW = 24
 TEXTS = GreedyTexts(tiny_target, NEW)
@@ -88,6 +91,14 @@ def test_replayed_rounds_verify_other_trees(kind, monkeypatch):
         found = TEXTS.greedy(target, inputs, drafter, 4, tree=12)
         assert torch.equal(found, TEXTS.plain("llama", lengths))
         assert drafter.stats.execution.startswith("captured")
+
+
+def test_a_cache_runs_nodes_until_the_pass_ends():
+    cache, nodes = RaggedCache(attention_layers(1), 8), Nodes(torch.zeros(1, 1), torch.ones(1, 1, 1))
+    with pytest.raises(RuntimeError), cache.running(nodes):
+        assert cache.nodes is nodes
+        raise RuntimeError
+    assert cache.nodes is None
 
 
 def final_state(monkeypatch, target, inputs, drafter, **options):

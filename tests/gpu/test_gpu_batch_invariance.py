@@ -65,11 +65,11 @@ def test_one_text_a_prompt_with_trees(family):
     target, every = on_gpu(family).bfloat16(), list(range(len(LENGTHS)))
     alone = NoDrafter(target, batch_invariant=True)
     drafter = copy_of(target, noise=0.05).bfloat16().configure(5, batch_invariant=True)
-    for options in ({}, {"do_sample": True, "temperature": 1.2, "top_k": 30}):
-        seeds = [[row] if options else None for row in every]
-        expected = [texts(target, alone, [row], seeds=seeds[row], **options)[0] for row in every]
+    for draws in ({}, {"do_sample": True, "temperature": 1.2, "top_k": 30}):
+        options = [draws | ({"seeds": [row]} if draws else {}) for row in every]
+        expected = [texts(target, alone, [row], **options[row])[0] for row in every]
         for tree in (6, 24, 80):
-            found = texts(target, drafter, every, tree=tree, seeds=every if options else None, **options)
+            found = texts(target, drafter, every, tree=tree, **draws | ({"seeds": every} if draws else {}))
             assert found == expected and drafter.stats.tree == tree
     assert drafter.stats.acceptance_length > 1.5 and drafter.stats.batch_invariant
 
