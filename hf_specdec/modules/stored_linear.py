@@ -39,7 +39,7 @@ class StoredLinear(nn.Linear):
         stored = _stored(self, *self.form)
         if stored.rounds_inputs:
             inputs = ops.round_inputs(inputs, stored).to(inputs.dtype)
-        dtype = inputs.dtype if stored.scales.itemsize == 1 else stored.scales.dtype
+        dtype = torch.float32 if stored.scales.itemsize == 1 else stored.scales.dtype
         return F.linear(inputs, ops.dequantise_weight(stored, dtype).to(inputs.dtype), self.bias)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from case_counts import cases
 from compressed import arguments, save_compressed
+from graph_stand_ins import tape_on_cpu
 from lossless import PROMPTS, greedy
 from oracle import RANDOM_DRAFTERS, random_draft_model, random_eagle3
 from safetensors.torch import load_file, save_file
@@ -388,18 +389,21 @@ def test_experts_in_mxfp4_stay_as_in_the_file(mxfp4, tmp_path):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("through", ["reference", "kernels"])
+@pytest.mark.parametrize("through", ["reference", "kernels", "graphs"])
 def test_texts_of_experts_in_mxfp4(mxfp4, through, monkeypatch):
     target, inputs = load_mxfp4(mxfp4, quantization_config=Mxfp4Config()), padded_prompts(PROMPTS[3])
     new = {"max_new_tokens": 4 if through == "kernels" else 12}
     plain, products = greedy(target, inputs, **new), []
     if through == "kernels":
         set_policy(monkeypatch, "cpu", triton=True)
+    elif through == "graphs":
+        tape_on_cpu(monkeypatch)
     product = ops.expert_linear
     monkeypatch.setattr(ops, "expert_linear", lambda *args: products.append(args[1]) or product(*args))
     for drafter in (random_eagle3(target, own_embedding=False, own_head=False), NoDrafter(target)):
         assert torch.equal(greedy(target, inputs, drafter, **new), plain)
         assert drafter.stats.engine == "static"
+        assert through != "graphs" or drafter.stats.execution.startswith("captured in one graph")
     assert products and {type(one) for one in products} == {StoredWeight} and not copies_experts(target)
     assert not [name for name, _ in target.named_parameters() if name.endswith("_proj")], "they stay as they are"
 

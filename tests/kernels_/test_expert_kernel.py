@@ -91,7 +91,7 @@ def test_expert_matmuls(num_experts, tokens, chosen, rows, is_transposed, dtype)
                 matrix = weight[expert].double()
                 row = inputs[pair if of_pairs else pair // chosen].double()
                 expected[pair] = row @ (matrix if is_transposed else matrix.T) + bias[expert] * (not of_pairs)
-        for product in (experts_reference.expert_linear, expert_linear):
+        for product in (expert_linear, experts_reference.expert_linear):
             out = product(inputs, weight, None if of_pairs else bias, plan, rows, is_transposed)
             assert out.dtype == dtype and out.shape == expected.shape
             assert (out.double() - expected).abs().max() <= TOLERANCES[dtype] * max(1, expected.abs().max())

@@ -193,12 +193,13 @@ def test_experts(kind, dtype):
         expected, found = expected * is_expert[:, None], []
         for block in (8, 16, 32):
             plan = plan_experts(ids, num_experts, block)
-            for product in (experts_reference.expert_linear, expert_linear):
-                out = product(inputs, weight, None if of_pairs else bias, plan, block, False)
-                atol = EPSILON[dtype] * expected.abs().max().item()
+            given = inputs, weight, None if of_pairs else bias, plan, block, False
+            outs = [product(*given) for product in (expert_linear, experts_reference.expert_linear)]
+            atol = EPSILON[dtype] * expected.abs().max().item()
+            for out in outs:
                 torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
             few = inputs[: 2 * (1 + of_pairs)], weight, None if of_pairs else bias
-            found += [out[:4], expert_linear(*few, plan_experts(ids[:2], num_experts, block), block, False)]
+            found += [outs[0][:4], expert_linear(*few, plan_experts(ids[:2], num_experts, block), block, False)]
             assert torch.equal(*found[-2:])
         assert DEVICE == "cpu" or all(torch.equal(one, found[0]) for one in found)
 
