@@ -157,13 +157,7 @@ class AutoDrafter:
             raise TypeError(f"AutoDrafter.from_pretrained() got an unexpected keyword argument {unknown[0]!r}")
         hub = {name: value for name, value in keywords.items() if name in HubOptions.__annotations__}
         overrides = {name: value for name, value in keywords.items() if name in Overrides.__annotations__}
-        if not isinstance(target, nn.Module):
-            raise TypeError(f"target is {target!r}; expected the model whose generation is to be accelerated.")
-        if not hasattr(target, "config"):
-            raise TypeError(
-                f"target is a {type(target).__name__}, which has no config; expected a model of transformers. If it is "
-                "around one (DataParallel), pass that."
-            )
+        _check_target(target)
         checkpoint = find_checkpoint(pretrained_model_name_or_path, target.config, overrides, **hub)
         found = read_checkpoint(checkpoint, target.config, overrides)
         device = device_of_last_layer(target)
@@ -187,6 +181,16 @@ class AutoDrafter:
         )
         _log(checkpoint.name, found)
         return drafter.eval()
+
+
+def _check_target(target: Any) -> None:
+    if not isinstance(target, nn.Module):
+        raise TypeError(f"target is {target!r}; expected the model whose generation is to be accelerated.")
+    if not hasattr(target, "config"):
+        raise TypeError(
+            f"target is a {type(target).__name__}, which has no config; expected a model of transformers. If it is "
+            "around one (DataParallel), pass that."
+        )
 
 
 def share_with_target(

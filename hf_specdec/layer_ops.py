@@ -7,15 +7,13 @@ They are chosen and registered as those of `ops`.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from .kernels import row_reductions_reference
 from .kernels.gated_activation_reference import ACTIVATIONS
 from .kernels.types import AnglesKind, NormKind, RotaryKind
-from .op_choice import is_for_triton, kernel_op
+from .op_choice import kernel_op
 
 # Widest rows that a program of the norm's kernel keeps in its registers.
 MAX_NORM_WIDTH = 65536
@@ -77,19 +75,19 @@ gather_rows = kernel_op(
     "(Tensor table, Tensor index, Tensor? fill) -> Tensor",
     lambda table, index, fill: table.new_empty(*index.shape, table.shape[2]),
 )
-
-
-def _row_reduction(name: str, values: torch.Tensor, *args: torch.dtype | bool) -> torch.Tensor:
-    if not is_for_triton(values):
-        return getattr(row_reductions_reference, name)(values, *args)
-    from .kernels import row_reductions
-
-    kernel: Callable[..., torch.Tensor] = getattr(row_reductions, name)
-    with torch.cuda.device_of(values):
-        return kernel(values, *args)
-
-
 # Reductions of rows with one order of summation, see `kernels.row_reductions_reference`.
-row_sum = functools.partial(_row_reduction, "row_sum")
-row_softmax = functools.partial(_row_reduction, "row_softmax")
-row_cumsum = functools.partial(_row_reduction, "row_cumsum")
+row_sum = kernel_op(
+    "row_reductions.row_sum",
+    "(Tensor values, ScalarType dtype) -> Tensor",
+    lambda values, dtype: values.new_empty(values.shape[0], values.shape[2], dtype=dtype),
+)
+row_softmax = kernel_op(
+    "row_reductions.row_softmax",
+    "(Tensor values, ScalarType dtype, bool is_log) -> Tensor",
+    lambda values, dtype, is_log: values.new_empty(values.shape, dtype=dtype),
+)
+row_cumsum = kernel_op(
+    "row_reductions.row_cumsum",
+    "(Tensor values, ScalarType dtype) -> Tensor",
+    lambda values, dtype: values.new_empty(values.shape, dtype=dtype),
+)

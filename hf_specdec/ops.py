@@ -288,7 +288,6 @@ _linear_of_stored = kernel_op(
     "linear.stored_linear",
     f"(Tensor inputs, {_STORED}, Tensor? bias, str? activation) -> Tensor",
     lambda inputs, values, *rest: inputs.new_empty(len(inputs), len(values) // (1 if rest[-1] is None else 2)),
-    reference="linear_reference.gated_linear",  # never called
     launch=_stored_linear,
     groups={1: StoredWeight},
 )
@@ -359,7 +358,7 @@ def _has_tiles(
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """See `kernels.linear_reference.linear`; a Triton kernel on GPUs, where `has_fast_linear` says so."""
-    if isinstance(weight, StoredWeight) and is_for_triton(inputs):
+    if isinstance(weight, StoredWeight):
         return _linear_of_stored(inputs, weight, bias, None)
     return _plain_linear(inputs, weight, bias)
 
@@ -368,7 +367,7 @@ def gated_linear(
     inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor:
     """See `kernels.linear_reference.gated_linear`; a Triton kernel, where `has_gated_linear` says so."""
-    if isinstance(weight, StoredWeight) and is_for_triton(inputs):
+    if isinstance(weight, StoredWeight):
         return _linear_of_stored(inputs, weight, bias, activation)
     return _plain_gated_linear(inputs, weight, bias, activation)
 

@@ -48,3 +48,10 @@ def gated_linear(
         `[n, N]` in the inputs' dtype.
     """
     return gated_activation(*linear(inputs, weight, bias).chunk(2, dim=-1), activation)
+
+
+def stored_linear(
+    inputs: torch.Tensor, weight: StoredWeight, bias: torch.Tensor | None, activation: str | None
+) -> torch.Tensor:
+    """`linear` by a stored weight or, with an activation, `gated_linear`."""
+    return linear(inputs, weight, bias) if activation is None else gated_linear(inputs, weight, bias, activation)

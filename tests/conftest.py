@@ -15,7 +15,7 @@ SECONDS = "hf_specdec/seconds_of_files"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run all tests and cases, also those that take long")
-    parser.addoption("--fuzz-seconds", type=float, default=20.0, help="seconds of the tests in tests/fuzz")
+    parser.addoption("--fuzz-seconds", type=float, default=12.0, help="seconds of the tests in tests/fuzz")
     parser.addoption("--fuzz-seed", type=int, default=None, help="what they draw from; random by default")
 
 
@@ -115,7 +115,8 @@ def pytest_collection_finish() -> None:
     if "triton.runtime.interpreter" in sys.modules:
         import interpreter
 
-        interpreter.remember_builtins()
+        interpreter.replace_builtins_once()
+        interpreter.share_shapes()
         interpreter.skip_overflow_checks()
         interpreter.remember_dtypes()
         interpreter.round_to_float8()

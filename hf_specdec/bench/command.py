@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product, starmap
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
         help="measure how fast a target generates with drafters and without",
         description="Measure how fast a target generates with drafters and without, everything in one run.",
     )
-    add = parser.add_argument
+    add, flag = parser.add_argument, partial(parser.add_argument, action="store_true")
     add("--target", required=True, help="folder, Hub repository or GGUF file of the target")
     add("--drafter", nargs="*", default=[], help="folders or Hub repositories of drafters for it")
     add(
@@ -82,7 +83,7 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
         help="when sampling, draw drafts from the drafter's distribution, take its best, or decide by temperature",
     )
     add("--eos-token", help="the token that ends an answer, where the checkpoint names a wrong one")
-    add("--ignore-eos", action="store_true", help="let every answer become --max-new-tokens long")
+    flag("--ignore-eos", help="let every answer become --max-new-tokens long")
     add("--dtype", choices=DTYPES, help="bfloat16 on a GPU, else float32, by default")
     add("--device", help="a GPU if there is one")
     add(
@@ -90,11 +91,7 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
         action=argparse.BooleanOptionalAction,
         help="whether rounds are compiled (by default not), and steps with the static cache (by default they are)",
     )
-    add(
-        "--batch-invariant",
-        action="store_true",
-        help="drafters and the engine compute the same bits for every batch and every number of drafts",
-    )
+    flag("--batch-invariant", help="drafters and the engine compute the same bits for every batch and number of drafts")
     add(
         "--kv-cache-dtype",
         choices=KV_CACHE_DTYPES,
@@ -103,31 +100,19 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
     )
     add("--draft-window-size", type=int, default=None, help="tokens of a text that drafting attends to, all by default")
     add("--runs", type=int, default=3, help="measured runs of every case, after one that is not counted")
-    add(
-        "--continuous",
-        action="store_true",
-        help="drafters and the engine run all prompts in one generate_batch() on --batch-size rows",
-    )
-    add(
-        "--serve",
-        action="store_true",
-        help="drafters and the engine run the prompts by a manager, --batch-size of them at once; latencies",
-    )
-    add("--gpu-time", action="store_true", help="also record how long the GPU itself computes, in calls of their own")
-    add("--random-weights", action="store_true", help="read config.json files only; prompts are random tokens")
+    flag("--continuous", help="drafters and the engine run all prompts in one generate_batch() on --batch-size rows")
+    flag("--serve", help="drafters and the engine run the prompts by a manager, --batch-size at once; latencies")
+    flag("--gpu-time", help="also record how long the GPU itself computes, in calls of their own")
+    flag("--random-weights", help="read config.json files only; prompts are random tokens")
     add("--prompt-length", type=int, nargs="+", default=[128], help="tokens of the prompts of --random-weights")
-    add(
-        "--tensor-parallel",
-        action="store_true",
-        help="split the target over the processes of torchrun, with which this is to be started",
-    )
+    flag("--tensor-parallel", help="split the target over the processes of torchrun, with which this is to be started")
     add(
         "--synthetic-acceptance",
         type=float,
         nargs="+",
         help="accept drafts by chance: so many tokens a round on average, or these shares by position",
     )
-    add("--json", action="store_true", help="print one JSON object instead of the table")
+    flag("--json", help="print one JSON object instead of the table")
     add("--output", type=Path, help="JSON file for all figures")
     add("--plots", type=Path, help="folder for pictures; needs matplotlib")
     parser.set_defaults(run=run_bench)

@@ -120,6 +120,11 @@ def generate_batch(
     failed = next((one for one in requests if one.error is not None), None)
     if failed is not None and attachment is not None:
         raise RuntimeError(f"The request of inputs[{failed.index // sequences}] failed: {failed.error}")
+    return _results(requests, sequences)
+
+
+def _results(requests: Sequence[Request], sequences: int) -> dict[str, GenerationOutput]:
+    """What `generate_batch` returns, of so many sequences for each prompt."""
     results = {}
     for one in requests:
         number, child = divmod(one.index, sequences)

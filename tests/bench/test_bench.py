@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -50,6 +51,8 @@ from hf_specdec.ops import verify_sampling
 from hf_specdec.prompt_sources import PROMPTS, load_prompts, read_prompts
 
 SPEC = Spec()
+# Of the target that is measured: fewer than its drafters' checkpoints name, which read none of the others.
+TARGET = replace(SPEC, target_layers=6)
 FAMILIES = ("eagle3", "p-eagle", "pard", "draft-model")
 
 
@@ -63,7 +66,7 @@ def small_copies(monkeypatch):
 def folders(tmp_path_factory):
     """A target with a tokenizer, a drafter of each family for it, and prompts."""
     root = tmp_path_factory.mktemp("bench")
-    tiny_target(SPEC, dtype=torch.float32).save_pretrained(root / "target")
+    tiny_target(TARGET, dtype=torch.float32).save_pretrained(root / "target")
     words = {f"w{index}": index for index in range(SPEC.vocab_size - 1)} | {"<end>": SPEC.vocab_size - 1}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -180,16 +183,16 @@ def test_synthetic_acceptance(folders, tmp_path):
         (tmp_path / name).mkdir()
         shutil.copy(folders / name / "config.json", tmp_path / name)
     drafters = [tmp_path / family for family in FAMILIES]
-    options = ["--random-weights", "--prompt-length", 5, "--batch-size", 16, "--max-new-tokens", 40, "--runs", 1]
+    options = ["--random-weights", "--prompt-length", 5, "--batch-size", 32, "--max-new-tokens", 20, "--runs", 1]
     options += ["--baselines", "engine", "--output", tmp_path / "out.json"]
     asked, judge = 2.3, rounds.verify
     assert bench(tmp_path, "--drafter", *drafters, "-k", 4, *options, "--synthetic-acceptance", asked) == 0
     assert rounds.verify is judge
     rates = acceptance_rates([asked], 4)
     for case in json.loads((tmp_path / "out.json").read_text())["cases"]:
-        assert case["error"] is None and case["tokens"] == 16 * 40
+        assert case["error"] is None and case["tokens"] == 32 * 20
         if case["k"]:
-            # Some 280 rounds of a row, with a standard deviation of 1.4; the last one may be cut short.
+            # Some 280 rounds of rows, with a standard deviation of 1.4; the last one of a row may be cut short.
             assert case["acceptance_length"] == pytest.approx(asked, abs=0.3)
             assert case["acceptance_per_position"] == pytest.approx(rates, abs=0.1)
 
@@ -197,14 +200,14 @@ def test_synthetic_acceptance(folders, tmp_path):
 @pytest.mark.parametrize("way", [None, "--continuous", "--serve"])
 def test_trees(folders, tmp_path, capsys, way):
     """Crossed with K; as many drafts are accepted as of chains."""
-    for name in ("target", "eagle3", "p-eagle", "pard"):
+    for name in ("target", "eagle3", "p-eagle"):
         (tmp_path / name).mkdir()
         shutil.copy(folders / name / "config.json", tmp_path / name)
     for layout, spec in (("z-lab", blocks.DFLASH), ("specforge", blocks.DSPARK)):
         blocks.write(layout, tmp_path / layout, spec, blocks.make_weights(spec))
         (tmp_path / layout / "model.safetensors").unlink()
-    drafters = ["p-eagle"] if way else ["eagle3", "p-eagle", "pard", "z-lab", "specforge"]
-    options = ["--random-weights", "--prompt-length", 5, "--batch-size", 16, "--max-new-tokens", 30, "--runs", 1]
+    drafters = ["p-eagle"] if way else ["eagle3", "p-eagle", "z-lab", "specforge"]
+    options = ["--random-weights", "--prompt-length", 5, "--batch-size", 24, "--max-new-tokens", 20, "--runs", 1]
     options += ["--baselines", "engine", "--drafter", *(tmp_path / name for name in drafters)]
     options += ["-k", 3, 4, "--tree", 0, 20] if way else ["-k", 4, "--tree", 3, 20]
     options += ["--synthetic-acceptance", asked := 2.3, "--output", tmp_path / "out.json", *([way] if way else [])]
@@ -215,7 +218,7 @@ def test_trees(folders, tmp_path, capsys, way):
     shapes = [["0", "-"], *(len(drafters) * shapes)]
     assert [line.split()[2:4] for line in lines[1 : 1 + len(shapes)]] == shapes
     for case in json.loads((tmp_path / "out.json").read_text())["cases"]:
-        assert case["error"] is None and case["tokens"] == 16 * 30, case
+        assert case["error"] is None and case["tokens"] == 24 * 20, case
         assert case["rounds_by_tree"] == (
             {str(case["tree"]): sum(case["rounds_by_k"].values())} if case["tree"] else {}
         )
@@ -227,8 +230,9 @@ def test_trees(folders, tmp_path, capsys, way):
 
 def test_trees_of_real_drafts(folders, capsys):
     """Texts are those of plain `generate()`; how drafts are drawn makes no further cases."""
-    options = ["--prompts", folders / "prompts.jsonl", "--max-new-tokens", 12, "--runs", 1, "--baselines", "dynamic"]
-    options += ["--drafter", folders / "eagle3", "-k", 3, "auto", "--tree", 6, "auto", "--temperature", 0, 1, "--json"]
+    options = ["--prompts", folders / "prompts.jsonl", "--limit", 1, "--max-new-tokens", 12, "--runs", 1]
+    options += ["--baselines", "dynamic", "--temperature", 0, 1, "--json"]
+    options += ["--drafter", folders / "eagle3", "-k", 3, "auto", "--tree", 6, "auto"]
     assert bench(folders, *options, "--draft-probs", "on", "off") == 0
     cases = json.loads(capsys.readouterr().out)["cases"]
     found = [(case["temperature"], case["tree"], case["k"], case["draft_probs"]) for case in cases if case["k"]]
@@ -313,7 +317,7 @@ def test_prompts_of_several_lengths(folders, tmp_path, capsys):
     }
     cached = 2 * SPEC.num_kv_heads * SPEC.head_dim * 4  # a layer's keys and values of a token
     # At K = 2 the drafter's layer runs twice a round.
-    for name, layers in (("engine", SPEC.target_layers), ("eagle3", SPEC.target_layers + 2 * SPEC.num_layers)):
+    for name, layers in (("engine", TARGET.target_layers), ("eagle3", TARGET.target_layers + 2 * SPEC.num_layers)):
         for size in (1, 2):
             short, long = (cases[name, size, length] for length in lengths)
             assert long["bytes_per_round"] - short["bytes_per_round"] == size * 16 * layers * cached

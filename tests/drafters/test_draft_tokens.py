@@ -14,7 +14,7 @@ import pard2_reference
 import pytest
 import scripted_verification
 import torch
-from case_counts import cases
+from case_counts import cases, num_cases
 from dialects import PEAGLE, PLAIN, VARIANTS, make_weights, tiny_target, write
 from scripted_verification import Seen, random_patterns, watch, wrong_now_and_then
 from targets import padded_prompts
@@ -27,6 +27,8 @@ from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.kernels.types import DraftInputs
 
 MASK = 5
+# Of targets: fewer than checkpoints name, which read none of the others.
+TARGET_LAYERS = 6
 
 
 @dataclass
@@ -39,10 +41,14 @@ class Case:
     cache: Callable[[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]
 
 
+def target_of(spec=PLAIN) -> PreTrainedModel:
+    return tiny_target(replace(spec, target_layers=TARGET_LAYERS))
+
+
 def eagle(folder, spec, dialect, is_parallel=False) -> Case:
     """EAGLE-3, or P-EAGLE drafting in parallel or token by token."""
     write(dialect, folder, spec, make_weights(spec))
-    target, weights = tiny_target(spec), eagle_reference.read_tensors(folder)
+    target, weights = target_of(spec), eagle_reference.read_tensors(folder)
     drafter = AutoDrafter.from_pretrained(folder, target, parallel_drafting=is_parallel if spec.parallel else None)
     propose = eagle_reference.propose_in_parallel if is_parallel else eagle_reference.propose
     return Case(
@@ -57,7 +63,7 @@ def block(folder, layout, spec, **overrides) -> Case:
     """DFlash or what is made of it."""
     weights = blocks.make_weights(spec)
     blocks.write(layout, folder, spec, weights)
-    target = tiny_target(PLAIN)
+    target = target_of()
     return Case(
         target,
         AutoDrafter.from_pretrained(folder, target, **overrides),
@@ -87,7 +93,7 @@ def draft_model(folder, is_parallel) -> Case:
         if name.endswith("norm.weight"):
             torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
     model.save_pretrained(folder)
-    target, (weights, spec) = tiny_target(PLAIN), eagle_reference.read_llama(folder)
+    target, (weights, spec) = target_of(), eagle_reference.read_llama(folder)
     draft = eagle_reference.draft_as_pard if is_parallel else eagle_reference.draft_as_llama
     return Case(
         target,
@@ -100,7 +106,7 @@ def draft_model(folder, is_parallel) -> Case:
 def pard2(folder, **options) -> Case:
     """PARD-2, whose hidden states are in another order than the layers."""
     pard2_reference.write(folder, vocab_size=PLAIN.vocab_size, pard_token=MASK, **options)
-    target = tiny_target(PLAIN)
+    target = target_of()
     return Case(
         target,
         AutoDrafter.from_pretrained(folder, target),
@@ -170,7 +176,7 @@ def run_script(monkeypatch, case, *script, **options) -> None:
     ("family", "num_draft_tokens"),
     cases(
         every := list(itertools.product(CASES, [1, 2, 3, 4])),
-        [one for one in every if one[1] == 3 or (one[1] == 1 and one[0] in ("eagle3", "p-eagle", "dspark", "pard2"))],
+        [one for one in every if one[1] == 2 or (one[1] in (1, 3) and one[0] in ("eagle3", "p-eagle", "dspark"))],
     ),
 )
 def test_all_patterns_of_two_rounds(monkeypatch, tmp_path, family, num_draft_tokens):
@@ -223,7 +229,7 @@ def test_variants_of_peagle(monkeypatch, tmp_path, variant, is_parallel):
 )
 def test_layouts_of_drafters_of_blocks(monkeypatch, tmp_path, layout, number):
     case = block(tmp_path, layout, blocks.LAYOUTS[layout][number])
-    run_script(monkeypatch, case, 5, random_patterns(5, 8))
+    run_script(monkeypatch, case, 5, random_patterns(5, num_cases(8, 5)))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +254,7 @@ def test_training_of_dspark_reads_what_drafting_does(tmp_path, layout, number):
 @pytest.mark.core
 def test_recomputation_is_transformers_own_assistant(tmp_path):
     """Of Muse Glimmer, whose windows shorten what a block sees before it and of itself."""
-    spec, target = blocks.LAYOUTS["muse"][0], tiny_target(PLAIN)
+    spec, target = blocks.LAYOUTS["muse"][0], target_of()
     weights, num_tokens = blocks.make_weights(spec), 6
     folder = blocks.write("muse", tmp_path, spec, weights)
     model = MuseGlimmerAssistantModel.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
@@ -273,7 +279,7 @@ def test_recomputation_is_transformers_own_assistant(tmp_path):
 def test_length_limit(monkeypatch, tmp_path, family):
     """Only drafts that fit count, and those that do not disturb no others."""
     case = CASES[family](tmp_path)
-    for max_new_tokens in cases((2, 3, 4, 6, 9, 10, 12), (2, 4, 9, 10)):
+    for max_new_tokens in cases((2, 3, 4, 6, 9, 10, 12), (3, 10)):
         with monkeypatch.context() as patch:
             run_script(patch, case, 8, [[2, 0, 1]] + random_patterns(8, 12), max_new_tokens)
 

@@ -228,7 +228,7 @@ def test_results_do_not_depend_on_earlier_calls(monkeypatch, kind):
     target = tiny_target("llama")
     inputs = padded_prompts([9, 1, 5])
     drafter = RANDOM_DRAFTERS[kind](target)
-    options = {"do_sample": True, "temperature": 1.3, "max_new_tokens": 8, "num_assistant_tokens": 4}
+    options = {"do_sample": True, "temperature": 1.3, "max_new_tokens": 6, "num_assistant_tokens": 4}
     texts, drafted = [], []
     for seed in (3, 4, 3):
         torch.manual_seed(seed)
@@ -313,11 +313,11 @@ REPLAYED = [
 def test_replayed_calls_generate_what_eager_calls_generate(kind, option, monkeypatch):
     """Prompts of one bucket of lengths, in a batch that is filled up with an inert row unless processors read texts."""
     target = tiny_target("llama")
-    batches = [[9, 1, 5], [1, 1, 1], [3, 9, 4]]
+    batches, options = [[9, 1, 5], [1, 1, 1], [3, 9, 4]], {"max_new_tokens": 6, **OPTIONS[option]}
     make = RANDOM_DRAFTERS.get(kind, NoDrafter)
-    eager = generate(target, make(target), batches, **OPTIONS[option])
+    eager = generate(target, make(target), batches, **options)
     capture, drafter = replay_on_cpu(monkeypatch), make(target)
-    assert generate(target, drafter, batches, **OPTIONS[option]) == eager
+    assert generate(target, drafter, batches, **options) == eager
     assert drafter.stats.execution.startswith("captured in")
     assert (capture.count, capture.hostings, len(drafter.sessions)) == (3 if option == "penalty" else 2, 1, 1)
 

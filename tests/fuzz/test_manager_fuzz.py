@@ -1,7 +1,7 @@
 """Managers under random load: every text is that of `generate()` alone, or its beginning if the request ended early.
 
 Requests of random lengths, settings and processors arrive at random times; some are cancelled, the manager is paused,
-the target is used meanwhile, and memory fails. By default it takes 20 seconds; for longer:
+the target is used meanwhile, and memory fails. By default it takes 12 seconds; for longer:
 
     python -m pytest tests/fuzz --fuzz-seconds 300 [--fuzz-seed 7] -s
 """

@@ -2,11 +2,14 @@
 
 import inspect
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton.language as tl
+from triton._utils import validate_block_shape
 from triton.language.core import is_builtin
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -19,12 +22,27 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(found.double(), expected.double(), rtol=1e-5, atol=1e-5)
 
 
-def remember_builtins() -> None:
-    """Let Triton's interpreter look for the built-in functions of `triton.language` once.
+def replace_builtins_once() -> None:
+    """Let Triton's interpreter replace the functions of `triton.language` once for a launch.
 
-    It replaces them at every launch of a kernel, and again at every call from a kernel of another function, each time
-    by going through all members of the same modules and classes, which took a third of the time of a test of kernels.
+    It replaces them again at every call from a kernel of another function, each time by going through all members of
+    the same modules and classes, which took a third of the time of a test of kernels.
     """
+    replace_for, whole = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    running: list[Any] = []  # the scope of the launch that runs
+
+    class Scope(interpreter._LangPatchScope):
+        def restore(self) -> None:
+            super().restore()
+            running.clear()
+
+    def patch_lang(function: Any) -> Any:
+        if not running:
+            running.append(scope := Scope())
+            scope._changes = replace_for(whole)._changes
+            return scope
+        return interpreter._LangPatchScope()  # of a call, or of a function of `triton.language`: all is replaced
+
     names: dict[Any, list[str]] = {}
 
     def patch_builtin(owner: Any, *arguments: Any) -> None:
@@ -34,7 +52,48 @@ def remember_builtins() -> None:
             if is_builtin(member := getattr(owner, name)):
                 interpreter._patch_attr(owner, name, member, *arguments)
 
-    interpreter._patch_builtin = patch_builtin
+    interpreter._patch_builtin, interpreter._patch_lang = patch_builtin, patch_lang
+
+
+def share_shapes() -> None:
+    """Let Triton's interpreter make the shapes of tensors and their types once, and not look for the type in which two
+    tensors of one type and shape are added up and so on.
+    """
+    check, known = TritonSemantic.binary_op_type_checking_impl, {}
+
+    def look_up(shape: Any) -> tuple[Any, Any, int, str]:
+        """Of a type, of a tensor, its elements, its name; each of them once for all of one shape."""
+        key = tuple(one.value if isinstance(one, tl.constexpr) else one for one in shape)
+        if key not in known:
+            of_type, of_tensor = tl.tuple(key), tl.tuple([tl.constexpr(one) for one in key])
+            known[key] = of_type, of_tensor, validate_block_shape(key), str(of_type)
+        return known[key]
+
+    def make_block_type(self: Any, element_type: Any, shape: Any) -> None:
+        if not len(shape):
+            raise TypeError("a block without a dimension")
+        self.element_ty = element_type
+        self.shape, _, self.numel, name = look_up(shape)
+        self.name = f"<{name}, {element_type}>"
+
+    def is_same_type(self: Any, other: Any) -> bool:
+        return isinstance(other, tl.block_type) and self.shape is other.shape and self.element_ty == other.element_ty
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        _, self.shape, numel, _ = look_up(type.shape if type.is_block() else ())
+        self.numel = tl.constexpr(numel)
+
+    def check_types(self: Any, left: Any, right: Any, *options: bool, **more: bool) -> Any:
+        is_division = len(options) > 3 or more  # whose type is another for integers and 16-bit types
+        are_tensors = isinstance(left, tl.tensor) and isinstance(right, tl.tensor)
+        is_alike = are_tensors and left.shape is right.shape and left.dtype == right.dtype and not left.dtype.is_ptr()
+        if is_alike and not is_division:
+            return left, right
+        return check(self, left, right, *options, **more)
+
+    tl.block_type.__init__, tl.block_type.__eq__, tl.tensor.__init__ = make_block_type, is_same_type, make_tensor
+    TritonSemantic.binary_op_type_checking_impl = check_types
 
 
 def skip_overflow_checks() -> None:

@@ -96,10 +96,14 @@ GONE = {
     ),
     "module": ("transformers.LlamaModel; sys.modules['transformers.integrations.moe'] = None", "ALL_EXPERTS_FUNCTIONS"),
 }
-# Each is done in a copy of a process that has imported transformers, but not the package.
+# Each is done in a copy of a process that has imported what the package imports of others, but not the package.
 WITHOUT_PARTS = """
-import os, sys, warnings
-import transformers, transformers.generation, transformers.cache_utils, transformers.masking_utils
+import contextlib, os, sys, warnings
+import transformers, transformers.generation.utils, transformers.cache_utils, transformers.masking_utils
+import transformers.generation.continuous_batching, transformers.integrations.moe, transformers.modeling_utils
+import transformers.models.auto.modeling_auto, transformers.models.llama.modeling_llama, transformers.processing_utils
+with contextlib.suppress(ImportError):
+    import openai, transformers.cli.serve
 for gone in sys.argv[1:]:
     print("GONE", gone, flush=True)
     if os.fork():

@@ -1,5 +1,6 @@
 """The shipped drafters on the real model: SmolLM2-135M-Instruct."""
 
+import functools
 from collections import Counter
 
 import pytest
@@ -16,9 +17,12 @@ pytestmark = pytest.mark.smollm2
 
 @pytest.fixture(scope="module")
 def smollm2():
+    import gguf
     from smollm2 import load_smollm2
 
-    return load_smollm2()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))  # else the file is parsed four times
+        return load_smollm2()
 
 
 @pytest.fixture(scope="module", params=[(2, 24), pytest.param((40, 128), marks=pytest.mark.slow)], ids=str)

@@ -4,6 +4,7 @@ On a machine without a GPU the kernel runs in Triton's interpreter. Rings begin 
 that are no tokens: only what was written may be read.
 """
 
+import itertools
 from collections.abc import Iterable
 from random import Random
 from typing import NamedTuple
@@ -237,9 +238,13 @@ def compare_with_reference(
 
 
 @every_form
-@pytest.mark.parametrize("num_drafts", [0, 1, 3, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("lag", [0, 5])
+@pytest.mark.parametrize(
+    ("num_drafts", "dtype", "lag"),
+    cases(
+        every := list(itertools.product([0, 1, 3, 7], [torch.float32, torch.float64], [0, 5])),
+        [one for one in every if one[1] == torch.float32 and (one[2] or one[0] == 3)] + [(3, torch.float64, 5)],
+    ),
+)
 def test_reference_equals_the_plain_loop(form, num_drafts, dtype, lag):
     """Bit for bit on a CPU, whatever was rejected before."""
     rounds = verification_rounds(num_drafts, 25, [1, 4, 9, 20], lag, seed=num_drafts)

@@ -9,8 +9,6 @@ from processes import ROOT, finish, launch
 from split_manager_worker import NEW_TOKENS, PROMPTS, SAMPLING, managed
 from targets import tiny_target
 
-pytestmark = pytest.mark.core
-
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):

@@ -5,6 +5,7 @@ probability come out of `verify_sampling` itself, and nothing is drawn. The seco
 """
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -166,12 +167,15 @@ class Text:
             for length in range(width + 1)
             for text in itertools.product(range(vocabulary), repeat=length)
         }
+        self._laws = {}
 
     def law(self, text):
-        """`[V]` float64: what plain sampling draws the next token from."""
-        shown = torch.cat([self.prompt, torch.tensor([text], dtype=torch.int64)], dim=1)
-        scores = self.processors(shown, self._logits[text][None].clone())
-        return scores.double().softmax(dim=-1)[0]
+        """What plain sampling draws the next token from."""
+        if text not in self._laws:
+            shown = torch.cat([self.prompt, torch.tensor([text], dtype=torch.int64)], dim=1)
+            scores = self.processors(shown, self._logits[text][None].clone())
+            self._laws[text] = scores.double().softmax(dim=-1)[0].tolist()
+        return self._laws[text]
 
     def scores(self, drafts):
         """`[N, K + 1, V]` float32: what the engine's own processing gives for blocks with these drafts `[N, K]`."""
@@ -205,7 +209,7 @@ class Text:
             for rest in itertools.product(range(self.vocabulary), repeat=self.width + 1 - len(text)):
                 whole = text + rest
                 going_on = [self.law(whole[:step])[whole[step]] for step in range(len(text), self.width + 1)]
-                law[whole] += probability * torch.stack(going_on).prod() if going_on else probability
+                law[whole] += probability * math.prod(going_on)
         return law
 
 
@@ -483,8 +487,14 @@ class ModelText(Text):
     @torch.no_grad()
     def __init__(self, model, width, processors):
         super().__init__(model.config.vocab_size, width, processors, seed=0)
-        for text in self._logits:
-            self._logits[text] = model(torch.cat([self.prompt, torch.tensor([text]).long()], dim=1)).logits[0, -1]
+        for length in range(width + 1):
+            texts = [text for text in self._logits if len(text) == length]
+            whole = torch.cat([self.prompt.expand(len(texts), -1), torch.tensor(texts).long()], dim=1)
+            self._logits.update(zip(texts, model(whole).logits[:, -1], strict=True))
+
+
+class Proposed(Exception):
+    """Ends a call after its first proposal."""
 
 
 def first_proposals(monkeypatch, target, drafter, prompt, rows):
@@ -495,8 +505,13 @@ def first_proposals(monkeypatch, target, drafter, prompt, rows):
     seen, propose = [], drafter.propose
     prompt, last = prompt[:, :-1], int(prompt[0, -1])
     others = [token for token in range(VOCABULARY) if token != last]
-    with monkeypatch.context() as patch:
-        patch.setattr(drafter, "propose", lambda *args: (seen.append(propose(*args)), seen[-1])[1])
+
+    def propose_once(*args):
+        seen.append(propose(*args))
+        raise Proposed
+
+    with monkeypatch.context() as patch, pytest.raises(Proposed):
+        patch.setattr(drafter, "propose", propose_once)
         set_seed(0)
         options = {"do_sample": True, "top_k": 0, "max_new_tokens": 5, "num_return_sequences": rows}
         options["begin_suppress_tokens"] = others
