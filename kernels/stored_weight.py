@@ -87,7 +87,7 @@ def look_up(codes: tuple[float, ...], dtype: torch.dtype) -> str:
     second byte of what they stand for, from the codes of numbers up to 7, and from the others. The fourth bits, spread
     to bytes, choose between those. Codes whose second half is the first one with the other sign have that only.
     """
-    parts = torch.tensor(codes).to(dtype).view(torch.uint8).view(2, 2, 4, 2).permute(3, 0, 1, 2)
+    parts = torch.tensor(codes, dtype=dtype, device="cpu").view(torch.uint8).view(2, 2, 4, 2).permute(3, 0, 1, 2)
     words = [[[int.from_bytes(bytes(word), "little") for word in half] for half in one] for one in parts.tolist()]
     (low, others_low), (high, others_high) = words
     is_symmetric = low == others_low and [one | 0x80808080 for one in high] == others_high
