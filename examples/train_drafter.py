@@ -395,26 +395,14 @@ class Trainer:
 
 def new_optimizers(args: argparse.Namespace, drafter: CachedDrafter) -> list[torch.optim.Optimizer]:
     """AdamW for all parameters of `drafter`, or as `--optimizer muon` says."""
-    parameters = list(drafter.parameters())
-    matrices, optimizers = [], []
-    if args.optimizer == "muon":
-        # Embeddings and heads, also those of Markov heads, have one row for each token.
-        tokens = {drafter.config.vocab_size, drafter.config.draft_vocab_size}
-        matrices = [one for one in parameters if one.ndim == 2 and tokens.isdisjoint(one.shape)]
-        optimizers.append(
-            torch.optim.Muon(matrices, lr=args.lr, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw")
-        )
-    ids = set(map(id, matrices))
-    optimizers.append(
-        torch.optim.AdamW(
-            [one for one in parameters if id(one) not in ids],
-            lr=args.lr,
-            betas=(0.9, 0.95),
-            weight_decay=args.weight_decay,
-            fused=parameters[0].is_cuda,
-        )
-    )
-    return optimizers
+    # Embeddings and heads, also those of Markov heads, have one row for each token.
+    tokens = {drafter.config.vocab_size, drafter.config.draft_vocab_size}
+    matrices, others, settings = [], [], {"lr": args.lr, "weight_decay": args.weight_decay}
+    for one in drafter.parameters():
+        is_matrix = one.ndim == 2 and tokens.isdisjoint(one.shape)
+        (matrices if args.optimizer == "muon" and is_matrix else others).append(one)
+    adamw = torch.optim.AdamW(others, betas=(0.9, 0.95), fused=others[0].is_cuda, **settings)
+    return [adamw, *([torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **settings)] if matrices else [])]
 
 
 def schedule(share: float) -> float:

@@ -16,7 +16,8 @@ from ..auto_k.round_costs import CostTable
 from ..cache.key_layout import KeyLayout
 from ..calls.kv_transfer import DeferredCache
 from ..drafters.base import Drafter
-from ..graphs.cuda_graphs import Fence, GraphPool
+from ..graphs.cuda_graphs import GraphPool
+from ..memory.fence import Fence
 from ..memory.virtual_memory import RowMemory
 from ..modules.patch import Patch
 from ..modules.signature import Fingerprint

@@ -32,27 +32,6 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-class Fence:
-    """A point in the work of `device` for which other streams can wait: a CUDA event; on a CPU nothing."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._event: torch.cuda.Event | None = None
-
-    def set(self) -> None:
-        """Record it after all work submitted to the current stream."""
-        if self._device.type == "cuda":
-            self._event = torch.cuda.current_stream(self._device).record_event()
-
-    def wait(self) -> None:
-        if self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
-
-    def synchronize(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-
 class RoundClock:
     """Points in time of the work of `device`: CUDA events, which are read later; elsewhere the host's clock."""
 

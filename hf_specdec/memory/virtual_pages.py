@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .fence import Fence
+
 # Linux's MAP_NORESERVE, which Python has had a name for since 3.13.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
@@ -117,8 +119,8 @@ class DevicePages:
         self.base = int(_checked(driver, driver.cuMemAddressReserve(size, 0, 0, 0)))
         # Size and handle by the start of what they are behind. Each is a reference to its memory.
         self._handles: dict[int, tuple[int, Any]] = {}
-        # Recorded behind what zeroes new memory.
-        self._zeroed: torch.cuda.Event | None = None
+        # Behind what zeroes new memory.
+        self._zeroed = Fence(self._device)
         weakref.finalize(self, _free, driver, self._device, self.base, size, self._handles).atexit = False
 
     def put(self, start: int, size: int) -> None:
@@ -145,11 +147,10 @@ class DevicePages:
 
     def zero(self, start: int, size: int) -> None:
         torch.empty(0, dtype=torch.uint8, device=self._device).set_(self.storage(start), 0, (size,)).zero_()
-        self._zeroed = torch.cuda.current_stream(self._device).record_event()
+        self._zeroed.set()
 
     def take(self, start: int, size: int) -> None:
-        if self._zeroed is not None:  # what a shortage takes back at once may not be zero yet
-            self._zeroed.synchronize()
+        self._zeroed.synchronize()  # what a shortage takes back at once may not be zero yet
         driver, (_, handle) = self._driver, self._handles.pop(start)
         _checked(driver, driver.cuMemUnmap(self.base + start, size))
         _checked(driver, driver.cuMemRelease(handle))

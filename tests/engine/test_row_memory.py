@@ -32,11 +32,11 @@ from hf_specdec.engine import lease
 from hf_specdec.engine.run import Run, _Launched
 from hf_specdec.engine.runner import Runner
 from hf_specdec.graphs import buckets
-from hf_specdec.graphs.cuda_graphs import Fence
 from hf_specdec.host.generation import prepared_config
 from hf_specdec.integration.continuous import call_of
 from hf_specdec.integration.dispatch import generate_continuously
 from hf_specdec.memory import virtual_memory, virtual_pages
+from hf_specdec.memory.fence import Fence
 from hf_specdec.memory.virtual_memory import RowMemory, committed_bytes
 from hf_specdec.state import RoundShape
 from hf_specdec.stats import Counters
