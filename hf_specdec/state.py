@@ -153,7 +153,7 @@ class DecodeState:
         batch = shape.batch
         numbers = blank_numbers(batch, device)
         views = dict(zip(NUMBERS, numbers, strict=True))
-        cache = RaggedCache(layers, shape.slots, None, views["lengths"], shape.num_draft_tokens) if layers else None
+        cache = RaggedCache(layers, shape.slots, views["lengths"], None, shape.num_draft_tokens) if layers else None
         if shape.keeps_hidden_states:
             cache.hidden_states = HiddenStates()
         return cls(

@@ -27,17 +27,16 @@ class RaggedCache(Cache):
     Args:
         kinds: of the layers.
         slots: slots of each layer, the dummy slot included.
+        lengths: `[B]` int64, committed tokens of each row, as they are when a pass runs; on the device of the cache.
         starts: see below.
-        lengths: `[B]` int64, committed tokens of each row, as they are when a pass runs. Layers with keys only need
-            neither these nor the next two.
-        num_draft_tokens: most draft tokens of a round.
+        num_draft_tokens: most draft tokens of a round. Layers with keys only need neither this nor the next.
         num_again: how many of the last committed tokens may be run again.
 
     Attributes:
         positions: `[B, n]` int64 slots that the next forward pass writes; set by `advance`.
         num_before: how many slots are before those of the next forward pass, where these follow each other without
             padding, in all rows from the same one on; None where that is not known. Set by `advance`.
-        kinds: see above.
+        kinds, lengths: see above.
         recurrence: positions of the states of one position; None if there are none.
         starts: `[B]` int64, the first slot of each row that queries attend to; None for slot 0 in all rows.
         late_starts: takes the place of `starts` for a while; None if it does not.
@@ -61,8 +60,8 @@ class RaggedCache(Cache):
         self,
         kinds: LayerKinds,
         slots: int,
+        lengths: torch.Tensor,
         starts: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
         num_draft_tokens: int = 0,
         num_again: int = 0,
     ):
@@ -70,7 +69,7 @@ class RaggedCache(Cache):
         self.slots = slots
         self.takes_mask = kinds.takes_mask
         # Kernels are given all slots, references those in use.
-        self._shows_all = lengths is not None and ops.has_kernels(lengths.device)
+        self._shows_all = ops.has_kernels(lengths.device)
         self._takes_num_before = kinds.is_by_slot and not kinds.takes_mask and starts is None
         self.span = slots - self.takes_mask
         self.kernel_span = slots
@@ -84,7 +83,7 @@ class RaggedCache(Cache):
         self.nodes: Nodes | None = None
         self._moves = ops.SlotMoves()
         self._block: Block | None = None
-        self._lengths = lengths
+        self.lengths = lengths
         # Of tokens whose inputs are in rings.
         self._most_uncertain = num_draft_tokens + num_again
         self.recurrence = RecurrencePositions(lengths, num_again) if kinds.keeps_states else None
@@ -95,8 +94,8 @@ class RaggedCache(Cache):
 
     @property
     def batch(self) -> int:
-        """Rows; known where `lengths` are."""
-        return len(self._lengths)
+        """Rows."""
+        return len(self.lengths)
 
     @property
     def dummy_slot(self) -> int:
@@ -278,7 +277,7 @@ class PackedCache(RaggedCache):
     """
 
     def __init__(self, cache: RaggedCache, batch: int):
-        super().__init__(LayerKinds(), batch * cache.slots)
+        super().__init__(LayerKinds(), batch * cache.slots, cache.lengths)
         self.kinds, self.layers = cache.kinds, [layer.packed(self, batch) for layer in cache.layers]
         self.hidden_states = cache.hidden_states
         self._row_slots, self._row_starts = cache.slots, cache.starts

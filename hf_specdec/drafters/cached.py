@@ -185,7 +185,7 @@ class CachedDrafter(Drafter):
         draft_ids = None
         if state.draft_probs and self.target_ids is not None:
             draft_ids = ops.invert_draft_vocabulary(self.target_ids, self.config.vocab_size)
-        cache = RaggedCache(layers, state.slots, state.draft_starts, state.lengths, num_drafts, num_again=1)
+        cache = RaggedCache(layers, state.slots, state.lengths, state.draft_starts, num_drafts, num_again=1)
         return DraftMemory(cache, DraftInputs.allocate(batch, width, state.lengths.device), draft_ids)
 
     def copy_rows(

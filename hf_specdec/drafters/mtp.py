@@ -191,12 +191,13 @@ class MtpDrafter(CachedDrafter):
         device, num_modules = state.lengths.device, self.config.num_modules
         if self.chains_passes:
             width = self._num_rerun(state.most_draft_tokens, state.most_nodes > 0)
+        places = state.slots, state.lengths, state.draft_starts
         num_caches = -(-state.most_draft_tokens // num_modules) if self.chains_passes else 1
         return MtpMemory(
             memory.cache,
             DraftInputs.allocate(batch, width, device),
             memory.draft_ids,
-            [RaggedCache(memory.cache.kinds, state.slots, state.draft_starts) for _ in range(num_caches - 1)],
+            [RaggedCache(memory.cache.kinds, *places) for _ in range(num_caches - 1)],
             torch.zeros(batch, width, self.config.hidden_size, dtype=self.dtype, device=device),
             torch.zeros(batch, dtype=torch.int64, device=device),
             torch.full((batch,), width, dtype=torch.int64, device=device),

@@ -59,7 +59,7 @@ def _compare(model: PreTrainedModel, limit: float) -> str | None:
     order = slice(None) if not kinds.is_by_slot else torch.arange(count - 1, -1, -1, device=device)
     tokens, steps = tokens[:, order], steps[:, order]
     slots = starts[:, None] + steps
-    cache = RaggedCache(kinds, span + 1, starts, starts + count)
+    cache = RaggedCache(kinds, span + 1, starts + count, starts)
     cache.keeps_keys = False  # so those of one layer at a time take memory
     cache.restart()
     cache.advance(slots, span)

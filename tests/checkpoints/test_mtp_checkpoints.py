@@ -159,7 +159,7 @@ class Scratch:
         self.slots = torch.arange(10)[None]
         self.live = 10
         self.memory = self
-        self.cache, self.later_caches = RaggedCache(attention_layers(2), 16), []
+        self.cache, self.later_caches = RaggedCache(attention_layers(2), 16, torch.tensor([10])), []
 
     def position_ids(self, slots, sections=False):
         return slots

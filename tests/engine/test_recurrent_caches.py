@@ -246,7 +246,7 @@ def test_states_of_other_models_are_refused():
 @pytest.mark.core
 def test_accepted_drafts_in_rings_become_part_of_states():
     lengths, generator = torch.tensor([6, 9, 4]), torch.Generator().manual_seed(0)
-    cache = RaggedCache(LayerKinds((Recurrent(),)), 32, None, lengths, 3)
+    cache = RaggedCache(LayerKinds((Recurrent(),)), 32, lengths, None, 3)
     cache.restart()
     layer = cache.layers[0]
     state = layer.recurrent_states[0]

@@ -351,7 +351,7 @@ def test_models_without_attention(family):
 
 
 def test_states_that_a_model_has_computed_by_itself_are_refused():
-    layer = RaggedCache(LayerKinds((Recurrent(),)), 8, lengths=torch.ones(1, dtype=torch.int64)).layers[0]
+    layer = RaggedCache(LayerKinds((Recurrent(),)), 8, torch.ones(1, dtype=torch.int64)).layers[0]
     with pytest.raises(TypeError, match=r"has computed a state by itself \(Tensor\); expected it to call one of"):
         layer.update_recurrent_state(torch.zeros(1))
 

@@ -94,7 +94,8 @@ def test_replayed_rounds_verify_other_trees(kind, monkeypatch):
 
 
 def test_a_cache_runs_nodes_until_the_pass_ends():
-    cache, nodes = RaggedCache(attention_layers(1), 8), Nodes(torch.zeros(1, 1), torch.ones(1, 1, 1))
+    cache = RaggedCache(attention_layers(1), 8, torch.ones(1, dtype=torch.int64))
+    nodes = Nodes(torch.zeros(1, 1), torch.ones(1, 1, 1))
     with pytest.raises(RuntimeError), cache.running(nodes):
         assert cache.nodes is nodes
         raise RuntimeError

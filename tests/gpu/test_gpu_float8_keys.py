@@ -71,9 +71,9 @@ def test_every_drafter_in_bulk(kind):
     not torch.cuda.is_available() or not has_virtual_memory(DEVICE), reason="needs cuda.bindings of the driver"
 )
 def test_memory_of_rows():
-    target, sizes = build_target("llama", head_dim=128, num_hidden_layers=8).to("cuda", torch.bfloat16), {}
-    # So long that the pages of a row, of 2 MB, are filled, also those of scales, which have 1 / 64 of the bytes.
-    prompts = [[seed + 3] * 64_000 for seed in range(2)]
+    target, sizes = build_target("llama", head_dim=128, num_hidden_layers=16).to("cuda", torch.bfloat16), {}
+    # So long that the pages of a row, of 2 MB, are filled, and so deep that a slot has a multiple of 512 bytes.
+    prompts = [[seed + 3] * 32_000 for seed in range(2)]
     target.config.max_position_embeddings = 65_536
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     for dtype in ("auto", "fp8"):

@@ -142,7 +142,7 @@ def test_ops_in_compiled_code():
         assert a.stride() == b.stride() and torch.equal(a, b)
     for op, args in (
         ("rms_norm", (inputs, weight, 1e-6, *kind)),
-        ("rotary", (cos, sin, [inputs.view(1, 3, 32, 128).transpose(1, 2)] * 2, list(rotary))),
+        ("rotary", (cos, sin, [inputs.view(1, 3, 32, 128).transpose(1, 2)] * 2, *rotary)),
         ("gated_activation", (inputs, inputs, "gelu")),
     ):
         torch.library.opcheck(

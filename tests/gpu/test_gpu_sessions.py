@@ -134,12 +134,17 @@ def test_autocast_weights_are_cast_again(captures):
     check(target, drafter)
 
 
-def test_rounds_are_not_replayed_in_another_matmul_precision(captures, monkeypatch):
+def test_rounds_are_not_replayed_in_another_matmul_precision(captures):
     target = target_on("cuda")
     drafter = drafter_of(target)
     check(target, drafter)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
-    check(target, drafter)
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = False
+    try:
+        check(target, drafter)
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = before
     assert len(captures) == 2
 
 

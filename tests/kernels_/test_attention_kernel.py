@@ -367,8 +367,8 @@ def test_cache_views_serve_every_live_query(attend):
     """Whatever bound the host has, a query at the last live slot is not taken for a padding column."""
     slots, num_queries, dim = 40, 3, 16
     for live in (3, 17, slots - 1, slots, slots + 5):
-        cache = RaggedCache(attention_layers(1), slots)
         last = min(live, slots - 1) - 1
+        cache = RaggedCache(attention_layers(1), slots, torch.tensor([last + 1, 2], device=DEVICE))
         positions = torch.tensor([[last - 2, last - 1, last], [0, 1, slots - 1]], device=DEVICE)
         cache.advance(positions, live)
         query, key, value = torch.randn(3, 2, 2, num_queries, dim, device=DEVICE)

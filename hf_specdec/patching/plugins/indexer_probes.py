@@ -101,7 +101,7 @@ def _probe(module: nn.Module, kind: PooledIndexer) -> Form | None:
     else:
         form, expected = "bias", found[:, 0] == 0
 
-    cache = RaggedCache(LayerKinds((Indexed(),), takes_mask=True), count + 2)
+    cache = RaggedCache(LayerKinds((Indexed(),), takes_mask=True), count + 2, torch.tensor([count], device="cpu"))
     passes, first = [], 0
     for end in (count - size - 1, count):
         cache.advance(torch.arange(first, end, device="cpu")[None], end)
