@@ -27,6 +27,7 @@ from .kernels.linear_tiles import (
     choose_invariant_tiles,
     choose_stored_tiles,
     choose_tiles,
+    choose_wide_stored_tiles,
 )
 from .kernels.low_rank_reference import low_rank_places
 from .kernels.random_reference import exponential_sample, row_seeds, uniform
@@ -73,7 +74,17 @@ def _stored_linear(inputs, weight, bias, activation):
 
     if weight.rounds_inputs and weight.group >= inputs.shape[1]:  # no program has a whole row
         inputs, weight = round_inputs(inputs, weight).to(inputs.dtype), weight._replace(rounds_inputs=False)
+    wide = _wide_stored_tiles(inputs, weight)
+    if wide is not None and activation is None:
+        from .kernels import linear_stored
+
+        return linear_stored.linear(inputs, weight, bias, *wide)
     return linear(inputs, weight, bias, choose_stored_tiles(len(inputs), weight), activation)
+
+
+def _wide_stored_tiles(inputs: torch.Tensor, weight: StoredWeight) -> tuple[LinearTiles, int] | None:
+    """None where sums are to be added in the order of `linear`, too."""
+    return None if is_batch_invariant() else choose_wide_stored_tiles(len(inputs), weight)
 
 
 def _stored_expert_linear(*args):
@@ -325,7 +336,8 @@ def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -
     if is_batch_invariant():
         return not torch.is_autocast_enabled(inputs.device.type) and (is_stored or inputs.dtype == weight.dtype)
     if is_stored:
-        return len(inputs) <= MAX_STORED_ROWS and _is_fast_stored(inputs, weight)
+        is_taken = len(inputs) <= MAX_STORED_ROWS or choose_wide_stored_tiles(len(inputs), weight) is not None
+        return is_taken and _is_fast_stored(inputs, weight)
     return len(inputs) <= MAX_ROWS and _has_tiles(choose_tiles, inputs, weight)
 
 
@@ -334,7 +346,8 @@ def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) 
     whose results it has the bits.
     """
     if isinstance(weight, StoredWeight):
-        return has_fast_linear(inputs, weight) and weight.shape[0] % 2 == 0 and is_for_triton(inputs)
+        is_taken = has_fast_linear(inputs, weight) and _wide_stored_tiles(inputs, weight) is None
+        return is_taken and weight.shape[0] % 2 == 0 and is_for_triton(inputs)
     return len(inputs) <= MAX_GATED_ROWS and len(weight) % 2 == 0 and _has_tiles(choose_gated_tiles, inputs, weight)
 
 

@@ -9,14 +9,14 @@ from interpreter import same_bits
 from targets import set_policy
 
 from hf_specdec import ops
-from hf_specdec.kernels import experts_reference, linear_reference
+from hf_specdec.kernels import experts_reference, linear_reference, linear_stored
 from hf_specdec.kernels.experts import expert_linear, plan_experts
 from hf_specdec.kernels.gated_activation import gated_activation
 from hf_specdec.kernels.linear import linear
-from hf_specdec.kernels.linear_tiles import choose_stored_tiles
+from hf_specdec.kernels.linear_tiles import choose_stored_tiles, choose_wide_stored_tiles
 from hf_specdec.kernels.stored_weight import look_up
 from hf_specdec.kernels.stored_weight_reference import CODES, dequantise, round_inputs
-from hf_specdec.kernels.types import StoredWeight
+from hf_specdec.kernels.types import LinearTiles, StoredWeight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
@@ -96,6 +96,46 @@ def test_equals_the_sum_in_float64(kind, dtype):
         torch.testing.assert_close(linear_reference.linear(inputs, weight, bias).double(), expected, rtol=0, atol=atol)
         for tiles in tiles_for(weight):
             torch.testing.assert_close(linear(inputs, weight, bias, tiles).double(), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (*_, rounds_inputs) in KINDS.items() if not rounds_inputs])
+def test_wide_tiles(kind):
+    """Parts of tiles of rows and of features, between NaN, with the sum in one part and in several."""
+    weight = stored_weight(kind, *SHAPE)
+    exact, bias = dequantise(weight, torch.float64), torch.randn(SHAPE[0], device=DEVICE, dtype=DTYPES[-1])
+    numbers = (17, 33, 64, 128, 200) if DEVICE == "cuda" else (37,)
+    for rows in numbers:
+        tiles, num_parts = choose_wide_stored_tiles(max(rows, 33), weight)
+        if DEVICE == "cpu":
+            tiles = tiles._replace(rows=32)
+        between = torch.full((rows + 9, SHAPE[1]), float("nan"), device=DEVICE, dtype=DTYPES[-1])
+        inputs = between[5 : rows + 5]
+        inputs.copy_(inputs_for(rows, SHAPE[1], DTYPES[-1]))
+        expected = inputs.double() @ exact.T
+        atol = EPSILON[DTYPES[-1]] * expected.abs().max().item()
+        for parts, added in ((num_parts, None), (1 if num_parts > 1 else 2, bias)):
+            found = linear_stored.linear(inputs, weight, added, tiles, parts).double()
+            sums = expected if added is None else expected + added.double()
+            torch.testing.assert_close(found, sums, rtol=0, atol=atol)
+
+
+def test_which_products_have_wide_tiles():
+    weight = stored_weight("e4m3 rows", 512, 256)
+    assert [choose_wide_stored_tiles(rows, weight) is not None for rows in (32, 33, 256, 257)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    halves = stored_weight("int4 groups", 512, 256)
+    assert [choose_wide_stored_tiles(rows, halves) is not None for rows in (16, 17)] == [False, True]
+    assert choose_wide_stored_tiles(64, weight._replace(rounds_inputs=True)) is not None
+    assert choose_wide_stored_tiles(64, stored_weight("e4m3 blocks and inputs", 512, 256)) is None
+    assert choose_wide_stored_tiles(64, stored_weight("e4m3 rows", 512, 192)) is None
+    assert choose_wide_stored_tiles(64, stored_weight("int4 zero points", 512, 256)) == (
+        LinearTiles(64, 64, 64, 4, 3),
+        4,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,220 @@
+"""Triton linear layer whose weight is stored, for more than a few rows; the reference is `linear_reference.linear`.
+
+Shapes: inputs `[n, in]`, weight `[out, in]` as a `StoredWeight`, bias `[out]`, result `[n, out]`:
+
+    result[i, o] = sum_k weight[o, k] inputs[i, k] + bias[o]
+
+`linear` widens a weight's numbers once for every 32 rows. Here a tile is widened once for up to 128 rows, as the first
+operand of the products of four warps together (wgmma), which is in registers. A sum is cut into PARTS of the input
+features, each a program's, so that narrow layers have programs enough; `_add_parts_kernel` adds them in their order.
+The bits are others than those of `linear`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, kernel
+from .stored_weight import load_scales, stored_arguments, widen_bytes, widen_halves
+from .types import LinearTiles, StoredWeight
+
+# Blocks of rows that programs which start together share with as few blocks of features, for the L2 cache.
+_GROUP = 8
+# Results that a program of `_add_parts_kernel` has.
+_RESULTS = 1024
+
+
+@triton.jit
+def _scale_sums(total, scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, SCALES: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    """Sums times the scales of all inputs at `at`, of a shape that is broadcast, and times the outer scale."""
+    if GROUP_SIZE is None:
+        total *= load_scales(scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, None, SCALES)
+    if outer_ptr is not None and codes_ptr is None:
+        total *= tl.load(outer_ptr)
+    return total
+
+
+@kernel
+def _linear_kernel(
+    inputs_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows: Unspecialised,
+    size_out,
+    size_in,
+    inputs_stride,
+    weight_stride,
+    scales_stride,
+    scales_ptr,
+    zeros_ptr,
+    outer_ptr,
+    codes_ptr,
+    shift_ptr,
+    FORMAT: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ROUNDS_INPUTS: tl.constexpr,
+    ASM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """FEATURES output features of ROWS rows, or a part of their sums.
+
+    Grid: (blocks of output features, blocks of rows, PARTS). Reads the program's rows of `inputs` and of `weight`;
+    writes their `out`, or with PARTS sums in float32, without scales of all inputs, to `out` `[PARTS, n, out]`.
+    """
+    tl.static_assert(not ROUNDS_INPUTS)
+    row_block, feature_block = tl.swizzle2d(
+        tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), GROUP
+    )
+    PER_BYTE: tl.constexpr = 1 if FORMAT == "int8" or FORMAT == "e4m3" else 2
+    SCALES_NUMBERS: tl.constexpr = GROUP_SIZE is not None and GROUP_SIZE < DEPTH
+    SCALES_PRODUCTS: tl.constexpr = GROUP_SIZE is not None and GROUP_SIZE >= DEPTH
+    part = tl.program_id(2)
+    feature = feature_block * FEATURES + tl.arange(0, FEATURES)
+    own_feature = tl.minimum(feature, size_out - 1)
+    row = row_block * ROWS + tl.arange(0, ROWS)
+    depth, stored_depth = tl.arange(0, DEPTH), tl.arange(0, DEPTH // PER_BYTE)
+    weight = weight_ptr + own_feature.to(tl.int64)[:, None] * weight_stride + stored_depth[None, :]
+    scales_at = own_feature // SCALE_ROWS * scales_stride
+    zeros = tl.full([FEATURES], 8, tl.float32)
+    if zeros_ptr is not None and GROUP_SIZE is None:
+        zeros = tl.load(zeros_ptr + scales_at).to(tl.float32)
+    wait_for_inputs(PDL)
+
+    is_row = (row < num_rows)[:, None]
+    inputs = inputs_ptr + row.to(tl.int64)[:, None] * inputs_stride + depth[None, :]
+    part_size = tl.cdiv(size_in, PARTS * DEPTH) * DEPTH
+    total = tl.zeros([FEATURES, ROWS], tl.float32)
+    for start in range(part * part_size, tl.minimum((part + 1) * part_size, size_in), DEPTH):
+        w = tl.load(weight + start // PER_BYTE)
+        x = tl.load(inputs + start, mask=is_row, other=0.0)
+        if PER_BYTE == 1:
+            w = widen_bytes(w, FORMAT, x.dtype, ASM)
+        else:
+            if zeros_ptr is not None and GROUP_SIZE is not None:
+                zeros = tl.load(zeros_ptr + scales_at + start // GROUP_SIZE).to(tl.float32)
+            w = tl.reshape(tl.join(*widen_halves(w, zeros, FORMAT, x.dtype, ASM)), [FEATURES, DEPTH])
+        if SCALES_NUMBERS:
+            at = scales_at[:, None] + start // GROUP_SIZE + tl.arange(0, DEPTH // GROUP_SIZE)[None, :]
+            scale = load_scales(scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, None, SCALES).to(x.dtype)
+            spread: tl.constexpr = [FEATURES, DEPTH // GROUP_SIZE, GROUP_SIZE]
+            w *= tl.reshape(tl.broadcast_to(scale[:, :, None], spread), [FEATURES, DEPTH])
+        if SCALES_PRODUCTS:
+            at = scales_at + start // GROUP_SIZE
+            scale = load_scales(scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, None, SCALES)
+            total += tl.dot(w, tl.trans(x), input_precision="ieee") * scale[:, None]
+        else:
+            total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
+    if PARTS == 1:
+        at = scales_at[:, None]
+        total = _scale_sums(total, scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, SCALES, GROUP_SIZE)
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + own_feature).to(tl.float32)[:, None]
+    out = out_ptr + (part * num_rows + row).to(tl.int64)[:, None] * size_out + feature[None, :]
+    tl.store(out, tl.trans(total).to(out_ptr.dtype.element_ty), mask=is_row & (feature < size_out)[None, :])
+
+
+@kernel
+def _add_parts_kernel(
+    parts_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows: Unspecialised,
+    size_out,
+    scales_stride,
+    scales_ptr,
+    outer_ptr,
+    codes_ptr,
+    shift_ptr,
+    SCALES: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    RESULTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The sums of parts `[PARTS, n, out]`, times scales of all inputs, plus the bias.
+
+    Grid: (blocks of RESULTS results,). Reads their sums of all parts; writes them.
+    """
+    index = tl.program_id(0).to(tl.int64) * RESULTS + tl.arange(0, RESULTS)
+    size = num_rows.to(tl.int64) * size_out
+    is_own, feature = index < size, index % size_out
+    wait_for_inputs(PDL)
+    total = tl.zeros([RESULTS], tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts_ptr + part * size + index, mask=is_own, other=0.0)
+    at = feature // SCALE_ROWS * scales_stride
+    total = _scale_sums(total, scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, SCALES, GROUP_SIZE)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + feature).to(tl.float32)
+    tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=is_own)
+
+
+def linear(
+    inputs: torch.Tensor, weight: StoredWeight, bias: torch.Tensor | None, tiles: LinearTiles, num_parts: int
+) -> torch.Tensor:
+    """See `linear_reference.linear`, with a sum in `num_parts`. One launch or two, by shapes and strides only.
+
+    A tile's depth divides the input features. It divides their groups, or without zero points groups divide it. Inputs
+    are not rounded.
+    """
+    (num_rows, size_in), size_out = inputs.shape, weight.shape[0]
+    assert weight.shape[1] == size_in and inputs.stride(1) == 1, "rows must have unit stride"
+    assert size_in % tiles.depth == 0 and num_parts <= size_in // tiles.depth, "tiles must divide the input features"
+    assert weight.group % tiles.depth == 0 or (tiles.depth % weight.group == 0 and weight.zeros is None)
+    assert bias is None or bias.is_contiguous()
+    out = inputs.new_empty(num_rows, size_out)
+    sums = out if num_parts == 1 else inputs.new_empty(num_parts, num_rows, size_out, dtype=torch.float32)
+    arguments = stored_arguments(inputs, weight, min(tiles.depth, weight.group))
+    _linear_kernel[(triton.cdiv(size_out, tiles.features), triton.cdiv(num_rows, tiles.rows), num_parts)](
+        inputs,
+        weight.values.view(torch.uint8),
+        bias,
+        sums,
+        num_rows,
+        size_out,
+        size_in,
+        inputs.stride(0),
+        weight.values.stride(0),
+        weight.scales.stride(0),
+        **arguments,
+        HAS_BIAS=bias is not None,
+        PARTS=num_parts,
+        GROUP=_GROUP,
+        ROWS=tiles.rows,
+        FEATURES=tiles.features,
+        DEPTH=tiles.depth,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **dependent_launch(inputs.device),
+    )
+    if num_parts > 1:
+        names = ("scales_ptr", "outer_ptr", "codes_ptr", "shift_ptr", "SCALES", "SCALE_ROWS", "GROUP_SIZE")
+        _add_parts_kernel[(triton.cdiv(num_rows * size_out, _RESULTS),)](
+            sums,
+            bias,
+            out,
+            num_rows,
+            size_out,
+            weight.scales.stride(0),
+            **{name: arguments[name] for name in names},
+            HAS_BIAS=bias is not None,
+            PARTS=num_parts,
+            RESULTS=_RESULTS,
+            num_warps=4,
+            **dependent_launch(inputs.device),
+        )
+    return out
