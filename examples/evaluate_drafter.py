@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from itertools import product, starmap
+from itertools import product, starmap, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,7 +92,8 @@ def generate_texts(
     args: argparse.Namespace,
 ) -> list[Text]:
     """The texts that `prompts` are continued with, drafts of `shape` in a round."""
-    results = []
+    results, ends = [], model.generation_config.eos_token_id  # a tokenizer of a GGUF file may name another one
+    ends = {ends} if isinstance(ends, int) else set(ends or ())
     for start in tqdm(range(0, len(prompts), args.batch_size), desc=f"K = {shape}", unit="batch"):
         batch = prompts[start : start + args.batch_size]
         inputs = encode(tokenizer, batch, as_chat=True, padding=True, return_tensors="pt").to(model.device)
@@ -108,8 +109,7 @@ def generate_texts(
         lengths = inputs["attention_mask"].sum(dim=1).tolist()
         texts = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
         for length, text, stats in zip(lengths, texts, output.speculation.rows, strict=True):
-            end = tokenizer.eos_token_id  # followed by padding
-            answer = text[: text.index(end)] if end in text else text
+            answer = list(takewhile(lambda token: token not in ends, text))  # padding follows
             results.append(Text(length, is_degenerate(np.asarray(answer)), stats))
     return results
 

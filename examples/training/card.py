@@ -199,7 +199,7 @@ REPEATED = (
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for the matrices of layers, AdamW for all else"}
 
 MEASURED = """Greedy, {max_new_tokens} new tokens, {dtype}, prompts that training never saw. Acceptance length: tokens
-committed a round, drafts and the target's own. "Without repetition" leaves out texts that {degenerate_rule}.
+committed a round, drafts and the target's own. Texts that degenerate {degenerate_rule}.
 
 {tables}"""
 
@@ -308,16 +308,13 @@ def prompts_table(name: str, result: dict) -> str:
     lines = [
         f"{name}: {result['count']} prompts, {result['degenerate']} of them with texts that degenerate.",
         "",
-        "| K | acceptance length | … without repetition | accepted at position 1, 2, … | … without repetition |",
-        "|---|---|---|---|---|",
+        "| K | acceptance length | accepted at position 1, 2, … |",
+        "|---|---|---|",
     ]
     for num_drafts, groups in result["by_k"].items():
-        every, coherent = groups["all"], groups["without_repetition"]
-        positions = [" ".join(f"{share:.2f}" for share in group["per_position"]) for group in (every, coherent)]
-        lines.append(
-            f"| {num_drafts} | {every['acceptance_length']:.2f} | {coherent['acceptance_length']:.2f} | "
-            f"{positions[0]} | {positions[1]} |"
-        )
+        every = groups["all"]
+        shares = " ".join(f"{share:.2f}" for share in every["per_position"])
+        lines.append(f"| {num_drafts} | {every['acceptance_length']:.2f} | {shares} |")
     return "\n".join(lines)
 
 

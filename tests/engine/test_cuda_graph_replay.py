@@ -566,6 +566,21 @@ def test_what_graphs_read_lives_as_long_as_they_do(monkeypatch, kind, family):
     assert all(graph.dangling() for graph in tape.made), "their own buffers are freed with the session"
 
 
+def test_later_passes_of_modules_see_all_of_longer_texts(monkeypatch):
+    """A captured round reads what rows have grown to, also in the caches of modules that run more than once in it."""
+    target, options = tiny_target("llama"), {"num_assistant_tokens": 4, "max_new_tokens": 24, **OPTIONS["sampling"]}
+    found = []
+    for is_captured in (False, True):
+        if is_captured:
+            tape_on_cpu(monkeypatch)
+        drafter = random_mtp(target).configure(draft_probs=True)
+        torch.manual_seed(3)
+        out = target.generate(**padded_prompts([5, 3]), assistant_model=drafter, **options)
+        assert drafter.stats.execution.startswith("captured") == is_captured
+        found.append((out.tolist(), drafter.stats.rows))
+    assert found[0] == found[1]
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
 def test_experts_implementation_of_a_patched_target(family):
