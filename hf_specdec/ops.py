@@ -102,7 +102,6 @@ prepare_inputs = kernel_op(
     "Tensor(b!) out_slots, Tensor(c!) out_positions, Tensor(d!) out_sources, int num_masks, int mask_token, int shift) "
     "-> ()",
     None,
-    mutates_args=("out_tokens", "out_slots", "out_positions", "out_sources"),
     groups={5: DraftInputs},
 )
 write_kv = kernel_op(
@@ -110,7 +109,6 @@ write_kv = kernel_op(
     "(Tensor(a!) keys, Tensor(b!) values, Tensor key_states, Tensor value_states, Tensor positions, "
     "Tensor(c!)? scales) -> ()",
     None,
-    mutates_args=("keys", "values", "scales"),
 )
 
 
@@ -220,7 +218,6 @@ short_conv = kernel_op(
     "short_conv.short_conv",
     "(Tensor inputs, Tensor(a!) ring, Tensor positions, int dummy, Tensor weight, Tensor? bias, bool silu) -> Tensor",
     lambda inputs, *rest: inputs.new_empty(inputs.shape),
-    mutates_args=("ring",),
 )
 suffix_drafts = kernel_op(
     "suffix_drafts.suffix_drafts",
@@ -240,7 +237,6 @@ recurrence = kernel_op(
     "Tensor(c!) ring_updates, Tensor(d!) ring_decays, Tensor base, Tensor certain, Tensor positions, int dummy, "
     "bool delta, bool normalize, float scale, Tensor? rates) -> Tensor",
     lambda query, key, value, *rest: value.new_empty(value.shape),
-    mutates_args=("state", "ring_keys", "ring_updates", "ring_decays"),
     groups={6: RecurrenceRing},
 )
 _plain_expert_linear = kernel_op(
@@ -269,7 +265,6 @@ add_low_rank = kernel_op(
     "(Tensor(a!) out, Tensor inputs, Tensor adapters, Tensor[] down, Tensor[] up, Tensor places, Tensor scales, "
     "int[] sizes) -> ()",
     None,
-    mutates_args=("out",),
     is_opaque=True,  # which adapters there are
 )
 _plain_linear = kernel_op(
