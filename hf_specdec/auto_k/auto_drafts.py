@@ -249,13 +249,11 @@ def is_better_alone(
     tokens: float,
     price: float = 0.0,
 ) -> bool:
-    """Whether a call for `tokens` tokens a row is expected to be faster without the drafter, by `times_alone`.
+    """Whether a call for `tokens` tokens a row is expected to be faster without the drafter, by `times_alone`, if it
+    takes `price` milliseconds to be able to run it so.
 
     Rounds without it are shorter than those with K = 0, at first by what is not known. Texts change: now and then there
     is a call with it, which costs a bounded share of the time.
-
-    Args:
-        price: milliseconds that it takes to be able to run it so.
     """
     none = RoundShape(0)
     if none not in times:
@@ -341,11 +339,8 @@ class AutoDrafts:
         return self.current
 
     def refuse(self, drafted: RoundShape) -> None:
-        """Take `drafted` from the candidates, since there is no memory for its rounds.
-
-        Raises:
-            torch.OutOfMemoryError: there is no other.
-        """
+        """Take `drafted`, whose rounds have no memory, from the candidates; raises `OutOfMemoryError` if there is no
+        other."""
         if self._candidates == [drafted] or drafted not in self._candidates:
             raise no_memory(drafted)
         self._candidates.remove(drafted)
@@ -390,10 +385,8 @@ class AutoDrafts:
             self.current = best
 
     def _gain(self, drafted: RoundShape, rate: float, tokens_left: Callable[[], float]) -> float:
-        """Milliseconds that rounds with `drafted` are expected to save of those that rounds of `rate` take.
-
-        In the time that is left; or, if more calls follow, in as much as has passed.
-        """
+        """Milliseconds that rounds with `drafted` save of those that `rate` takes, in the time left, or that has
+        passed."""
         share = 1 - rate / max(self._rate(drafted), rate)
         return share * max(tokens_left() / rate, self._times.total)
 

@@ -144,11 +144,8 @@ class LayerMemory:
         """Append `slots` `[n, columns]` int64 of the first n rows to layer `index` of `cache`, one of transformers."""
 
     def read_states(self, layer: Any, ends: torch.Tensor) -> None:
-        """Take states from `layer` of transformers' cache, with `ends` `[n]` int64 tokens of each row in them.
-
-        Raises:
-            ValueError: it lacks some of them, or they have other shapes than those that a pass has allocated.
-        """
+        """Take states from `layer` of transformers' cache, with `ends` `[n]` int64 tokens of each row in them; raises
+        `ValueError` if it lacks some, or they have other shapes than those that a pass has allocated."""
 
     def write_states(self, layer: Any, ends: torch.Tensor) -> Callable[[], None]:
         """Make room in `layer` of transformers' cache for the states, which are those of positions `ends` `[n]` int64;

@@ -50,11 +50,7 @@ class StateForm(Enum):
 
 
 def _held_states(layer: LinearAttentionCacheLayerMixin, name: str, index: int) -> torch.Tensor:
-    """The entry `index` of `name`, `"recurrent_states"` or `"conv_states"`, of a layer of transformers' cache.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """The entry `index` of `name` of a layer of transformers' cache; raises `ValueError` if it has none."""
     held = getattr(layer, name, {}).get(index)
     if held is None:
         raise ValueError(
@@ -65,11 +61,7 @@ def _held_states(layer: LinearAttentionCacheLayerMixin, name: str, index: int) -
 
 
 def _check_shape(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Check that states found in a cache have the shape of those of the target, rows aside.
-
-    Raises:
-        ValueError: they have another one.
-    """
+    """Raise `ValueError` unless states found in a cache have the shape of those of the target, rows aside."""
     if found.shape[1:] != expected.shape[1:]:
         raise ValueError(
             f"{OUTPUT_NAME} holds {what} of shape {list(found.shape[1:])} a row; expected "
@@ -188,11 +180,8 @@ class RecurrentState:
             ops.recurrence(keys, keys, updates, decays, None, one.state, one.ring, *bounds, *options)
 
     def read(self, held: torch.Tensor, ends: torch.Tensor) -> None:
-        """Take the states of the first rows, of positions `ends` `[n]` int64, from what transformers holds of them.
-
-        Raises:
-            ValueError: they have another shape.
-        """
+        """Take the states of the first rows, of positions `ends` `[n]` int64, from what transformers holds of them;
+        raises `ValueError` if they have another shape."""
         parts = held.unbind(1) if self.heads else [held]
         for one, part in zip(self._by_head, parts, strict=True):
             state = one.form.read(part)
@@ -301,11 +290,8 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
         return former.transpose(1, 2)
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
-        """Nothing: the state was updated where it was used. An empty tensor stands for states of several heads.
-
-        Raises:
-            TypeError: expected what `recurrent_states` has; the model has computed a state by a function of its own.
-        """
+        """Nothing: the state was updated where it was used. An empty tensor stands for states of several heads. Raises
+        `TypeError` if the model has computed a state by a function of its own, not what `recurrent_states` has."""
         is_empty = isinstance(recurrent_states, torch.Tensor) and recurrent_states.numel() == 0
         if not isinstance(recurrent_states, RecurrentState) and not is_empty:
             raise TypeError(

@@ -136,10 +136,7 @@ def read_prompts(
 
 def left_padding(batch: int, attention_mask: torch.Tensor | None) -> list[int]:
     """Columns of padding at the start of each of `batch` rows of `attention_mask` `[B, width]`; none where it is None.
-
-    Raises:
-        ValueError: a row is padded on the right or in the middle, or holds padding only.
-    """
+    Raises `ValueError` if a row is padded on the right or in the middle, or holds padding only."""
     if attention_mask is None:
         return [0] * batch
     mask = attention_mask.bool()

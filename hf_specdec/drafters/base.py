@@ -222,11 +222,8 @@ class Drafter(PreTrainedModel):
 
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: DrafterConfig) -> None:
-        """Compare the tensors of the files with those that `config` asks for, loading no weights.
-
-        Raises:
-            ValueError: expected exactly these tensors; names each that is missing, unexpected or of another shape.
-        """
+        """Compare the tensors of the files with those that `config` asks for, loading no weights; raises `ValueError`,
+        which names each that is missing, unexpected or of another shape."""
         check_tensors(checkpoint, cls, config)
 
     @classmethod
@@ -534,21 +531,14 @@ class Drafter(PreTrainedModel):
         return None
 
     def observe(self, prompt: torch.Tensor, tokens: Sequence[int] | torch.Tensor) -> None:
-        """Called between two rounds with each text that has ended, to be drafted from in later rounds.
-
-        Args:
-            prompt: `[length]` int64.
-            tokens: that were generated after it, ints or `[n]` int64.
-        """
+        """Called between two rounds with the `prompt` `[length]` int64 and the new `tokens`, ints or `[n]` int64, of
+        each text that has ended, to be drafted from in later rounds."""
 
     def copy_rows(
         self, state: DecodeState, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor
     ) -> None:
-        """Copy what the drafter keeps of rows of `source` to `rows` of `state`; see `DecodeState.copy_rows`.
-
-        Raises:
-            NotImplementedError: expected a family that implements it, or that keeps nothing.
-        """
+        """Copy what the drafter keeps of rows of `source` to `rows` of `state`; see `DecodeState.copy_rows`. Raises
+        `NotImplementedError` for families that keep something and do not implement it."""
         if state.memory is not None:
             raise NotImplementedError(
                 f"{type(self).__name__} does not implement copy_rows(), which continuous batching needs."

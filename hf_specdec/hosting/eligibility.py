@@ -83,13 +83,9 @@ def _why_not_inputs(model: PreTrainedModel) -> str | None:
 
 
 def empty_attentions(model: PreTrainedModel, config: GenerationConfig) -> tuple | None:
-    """What plain `generate()` returns as attention weights of a step, if `model` computes none: empty tuples.
-
-    Only eager attention computes them. None if there are weights, or if the call does not ask for them.
-
-    Raises:
-        ValueError: the call asks for weights beyond a sliding window, where those of single tokens cannot be separated.
-    """
+    """What plain `generate()` returns as attention weights of a step if `model` computes none, as only eager attention
+    does: empty tuples. None if there are weights, or if the call does not ask for them; raises `ValueError` if it asks
+    for those beyond a sliding window, where those of single tokens cannot be separated."""
     if not (config.return_dict_in_generate and config.output_attentions):
         return None
     if attention_of(model.config.get_text_config()) != "eager":

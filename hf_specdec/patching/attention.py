@@ -156,11 +156,8 @@ class _Original:
 
 
 def _original_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """The attention function that `module` runs outside of `ragged_attention`.
-
-    Raises:
-        RuntimeError: `module` belongs to a drafter's model, which has no other attention.
-    """
+    """The attention that `module` runs outside of `ragged_attention`; raises `RuntimeError` for a drafter's, which has
+    none."""
     name = original(module.config, ATTENTION_ENTRY)
     if name == MASKED_NAME:  # for good, where eager masks are made
         name = "eager"
@@ -272,9 +269,7 @@ def ragged_attention(target: PreTrainedModel) -> Replacements:
 
 
 def _rules_of(model: PreTrainedModel) -> list[tuple[torch.nn.Module, MaskRule]]:
-    """The rules that attention layers of `model` have besides the windows that they state; flash attention has no
-    others.
-    """
+    """The rules of attention layers besides the windows that they state; flash attention has no others."""
     if runs_flash_attention(model) or not uses_attention_interface(model):
         return []
     return rules_by_module(model)

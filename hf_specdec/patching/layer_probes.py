@@ -126,10 +126,8 @@ class Probes:
     def _try(
         self, module: nn.Module, others: tuple[Hashable, ...], find: Callable[[], Any], count: int | None = 1
     ) -> Any:
-        """What `find` returns of the first module that has the settings of `module` and the same `others`.
-
-        None if `forward` needs another number of arguments than `count`.
-        """
+        """What `find` gives of the first module with these settings and `others`; None if `forward` does not need
+        `count`."""
         key = (*_settings(module), *others)
         return tried(self._found, key, lambda: find() if count is None or _needs(module, count) else None)
 

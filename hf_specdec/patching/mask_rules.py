@@ -150,9 +150,7 @@ class _Rules(NamedTuple):
 
 @fact
 def _rules(model: PreTrainedModel) -> tuple[_Rules | str, _Rules | str]:
-    """The rules of the attention layers of `model`, or why they cannot be told: of causal masks, and of masks that are
-    causal after the prompt.
-    """
+    """Rules of attention layers, or why they cannot be told: of causal masks, and of masks causal after the prompt."""
     _probe.calls, _probe.masks = [], []
     try:
         with torch.no_grad(), registered_attention(model, PROBE_NAME):

@@ -82,9 +82,8 @@ def _kind_of(
     angles: int,
     options: tuple[tuple[str, Any], ...],
 ) -> RotaryKind | None:
-    """What `function` does with heads of `size` elements and so many `angles`, given keyword arguments `options`; None
-    if it is nothing known.
-    """
+    """What `function` does with heads of `size` elements and so many `angles`, given `options`; None if it is not
+    known."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:

@@ -40,9 +40,8 @@ _EAGER = "eager_attention_forward"
 
 
 def _layers_of_cache(model: PreTrainedModel) -> list[Any]:
-    """The layers of transformers' cache for `model`; none if its configuration describes no cache, or transformers
-    refuses one (ValueError), as for an assistant that reads another model's keys only.
-    """
+    """The layers of transformers' cache for `model`; none if its configuration describes none, or transformers refuses
+    one."""
     try:
         return DynamicCache(config=model.config.get_text_config()).layers
     except (AttributeError, ValueError):

@@ -320,10 +320,8 @@ def _options_of(
 def _checking_handler(
     handle: Callable[[dict, str], Awaitable[Any]], kind: str, adapters: Collection[str], target: str
 ) -> Callable[[dict, str], Awaitable[Any]]:
-    """`handle_request` of a handler of transformers' server, for what requests of a `kind` ask for besides.
-
-    Their model is the `target`, or one of its `adapters`.
-    """
+    """`handle_request` of a handler of transformers' server, for what requests of a `kind` ask for besides, of the
+    `target` or its `adapters`."""
     from fastapi.responses import JSONResponse, StreamingResponse
 
     async def answer(parsed: ParsedBody, request_id: str) -> Any:
