@@ -326,8 +326,7 @@ def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -
 
 def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:
     """Whether `gated_linear` of `[n, in]` by `[2 N, in]` is faster than `linear` and `layer_ops.gated_activation`, of
-    whose results it has the bits.
-    """
+    whose results it has the bits."""
     if isinstance(weight, StoredWeight):
         return has_fast_linear(inputs, weight) and weight.shape[0] % 2 == 0 and is_for_triton(inputs)
     return len(inputs) <= MAX_GATED_ROWS and len(weight) % 2 == 0 and _has_tiles(choose_gated_tiles, inputs, weight)

@@ -289,8 +289,7 @@ class DecodeState:
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Context for rounds that warm up kernels and memory pools: all rows are finished, so nothing is committed, and
-        drafters find nothing that was.
-        """
+        drafters find nothing that was."""
         kept = [self.finished, *self.result, *([] if self.aux_hidden_states is None else [self.aux_hidden_states])]
         before = [buffer.clone() for buffer in kept]
         self.finished.fill_(True)
@@ -304,8 +303,7 @@ class DecodeState:
     @property
     def first_block_width(self) -> int:
         """Tokens of the last block once the first new token is committed: it, and the prompt's last one as if that had
-        been a draft, unless there are none.
-        """
+        been a draft, unless there are none."""
         return min(2, self.most_draft_tokens + 1)
 
     def next_slots(self, first: int, count: int = 1) -> torch.Tensor:

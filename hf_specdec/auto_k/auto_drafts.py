@@ -95,8 +95,7 @@ def candidates(most: RoundShape) -> list[RoundShape]:
 
 class Acceptance:
     """The share of drafts accepted at each position, of those that were reached: all before them were accepted, and of
-    the drafts for their place those that the drafter ranks higher were rejected.
-    """
+    the drafts for their place those that the drafter ranks higher were rejected."""
 
     def __init__(self) -> None:
         # By position and rank; of chains all ranks are 0.
@@ -327,8 +326,7 @@ class AutoDrafts:
 
     def next(self, tokens_left: Callable[[], float]) -> RoundShape:
         """Those of the next round; `tokens_left` tells how many tokens a row may still generate, which counts for what
-        is worth trying.
-        """
+        is worth trying."""
         if not self._plan:
             self._choose(tokens_left)
             self._plan.extend(self._tries(tokens_left))

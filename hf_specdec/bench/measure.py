@@ -222,8 +222,7 @@ class Bench:
         **options: Any,
     ) -> Case:
         """Measure `case` with or without a `drafter` and fill in its figures, or `case.error` if an exception is
-        raised; `context` is that of the `generate()` calls, `options` are further ones of theirs.
-        """
+        raised; `context` is that of the `generate()` calls, `options` are further ones of theirs."""
         options["do_sample"] = case.temperature > 0
         if case.temperature > 0:
             options |= {"temperature": case.temperature, "top_k": 0, "top_p": 1.0}

@@ -197,8 +197,7 @@ class RecurrentState:
 @dataclass
 class ConvolutionInputs:
     """`inputs` `[B, C, n]` of a short convolution, in the place of the tensor that a model's function takes; and those
-    of earlier tokens, `ring` `[B, slots, C]`.
-    """
+    of earlier tokens, `ring` `[B, slots, C]`."""
 
     cache: Cache
     ring: torch.Tensor
@@ -223,8 +222,7 @@ class _Inputs(NamedTuple):
 
 class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
     """Recurrent states and inputs of short convolutions of one layer, allocated at the first pass; `kind.num_states` of
-    each.
-    """
+    each."""
 
     def __init__(self, cache: Cache, kind: LayerKind):
         num_states = kind.num_states
@@ -244,8 +242,7 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> ConvolutionInputs | torch.Tensor:
         """What a model's convolution runs over, of inputs `[B, C, n]`: for up to `MOST_STEPS` columns something for its
-        replacement, which also stores them; for more `[B, C, conv_kernel_size - 1 + n]`, with those before them.
-        """
+        replacement, which also stores them; for more `[B, C, conv_kernel_size - 1 + n]`, with those before them."""
         if conv_states.shape[-1] > MOST_STEPS:
             return self.extended(conv_states, state_idx, conv_kernel_size)
         ring = self._ring(state_idx, conv_states.transpose(1, 2), conv_kernel_size, conv_kernel_size)
@@ -284,8 +281,7 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
 
     def extended(self, inputs: torch.Tensor, state_idx: int, kernel_size: int) -> torch.Tensor:
         """The inputs `[B, C, n]` of a convolution with those before them, `[B, C, kernel_size - 1 + n]`; they are
-        stored.
-        """
+        stored."""
         former = self.with_former(inputs.transpose(1, 2), state_idx, kernel_size - 1, width=kernel_size)
         return former.transpose(1, 2)
 

@@ -77,8 +77,7 @@ class Prompts:
 
     def draft_starts(self, reads_aux_hidden_states: bool) -> list[int]:
         """The first position of each row that the drafter's cache covers: earlier ones lack what the drafter reads,
-        such as hidden states of cached columns that are not run again.
-        """
+        such as hidden states of cached columns that are not run again."""
         if reads_aux_hidden_states:
             starts = zip(self.ends(self.cached - self.reread), self.lengths, strict=True)
             # The slot that is paired with the last token is needed, even without a hidden state.

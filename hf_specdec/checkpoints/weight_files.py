@@ -33,8 +33,7 @@ _PARTS = re.compile(
 
 class Scale(NamedTuple):
     """The tensor by which a quantised weight is multiplied; `block` is the rows and columns that an entry of it is for,
-    None if its shape broadcasts to that of the weight.
-    """
+    None if its shape broadcasts to that of the weight."""
 
     name: str
     file: Path

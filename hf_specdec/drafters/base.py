@@ -352,8 +352,7 @@ class Drafter(PreTrainedModel):
     @property
     def compiles_rounds(self) -> bool:
         """`compile_rounds`; False for batch-invariant rounds, as torch's compiler orders sums by the number of rows,
-        and for keys as float8, which modules are given as tensors that it cannot trace.
-        """
+        and for keys as float8, which modules are given as tensors that it cannot trace."""
         return self.compile_rounds and not self.batch_invariant and self.key_dtype is None
 
     @property
@@ -546,8 +545,7 @@ class Drafter(PreTrainedModel):
 
     def prefix_margin(self, num_draft_tokens: int, has_trees: bool = False) -> int | None:
         """How many tokens at the end of a reused beginning are processed again, for the largest K, and with trees: what
-        is kept at a slot may depend on later tokens. None if nothing can be reused.
-        """
+        is kept at a slot may depend on later tokens. None if nothing can be reused."""
         return 1 if type(self).new_memory is Drafter.new_memory else None
 
     def as_one_row(self, memory: Any, batch: int) -> Any:

@@ -207,8 +207,7 @@ class DFlashDrafter(DraftLayersDrafter):
 
     def draft(self, state: DecodeState, anchors: torch.Tensor, normed: torch.Tensor) -> Sequence[Proposal]:
         """Draft tokens of a round, in order, after the newest tokens `anchors` `[B, 1]` int64, by `normed` `[B, n, H]`,
-        inputs of the head, see `num_read`.
-        """
+        inputs of the head, see `num_read`."""
         return [self.draw(state, self.logits(normed), first=0)]
 
     def _ends(self, slots: torch.Tensor, dummy_slot: int) -> list[torch.Tensor | None]:

@@ -64,8 +64,7 @@ class WalkingDrafter(DFlashDrafter):
 
     def begin(self, anchors: torch.Tensor, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Those of `normed` `[..., n, H]`, see `num_read`, that draft a token, and the memory of the first step, given
-        `anchors` `[..., 1]`.
-        """
+        `anchors` `[..., 1]`."""
         return normed, None
 
     def read(self, normed: torch.Tensor, candidates: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

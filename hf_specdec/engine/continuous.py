@@ -52,8 +52,7 @@ MOST_RESERVED = 65536
 @torch.no_grad()
 def decode_continuously(call: Call, requests: Sequence[Request], settings: ContinuousBatching) -> None:
     """Run `requests` on the static engine, with the settings of `call`; requirements as of
-    `static_engine.decode` and `check_continuous`.
-    """
+    `static_engine.decode` and `check_continuous`."""
     now = time.perf_counter()
     for one in requests:
         if one.error is not None:

@@ -44,8 +44,7 @@ def why_not_static(
     is_continuous: bool,
 ) -> str | None:
     """The reason why the static engine cannot run a call with `config` and `model_kwargs` as prepared by `generate()`;
-    None if it can. In continuous batching requests may have any length.
-    """
+    None if it can. In continuous batching requests may have any length."""
     return (
         why_not_supported(model)
         or _why_not_inputs(model)
@@ -139,8 +138,7 @@ def _other_engine(call: Call, engine: str) -> str:
 
 def check_batch_invariant(call: Call, engine: str) -> None:
     """Raise `ValueError` unless a call that is to be batch-invariant can be, on the `engine` that is to run it.
-    Operations that are not known to be are refused where they are called, see `patching.batch_invariance`.
-    """
+    Operations that are not known to be are refused where they are called, see `patching.batch_invariance`."""
     reason = _why_not_invariant(call, engine)
     if reason is not None:
         raise ValueError(

@@ -106,8 +106,7 @@ _unasked: dict[torch.device, int] = {}
 
 def available_bytes(device: torch.device) -> int:
     """Bytes that rows on `device` may still get: `DevicePolicy.cache_bytes` limits what they hold together; on a GPU so
-    do what is free, `1 / 32` of its memory left out, and what `torch.cuda.set_per_process_memory_fraction` has left.
-    """
+    do what is free, `1 / 32` of its memory left out, and what `torch.cuda.set_per_process_memory_fraction` has left."""
     found = _within_limit(device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -49,8 +49,7 @@ def _checked(driver: Any, result: tuple) -> Any:
 
 class HostPages:
     """A range of addresses on a CPU: memory of the operating system, which is there, as zeros, when written. It is
-    private to the process, also to one that was forked, so there is no `alias`.
-    """
+    private to the process, also to one that was forked, so there is no `alias`."""
 
     can_alias = False
 

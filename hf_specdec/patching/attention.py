@@ -177,8 +177,7 @@ def _original_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Te
 
 def original_mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.Tensor | None:
     """transformers' mask interface for calls by others while `ragged_attention` is active: the mask of the attention
-    that `config` had before it was patched.
-    """
+    that `config` had before it was patched."""
     name = original(config, ATTENTION_ENTRY)
     if name == ATTENTION_NAME or name not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
@@ -257,8 +256,7 @@ def set_ragged_attention(
 
 def ragged_attention(target: PreTrainedModel) -> Replacements:
     """Context in which `target` runs on a `RaggedCache`: its attention layers run `ragged_attention_forward` by the
-    rules of their masks; those outside of transformers' attention interface run as they are, with `slot_mask`.
-    """
+    rules of their masks; those outside of transformers' attention interface run as they are, with `slot_mask`."""
     make_name = constant(_name_for(target))
     return Replacements(
         {

@@ -107,8 +107,7 @@ class Probes:
 
     def angles(self, module: nn.Module) -> dict[str | None, Angles]:
         """The rotary embeddings that `module` is, by the `layer_type` that it is called with; None where it has none.
-        Those whose frequencies depend on the positions are left out.
-        """
+        Those whose frequencies depend on the positions are left out."""
         buffers = {name: one for name, one in module._buffers.items() if one is not None}
         has_others = module._modules or any(one is not None for one in module._parameters.values())
         is_plain = all(one.dim() == 1 and one.dtype in DTYPES for one in buffers.values())
@@ -134,8 +133,7 @@ class Probes:
 
 def tried(found: dict[Hashable, Any], key: Hashable, find: Callable[[], Any]) -> Any:
     """The entry `key` of `found`; if there is none, first what `find` returns without gradients and kernels, or None if
-    it fails: a module may raise anything, such as on a CPU.
-    """
+    it fails: a module may raise anything, such as on a CPU."""
     if key not in found:
         try:
             with torch.no_grad(), ops.references():

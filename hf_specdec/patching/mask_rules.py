@@ -31,8 +31,7 @@ _DISTANCES = tuple(distance for power in range(20) for distance in (1 << power, 
 
 class MaskRule(NamedTuple):
     """Which keys a query sees: those up to its own position t; with a sliding window those s with t - s < window, with
-    chunks of positions those with s // chunk == t // chunk.
-    """
+    chunks of positions those with s // chunk == t // chunk."""
 
     window: int | None = None
     chunk: int | None = None
@@ -190,8 +189,7 @@ def _rules_of(model: PreTrainedModel, calls: Sequence[_Attention], is_causal: bo
 
 def why_not_rules(model: PreTrainedModel, is_causal: bool = True) -> str | None:
     """The reason why it cannot be told which keys the queries of `model` see; None if it can. With `is_causal` the
-    tokens of a prompt, too, must see none after them: not if the target itself runs prompts.
-    """
+    tokens of a prompt, too, must see none after them: not if the target itself runs prompts."""
     rules = _rules(model)[0 if is_causal else 1]
     return rules if isinstance(rules, str) else None
 

@@ -188,8 +188,7 @@ def mark_long(
 
 def recomputes_keys(model: PreTrainedModel, limit: int) -> bool:
     """Whether plain `generate()` drops the keys of a text of `limit` tokens, to rotate them anew by the long factors,
-    as `prepare_inputs_for_generation` of Phi-3 does with the first pass over more than `limit` columns.
-    """
+    as `prepare_inputs_for_generation` of Phi-3 does with the first pass over more than `limit` columns."""
     tokens = torch.zeros(1, limit + 1, dtype=torch.int64, device=model.device)
     cache = DynamicCache(config=model.config.get_text_config())
     cache.get_seq_length = lambda *args, **kwargs: limit  # it claims to hold keys
@@ -202,8 +201,7 @@ def recomputes_keys(model: PreTrainedModel, limit: int) -> bool:
 @torch.no_grad()
 def why_not_marked(model: PreTrainedModel, longest_short: int, limit: float) -> str | None:
     """The reason why `model` does not take position ids of `mark_long` beyond `longest_short`; see
-    `PlugIn.why_not_same`.
-    """
+    `PlugIn.why_not_same`."""
     tokens = torch.arange(1, 1 + NUM_PROBE_TOKENS, device=model.device)[None]
     positions = tokens - 1 + longest_short
     # Without a mask transformers would take position ids that do not ascend for those of several texts.
