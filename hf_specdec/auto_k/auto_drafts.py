@@ -383,8 +383,7 @@ class AutoDrafts:
             self.current = best
 
     def _gain(self, drafted: RoundShape, rate: float, tokens_left: Callable[[], float]) -> float:
-        """Milliseconds that rounds with `drafted` save of those that `rate` takes, in the time left, or that has
-        passed."""
+        """Milliseconds that rounds with `drafted` save of those that `rate` takes, in the time left or passed."""
         share = 1 - rate / max(self._rate(drafted), rate)
         return share * max(tokens_left() / rate, self._times.total)
 

@@ -203,8 +203,7 @@ class FinishedCall:
                 )
 
     def _passes(self, held: int, width: int) -> Iterator[tuple[int, int]]:
-        """The first column and the end of each pass from `held` to `width`: one, or single ones where several tokens
-        differ."""
+        """First column and end of each pass from `held` to `width`: one, or one a token where several differ."""
         together = width
         if held and any(part.forgets_states(self.model) for part in parts(self.model)):
             together = held

@@ -67,8 +67,7 @@ class Eagle3Reader(LayersReader):
         return self._decide(IDS, default_aux_layer_ids(num_layers), rule)
 
     def _nested_ids(self, key: str, ids: list[int]) -> list[int]:
-        """By SGLang's rule ids inside `eagle_config` that begin with 1 count outputs of layers, as trainers with hooks
-        do."""
+        """By SGLang's rule ids inside `eagle_config` that begin with 1 count outputs of layers, as hooks do."""
         where, model_type = f"{key} in eagle_config", getattr(self.target, "model_type", None)
         if model_type in _COUNTED_BY_INPUTS:
             rule = f"{where} counts inputs of layers in drafters for {model_type} (SGLang)"

@@ -125,8 +125,7 @@ class LayersReader:
         return present
 
     def _layer_class(self) -> type[PreTrainedConfig]:
-        """transformers' class of the draft layers, for its defaults; as in vLLM and SGLang, `model_type` may be the
-        target's."""
+        """transformers' class of the draft layers, for its defaults; `model_type` may be the target's, as in vLLM."""
         model_type = self.layer.get("model_type", "llama")
         if model_type in _LAYER_CONFIGS:
             return _LAYER_CONFIGS[model_type]

@@ -242,8 +242,7 @@ def _check_heads(model: PreTrainedModel, target: PreTrainedModel, layers_read: M
 
 
 def _scale_of(embedding: torch.nn.Module, weight: torch.Tensor, name: str) -> torch.Tensor:
-    """The factor `[]` by which `embedding` multiplies rows of its weight; raises `ValueError` if it does anything
-    else."""
+    """The factor `[]` on rows of the weight of `embedding`; raises `ValueError` if it does anything else."""
     scale = getattr(embedding, "embed_scale", None)
     scale = torch.as_tensor(1.0 if scale is None else scale, device=weight.device).to(weight.dtype)
     tokens = torch.arange(min(8, len(weight)), device=weight.device)

@@ -257,8 +257,7 @@ class ContinuousRunner(Runner):
         return next((size for size in row_sizes(self._most, self.target.is_captured) if size >= count), self._most)
 
     def _larger_sizes(self, num_occupied: int, waiting: Sequence[Request]) -> list[tuple[int, int]]:
-        """Rows, and tokens of a text, of sessions with room for more of `waiting`, the best first; only where requests
-        arrive."""
+        """Rows, and tokens of a text, of sessions with room for more of `waiting`, the best first."""
         if self._settings.arrivals is None:
             return []
         next_ones = itertools.islice(waiting, self._most)
@@ -313,8 +312,7 @@ class ContinuousRunner(Runner):
         return None if rows == most else self._lease_of(rows, self._longest)
 
     def _is_worth_moving(self, lease: SessionLease, tokens_left: Callable[[], float]) -> bool:
-        """Whether moving saves, of half of the time left or a share of that so far, more than capturing graphs
-        takes."""
+        """Whether moving saves more, of half of the time left or a share of that so far, than captures take."""
         if not self.target.is_captured or lease.is_kept:
             return True
         drafted, times = self.drafts.current, self.session.round_times

@@ -129,8 +129,7 @@ class Runner:
         return None
 
     def _first_that_fits(self, attempts: Sequence[Callable[[], _T]]) -> _T:
-        """The result of the first of `attempts` with memory for it; with several processes that of the first one, or an
-        error."""
+        """The result of the first of `attempts` with memory for it; of several processes all need the first one."""
         for attempt in attempts[:-1]:
             try:
                 return attempt()

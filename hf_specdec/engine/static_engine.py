@@ -293,8 +293,7 @@ class Lockstep(Runner):
 
 
 def _with_reread(call: Call, target: HostedTarget) -> Prompts:
-    """The prompts of `call`, with what the target runs again of them for the drafter, as far as that pays for
-    itself."""
+    """The prompts of `call`, with what the target runs again for the drafter, as far as that pays for itself."""
     prompts = call.prompts
     is_known = prompts.cached and not prompts.hidden and call.inputs is None and not target.has_hooks
     if not is_known or call.cache is None or not target.reads_hidden_states:

@@ -156,8 +156,7 @@ class _Original:
 
 
 def _original_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """The attention that `module` runs outside of `ragged_attention`; raises `RuntimeError` for a drafter's, which has
-    none."""
+    """What `module` runs outside of `ragged_attention`; raises `RuntimeError` for a drafter's, which has none."""
     name = original(module.config, ATTENTION_ENTRY)
     if name == MASKED_NAME:  # for good, where eager masks are made
         name = "eager"

@@ -135,8 +135,7 @@ def _num_references(tensor: torch.Tensor) -> int:
 
 
 def _is_movable(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` alone uses its storage, which is neither shared nor another library's: its memory may be
-    replaced."""
+    """Whether `tensor` alone uses its storage, and may have another: it is not shared, nor another library's."""
     if not tensor.is_contiguous() or tensor.is_inference():
         return False
     storage = tensor.untyped_storage()

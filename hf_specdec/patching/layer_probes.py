@@ -125,8 +125,7 @@ class Probes:
     def _try(
         self, module: nn.Module, others: tuple[Hashable, ...], find: Callable[[], Any], count: int | None = 1
     ) -> Any:
-        """What `find` gives of the first module with these settings and `others`; None if `forward` does not need
-        `count`."""
+        """What `find` gives of the first module with these settings and `others`; None if it needs another `count`."""
         key = (*_settings(module), *others)
         return tried(self._found, key, lambda: find() if count is None or _needs(module, count) else None)
 

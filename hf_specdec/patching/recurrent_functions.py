@@ -66,8 +66,7 @@ _running = _Running()
 
 
 def _next_state() -> RecurrentState | None:
-    """The state for a function that is given none, of its head in the layer; None if no layer runs over a
-    `RaggedCache`."""
+    """The state for a function that is given none, of its head in the layer; None outside of a `RaggedCache`."""
     state, head = _running.state, _running.calls
     if state is None:
         return None
@@ -103,8 +102,7 @@ def _run_layer(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwa
 
 
 def _where(name: str, kind: type) -> Callable[[Callable], Callable]:
-    """Decorator of a replacement: it runs where the argument `name` is of `kind`, elsewhere the model's function, its
-    first argument, does."""
+    """Decorator of a replacement: it runs where the argument `name` is of `kind`, else its first argument does."""
 
     def decorate(run: Callable) -> Callable:
         names = tuple(inspect.signature(run).parameters)[1:]
@@ -176,8 +174,7 @@ def _mamba2_scan(
 
 @_where("state", RecurrentState)
 def _mamba2_step(function, state, hidden_states, dt, A, B, C, D=None, *, z=None, dt_bias=None, dt_softplus=False, **_):
-    """Mamba-2 over a single token: hidden states, dt `[B, H, P]`, A `[H, P, N]`, B and C `[B, groups, N]`, D and bias
-    `[H, P]`."""
+    """Mamba-2 of one token: hidden states, dt `[B, H, P]`, A `[H, P, N]`, B, C `[B, groups, N]`, D, bias `[H, P]`."""
     bias = None if dt_bias is None else dt_bias[:, 0]
     # A pass over several tokens, which names the limits, has come before: a prefill has two columns at least.
     steps = _time_steps(state, dt[:, None, :, 0], bias, dt_softplus, state.step_limits)
@@ -201,8 +198,7 @@ def _mamba_scan(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _scan(state, hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, **rest):
-    """See `_mamba_scan`: hidden states, dt and the gate z `[B, P, n]`, A `[P, N]`, B and C `[B, N, n]`, D and bias
-    `[P]`."""
+    """See `_mamba_scan`: hidden states, dt, gate z `[B, P, n]`, A `[P, N]`, B, C `[B, N, n]`, D, bias `[P]`."""
     gate = None if z is None else z.transpose(1, 2)
     inputs, dt, B, C = (part.transpose(1, 2) for part in (hidden_states, dt, B, C))
     out = _selective_state_space(state, inputs, dt, A, B, C, D, gate, delta_bias, delta_softplus).transpose(1, 2)
@@ -281,8 +277,7 @@ _REPLACEMENTS: dict[str, Callable] = {
 
 
 def _token_mask(function: Callable, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Which columns recurrent layers read, `[B, n]` bool, None for all; transformers' own `function` reads the mask on
-    the host."""
+    """Which columns recurrent layers read, `[B, n]` bool, None for all; `function` reads the mask on the host."""
     cache, mask = given_cache(kwargs), kwargs.get("attention_mask")
     if not isinstance(cache, RaggedCache) or mask is None or mask.dim() != 2:
         return function(*args, **kwargs)

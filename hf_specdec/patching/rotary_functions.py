@@ -81,8 +81,7 @@ def _kind_of(
     angles: int,
     options: tuple[tuple[str, Any], ...],
 ) -> RotaryKind | None:
-    """What `function` does with heads of `size` elements and so many `angles`, given `options`; None if it is not
-    known."""
+    """What `function` does with heads of `size` elements and `angles`, given `options`; None if not known."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:

@@ -40,8 +40,7 @@ _EAGER = "eager_attention_forward"
 
 
 def _layers_of_cache(model: PreTrainedModel) -> list[Any]:
-    """The layers of transformers' cache for `model`; none if its configuration describes none, or transformers refuses
-    one."""
+    """The layers of transformers' cache for `model`; none if no cache is described, or one is refused."""
     try:
         return DynamicCache(config=model.config.get_text_config()).layers
     except (AttributeError, ValueError):

@@ -188,8 +188,7 @@ def join_rows(
 
 
 def _passes(call: Call, model_kwargs: dict[str, Any], sequences: torch.Tensor) -> dict[str, Any]:
-    """Fill the cache with `[B, P + new]` but the last column: it, hidden states and attention weights of each step, by
-    name."""
+    """Fill the cache with `[B, P + new]` but the last column: it, hidden states and attention weights, by name."""
     model, width = call.model, call.prompts.width
     after = sequences.shape[1] - width - 1
     with user_code():

@@ -52,8 +52,7 @@ def compressed_attention(*models: nn.Module) -> Replacements:
 def _compress(
     module: nn.Module, layer: CompressedLayer, name: str, hidden_states: torch.Tensor, rotate: Callable
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Store the entries that `[B, n, H]` hidden states complete; all entries `[B, S, D]`, and what a query sees, `[B,
-    n, S]`."""
+    """Store what `[B, n, H]` hidden states complete; all entries `[B, S, D]`, and what a query sees `[B, n, S]`."""
     values, gates, width = module.kv_proj(hidden_states), module.gate_proj(hidden_states), module.head_dim
     overlaps = values.shape[-1] == 2 * width
     windows = layer.windows(name, module.compress_rate, overlaps)
@@ -87,8 +86,7 @@ def _forward(
     cache: Any,
     layer_idx: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `forward` of a compressor: entries as keys and values `[B, 1, S, D]`, and what is added to their scores, `[B,
-    1, n, S]`."""
+    """The `forward` of a compressor: entries `[B, 1, S, D]`, and what is added to their scores, `[B, 1, n, S]`."""
     if not isinstance(cache, RaggedCache):
         return type(module).forward(module, hidden_states, q_residual, position_ids, cache, layer_idx)
     layer, rotate = cache.layers[layer_idx], _functions_of(module)[ROTATION]

@@ -144,8 +144,7 @@ def _frequencies_of(module: nn.Module) -> tuple[torch.device, _Frequencies, _Fre
 
 
 def _rotate(module, short, long, x, position_ids, *args, **kwargs):
-    """`forward` with the frequencies `short`, and `long`, if any, where `position_ids` `[..., B, n]` are
-    complemented."""
+    """`forward` with the frequencies `short`, and `long`, if any, of complemented `position_ids` `[..., B, n]`."""
     if not runs_engine():
         return type(module).forward(module, x, position_ids, *args, **kwargs)
     is_long = position_ids < 0
