@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_splits import num_multiprocessors
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, kernel
 from .linear import LINES, request_lines
 from .types import LinearTiles
 
@@ -29,19 +30,17 @@ _ALIGNMENT = 16
 _HOPPER = (9, 0)
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel
 def _linear_kernel(
     inputs_desc,
     weight_desc,
     weight_ptr,
     bias_ptr,
     out_desc,
-    num_rows,
+    num_rows: Unspecialised,
     size_out,
     size_in,
     weight_stride,
-    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -72,7 +71,7 @@ def _linear_kernel(
             w = weight_desc.load([feature, start])
             x = inputs_desc.load([row, start])
             total = tl.dot(x, w.T, total)
-        if HAS_BIAS:
+        if bias_ptr is not None:
             own = feature + tl.arange(0, FEATURES)
             total += tl.load(bias_ptr + own, mask=own < size_out, other=0.0).to(tl.float32)[None, :]
         out_desc.store([row, feature], total.to(out_desc.dtype))
@@ -109,7 +108,6 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         size_out,
         size_in,
         weight.stride(0),
-        HAS_BIAS=bias is not None,
         ROWS=tiles.rows,
         FEATURES=tiles.features,
         DEPTH=tiles.depth,
