@@ -28,8 +28,7 @@ logger = logging.getLogger(__name__)
 
 class NormalizedCheckpoint(NamedTuple):
     """The class that runs a checkpoint, its configuration in normal form, and how what it leaves open was decided; for
-    a checkpoint that is in normal form only the caller's overrides.
-    """
+    a checkpoint that is in normal form only the caller's overrides."""
 
     family: type[Drafter]
     config: DrafterConfig

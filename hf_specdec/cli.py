@@ -13,8 +13,7 @@ from .inspection.doctor import add_doctor
 
 def build_parser() -> argparse.ArgumentParser:
     """Each subcommand sets its default `run`, a function of the parsed arguments that may return an exit status. One
-    that sets `passes_on` gets arguments that it does not know in `others`.
-    """
+    that sets `passes_on` gets arguments that it does not know in `others`."""
     parser = argparse.ArgumentParser(prog="hf-specdec", description="Speculative decoding for transformers.")
     parser.add_argument("--version", action="version", version=f"hf-specdec {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True)

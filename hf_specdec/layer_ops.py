@@ -56,7 +56,6 @@ rotate_and_store = kernel_op(
     f"(Tensor cos, Tensor sin, Tensor[] states, {_ROTARY_KIND}, Tensor(a!) keys, Tensor(b!) values, "
     "Tensor value_states, Tensor positions, Tensor(c!)? scales) -> Tensor[]",
     lambda cos, sin, states, *rest: _like(states[:-1]),
-    mutates_args=("keys", "values", "scales"),
     groups={3: RotaryKind},
 )
 rotary_angles = kernel_op(

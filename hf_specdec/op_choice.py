@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,9 +22,7 @@ def has_kernels(device: torch.device) -> bool:
 
 
 class _Choice(threading.local):
-    """Whether this thread runs the references on every device, and the kernels whose bits depend on no other row;
-    whether what it launches is captured; and what is told of the references that run.
-    """
+    """What this thread's ops run, whether its launches are captured, and what is told of references that run."""
 
     references_only = False
     capturing = False
@@ -131,7 +130,6 @@ def kernel_op(
     place: str,
     schema: str,
     fake: Callable | None,
-    mutates_args: tuple[str, ...] = (),
     reference: str | None = None,
     result: type[tuple] = tuple,
     launch: Callable | None = None,
@@ -148,7 +146,6 @@ def kernel_op(
         place: `module.function` of the kernel in `kernels`, which is imported when it is first called.
         schema: of the op of torch, which has the name of the function.
         fake: what the op returns for fake tensors; None if it returns nothing.
-        mutates_args: names of arguments that it writes.
         reference: `module.function` of the reference, if not `module_reference.function`.
         result: the named tuple that is returned, where it is one: ops of torch return plain ones.
         launch: takes the place of the kernel, with the same arguments.
@@ -169,7 +166,8 @@ def kernel_op(
         out = (plain if is_opaque and not is_for_triton(args[0]) else run_kernel)(*args)
         return tuple(out) if isinstance(out, tuple) else out
 
-    op = torch.library.custom_op(f"hf_specdec::{name}", run_op, mutates_args=mutates_args, schema=schema)
+    written = re.findall(r"!\)\S* (\w+)", schema)
+    op = torch.library.custom_op(f"hf_specdec::{name}", run_op, mutates_args=written, schema=schema)
     if fake is not None:
         op.register_fake(fake)
 

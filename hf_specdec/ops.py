@@ -113,7 +113,6 @@ prepare_inputs = kernel_op(
     "Tensor(b!) out_slots, Tensor(c!) out_positions, Tensor(d!) out_sources, int num_masks, int mask_token, int shift) "
     "-> ()",
     None,
-    mutates_args=("out_tokens", "out_slots", "out_positions", "out_sources"),
     groups={5: DraftInputs},
 )
 write_kv = kernel_op(
@@ -121,7 +120,6 @@ write_kv = kernel_op(
     "(Tensor(a!) keys, Tensor(b!) values, Tensor key_states, Tensor value_states, Tensor positions, "
     "Tensor(c!)? scales) -> ()",
     None,
-    mutates_args=("keys", "values", "scales"),
 )
 
 
@@ -231,7 +229,6 @@ short_conv = kernel_op(
     "short_conv.short_conv",
     "(Tensor inputs, Tensor(a!) ring, Tensor positions, int dummy, Tensor weight, Tensor? bias, bool silu) -> Tensor",
     lambda inputs, *rest: inputs.new_empty(inputs.shape),
-    mutates_args=("ring",),
 )
 suffix_drafts = kernel_op(
     "suffix_drafts.suffix_drafts",
@@ -251,7 +248,6 @@ recurrence = kernel_op(
     "Tensor(c!) ring_updates, Tensor(d!) ring_decays, Tensor base, Tensor certain, Tensor positions, int dummy, "
     "bool delta, bool normalize, float scale, Tensor? rates) -> Tensor",
     lambda query, key, value, *rest: value.new_empty(value.shape),
-    mutates_args=("state", "ring_keys", "ring_updates", "ring_decays"),
     groups={6: RecurrenceRing},
 )
 _plain_expert_linear = kernel_op(
@@ -280,7 +276,6 @@ add_low_rank = kernel_op(
     "(Tensor(a!) out, Tensor inputs, Tensor adapters, Tensor[] down, Tensor[] up, Tensor places, Tensor scales, "
     "int[] sizes) -> ()",
     None,
-    mutates_args=("out",),
     is_opaque=True,  # which adapters there are
 )
 _plain_linear = kernel_op(
@@ -343,8 +338,7 @@ def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -
 
 def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:
     """Whether `gated_linear` of `[n, in]` by `[2 N, in]` is faster than `linear` and `layer_ops.gated_activation`, of
-    whose results it has the bits.
-    """
+    whose results it has the bits."""
     if isinstance(weight, StoredWeight):
         is_taken = has_fast_linear(inputs, weight) and _wide_stored_tiles(inputs, weight) is None
         return is_taken and weight.shape[0] % 2 == 0 and is_for_triton(inputs)

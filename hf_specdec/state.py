@@ -289,8 +289,7 @@ class DecodeState:
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Context for rounds that warm up kernels and memory pools: all rows are finished, so nothing is committed, and
-        drafters find nothing that was.
-        """
+        drafters find nothing that was."""
         kept = [self.finished, *self.result, *([] if self.aux_hidden_states is None else [self.aux_hidden_states])]
         before = [buffer.clone() for buffer in kept]
         self.finished.fill_(True)
@@ -304,8 +303,7 @@ class DecodeState:
     @property
     def first_block_width(self) -> int:
         """Tokens of the last block once the first new token is committed: it, and the prompt's last one as if that had
-        been a draft, unless there are none.
-        """
+        been a draft, unless there are none."""
         return min(2, self.most_draft_tokens + 1)
 
     def next_slots(self, first: int, count: int = 1) -> torch.Tensor:
@@ -322,12 +320,9 @@ class DecodeState:
         return torch.where(slots < self.dummy_slot, slots % self.row_slots, 0)
 
     def position_ids(self, slots: torch.Tensor, sections: bool = False) -> torch.Tensor:
-        """Position ids of the target at `slots` `[B, n]` int64; 0 for the dummy slot.
-
-        Args:
-            sections: whether `[sections, B, n]` may be returned, where M-RoPE gives a token of a prompt several
-                positions; of these the first is returned otherwise.
-        """
+        """Position ids of the target at `slots` `[B, n]` int64; 0 for the dummy slot. With `sections` they may be
+        `[sections, B, n]`, where M-RoPE gives a token of a prompt several positions; else the first of these is
+        returned."""
         if self.records is not None:
             return self.records.position_ids(slots, sections)
         if self.row_slots == self.slots:
@@ -356,11 +351,8 @@ class DecodeState:
         return block, slots, Nodes(positions, proposal.tree.ancestors)
 
     def last_block(self, width: int) -> tuple[torch.Tensor | None, VerificationResult]:
-        """The first `width` columns of what the last round leaves for drafting, at least `block_width`.
-
-        Returns:
-            its auxiliary hidden states `[B, width, ...]` or None, and its result, with tokens `[B, width]`.
-        """
+        """The first `width` columns of what the last round leaves for drafting, at least `block_width`: its auxiliary
+        hidden states `[B, width, ...]` or None, and its result, with tokens `[B, width]`."""
         hidden = None if self.aux_hidden_states is None else self.aux_hidden_states[:, :width]
         result = self.result
         return hidden, VerificationResult(result.tokens[:, :width], result.accepted, result.committed)
@@ -376,15 +368,11 @@ class DecodeState:
         self.result.committed.clamp_(max=1)
 
     def commit(self, result: VerificationResult, keeps: bool = False) -> VerificationResult:
-        """Append the result's tokens `[B, n]` to the rows, up to an end-of-sequence token or the length limit.
+        """Append the result's tokens `[B, n]` to the rows, up to an end-of-sequence token or the length limit; returns
+        it with `committed` reduced accordingly. With `keeps` it is kept for drafting, see `last_block`, in memory that
+        is always the same.
 
         A row ends at `NO_TOKEN`, too, for which it gets token 0: it is the last one of what the result commits.
-
-        Args:
-            keeps: whether to keep it for drafting, see `last_block`, in memory that is always the same.
-
-        Returns:
-            the result with `committed` reduced accordingly.
         """
         kept = self.result if keeps else None
         rows = self.tokens, self.lengths, self.finished

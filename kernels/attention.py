@@ -53,6 +53,7 @@ from .attention_splits import (
 )
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .float8 import first_of_pair, pairs_of, second_of_pair
+from .jit import Unspecialised, kernel
 from .types import MOST_WORDS, WORD_BITS
 
 # Bytes of the keys, or of the values, of one block of slots; several blocks are in flight per program.
@@ -64,40 +65,27 @@ MANY_QUERIES = 1024
 
 @triton.jit
 def _attend_to_slots(
-    query,
-    key_ptr,
-    value_ptr,
-    scale_ptr,
-    key_stride_s,
-    value_stride_s,
-    scale_stride_s,
-    position,
-    last,
-    begin,
-    stop,
-    window,
-    scaling,
-    softcap,
-    running_max,
-    running_sum,
-    acc,
-    root,
-    ancestors,
-    more_ancestors,
-    line,
-    more_line,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    SLOT_BLOCK: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
+    query, cache, position, last, begin, stop, scoring, running, FORM, root=None, ancestors=None, line=None
 ):
     """Continue the online softmax of a block of queries with the slots from `begin` to `stop - 1`.
 
-    With words of `ancestors`, and of `more_ancestors` or None, these are slots of nodes, from that of the `root` on.
-    With those of one node, `line`, and `more_line` or None, its ancestors are read as if they were in the slots of
-    their positions, as those of a text are. The pointers are those of the row and of the head. Returns the maxima, the
-    sums and the sums of values.
+    With two words of `ancestors`, the second of which may be None, these are slots of nodes, from that of the `root`
+    on. With the words of one node, `line`, its ancestors are read as if they were in the slots of their positions, as
+    those of a text are.
+
+    Args:
+        cache: pointers to keys, values and scales of the row and of the head, and their strides of slots.
+        scoring: window, scaling and softcap.
+        running: maxima, sums, and sums of values, which are returned.
+        FORM: DIM, VALUE_DIM, SLOT_BLOCK and IS_CHUNKED of `_attention_kernel`.
     """
+    key_ptr, value_ptr, scale_ptr, key_stride_s, value_stride_s, scale_stride_s = cache
+    window, scaling, softcap = scoring
+    running_max, running_sum, acc = running
+    DIM: tl.constexpr = FORM[0]
+    VALUE_DIM: tl.constexpr = FORM[1]
+    SLOT_BLOCK: tl.constexpr = FORM[2]
+    IS_CHUNKED: tl.constexpr = FORM[3]
     dim = tl.arange(0, query.shape[1])
     value_dim = tl.arange(0, acc.shape[1])
     key_ptr += begin.to(tl.int64) * key_stride_s
@@ -109,11 +97,11 @@ def _attend_to_slots(
     value_offset = block[:, None] * value_stride_s + value_dim[None, :]
     if line is not None:
         number = tl.arange(0, 64)
-        is_ancestor = ((line >> number) & 1).to(tl.int32)
+        is_ancestor = ((line[0] >> number) & 1).to(tl.int32)
         rank = tl.where(is_ancestor != 0, tl.cumsum(is_ancestor, axis=0) - 1, -1)
-        if more_line is not None:
+        if line[1] is not None:
             before = tl.sum(is_ancestor, axis=0)
-            is_ancestor = ((more_line >> number) & 1).to(tl.int32)
+            is_ancestor = ((line[1] >> number) & 1).to(tl.int32)
             more_rank = tl.where(is_ancestor != 0, before + tl.cumsum(is_ancestor, axis=0) - 1, -1)
     for first in range(begin, stop, SLOT_BLOCK):
         slot = first + block
@@ -123,7 +111,7 @@ def _attend_to_slots(
         if line is not None:
             steps = (slot - root)[:, None]
             node = tl.sum(tl.where(rank[None, :] == steps, number[None, :], 0), axis=1)
-            if more_line is not None:
+            if line[1] is not None:
                 node += tl.sum(tl.where(more_rank[None, :] == steps, 64 + number[None, :], 0), axis=1)
             moved = tl.where(slot < root, 0, root + node - slot).to(tl.int64)
             keys_ptr += moved[:, None] * key_stride_s
@@ -145,9 +133,9 @@ def _attend_to_slots(
             visible = visible & (slot[None, :] >= first_visible(position, window, IS_CHUNKED)[:, None])
         if ancestors is not None:
             node = (slot - root)[None, :]
-            word = ancestors[:, None]
-            if more_ancestors is not None:
-                word = tl.where(node < 64, word, more_ancestors[:, None])
+            word = ancestors[0][:, None]
+            if ancestors[1] is not None:
+                word = tl.where(node < 64, word, ancestors[1][:, None])
             visible = visible & (((word >> (node & 63).to(tl.int64)) & 1) != 0)
         scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))
@@ -173,21 +161,22 @@ def _attend_to_slots(
 
 @triton.jit
 def _store(
-    running_max,
-    running_sum,
-    acc,
+    running,
     is_row,
     out_row,
-    out_ptr,
-    partial_ptr,
-    stats_ptr,
+    outputs,
     split,
     num_parts,
     VALUE_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Store the results of the queries `is_row`, or with IS_SPLIT those of their split."""
+    """Store the results of the queries `is_row`, or with IS_SPLIT those of their split.
+
+    `outputs` are pointers to results, results of splits, and their statistics.
+    """
+    running_max, running_sum, acc = running
+    out_ptr, partial_ptr, stats_ptr = outputs
     value_dim = tl.arange(0, acc.shape[1])
     running_sum = tl.where(running_sum == 0.0, 1.0, running_sum)  # a query that saw no slot; its lse stays -inf
     out = acc * (1.0 / running_sum)[:, None] if SPLIT > 0 else acc / running_sum[:, None]
@@ -199,22 +188,7 @@ def _store(
     tl.store(to_ptr + out_row[:, None] * VALUE_DIM + value_dim[None, :], out.to(to_ptr.dtype.element_ty), mask=is_value)
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(
-    do_not_specialize=[
-        "positions_stride_b",
-        "starts_stride_b",
-        "starts_stride_n",
-        "ends_stride_b",
-        "ancestors_stride_b",
-        "ancestors_stride_n",
-        "ancestors_stride_w",
-        "num_queries",
-        "num_slots",
-        "num_splits",
-        "window",
-    ]
-)
+@kernel
 def _attention_kernel(
     query_ptr,
     key_ptr,
@@ -239,17 +213,17 @@ def _attention_kernel(
     value_stride_s,
     scale_stride_b,
     scale_stride_s,
-    positions_stride_b,
-    starts_stride_b,
-    starts_stride_n,
-    ends_stride_b,
-    ancestors_stride_b,
-    ancestors_stride_n,
-    ancestors_stride_w,
-    num_queries,
-    num_slots,
-    num_splits,
-    window,
+    positions_stride_b: Unspecialised,
+    starts_stride_b: Unspecialised,
+    starts_stride_n: Unspecialised,
+    ends_stride_b: Unspecialised,
+    ancestors_stride_b: Unspecialised,
+    ancestors_stride_n: Unspecialised,
+    ancestors_stride_w: Unspecialised,
+    num_queries: Unspecialised,
+    num_slots: Unspecialised,
+    num_splits: Unspecialised,
+    window: Unspecialised,
     scaling,
     softcap,
     KV_HEADS: tl.constexpr,
@@ -304,7 +278,7 @@ def _attention_kernel(
     if ends_ptr is not None:
         last = tl.load(ends_ptr + batch * ends_stride_b + query_index, mask=is_row, other=-1).to(tl.int32)
         last = tl.where(position >= start, last, -1)
-    root, ancestors, more_ancestors = None, None, None
+    root, ancestors = None, None
     if NUM_WORDS > 0:
         root = tl.load(positions_ptr + batch * positions_stride_b).to(tl.int32)
         lines_ptr = ancestors_ptr + batch * ancestors_stride_b
@@ -312,9 +286,10 @@ def _attention_kernel(
         if SPLIT == 0:
             last = tl.where(position >= 0, root + query_index, -1)
             lines = lines_ptr + query_index * ancestors_stride_n
-            ancestors = tl.load(lines, mask=is_row, other=0)
+            first_words, more_words = tl.load(lines, mask=is_row, other=0), None
             if NUM_WORDS > 1:
-                more_ancestors = tl.load(lines + ancestors_stride_w, mask=is_row, other=0)
+                more_words = tl.load(lines + ancestors_stride_w, mask=is_row, other=0)
+            ancestors = first_words, more_words
     if not HAS_SEGMENTS:
         begin, stop = split_range(position, last, start, num_slots, window, split, num_parts, SLOT_BLOCK, IS_CHUNKED)
         if IS_SPLIT:  # noqa: SIM102 (a constexpr branch)
@@ -346,6 +321,10 @@ def _attention_kernel(
     value_ptr += batch * value_stride_b + kv_head * value_stride_h
     if scale_ptr is not None:
         scale_ptr += batch * scale_stride_b + kv_head
+    cache = key_ptr, value_ptr, scale_ptr, key_stride_s, value_stride_s, scale_stride_s
+    scoring, outputs = (window, scaling, softcap), (out_ptr, partial_ptr, stats_ptr)
+    FORM: tl.constexpr = (DIM, VALUE_DIM, SLOT_BLOCK, IS_CHUNKED)
+    none = none_max, none_sum, none_acc
     if HAS_SEGMENTS:
         # The queries of one prompt after those of the other; the rest of the block sees nothing meanwhile, and gets
         # nothing: 0 times a value is NaN if that is.
@@ -360,32 +339,7 @@ def _attention_kernel(
                     own_position, own_last, segment, num_slots, window, split, num_parts, SLOT_BLOCK, IS_CHUNKED
                 )
                 running_max, running_sum, acc = _attend_to_slots(
-                    query,
-                    key_ptr,
-                    value_ptr,
-                    scale_ptr,
-                    key_stride_s,
-                    value_stride_s,
-                    scale_stride_s,
-                    own_position,
-                    own_last,
-                    begin,
-                    stop,
-                    window,
-                    scaling,
-                    softcap,
-                    running_max,
-                    running_sum,
-                    acc,
-                    None,
-                    None,
-                    None,
-                    None,
-                    None,
-                    DIM,
-                    VALUE_DIM,
-                    SLOT_BLOCK,
-                    IS_CHUNKED,
+                    query, cache, own_position, own_last, begin, stop, scoring, (running_max, running_sum, acc), FORM
                 )
             else:
                 first, end = visible_range(own_position, own_last, segment, num_slots, window, SLOT_BLOCK, IS_CHUNKED)
@@ -397,66 +351,28 @@ def _attention_kernel(
                         edge = begin + tl.maximum(root - begin, 0) // SLOT_BLOCK * SLOT_BLOCK
                         edge = tl.minimum(edge, stop)
                     split_max, split_sum, split_acc = _attend_to_slots(
-                        query,
-                        key_ptr,
-                        value_ptr,
-                        scale_ptr,
-                        key_stride_s,
-                        value_stride_s,
-                        scale_stride_s,
-                        own_position,
-                        own_last,
-                        begin,
-                        edge,
-                        window,
-                        scaling,
-                        softcap,
-                        none_max,
-                        none_sum,
-                        none_acc,
-                        None,
-                        None,
-                        None,
-                        None,
-                        None,
-                        DIM,
-                        VALUE_DIM,
-                        SLOT_BLOCK,
-                        IS_CHUNKED,
+                        query, cache, own_position, own_last, begin, edge, scoring, none, FORM
                     )
                     if NUM_WORDS > 0:  # noqa: SIM102 (a constexpr branch)
                         if edge < stop:
                             for node in range(tl.min(query_index, axis=0), num_nodes):
-                                line, more_line = tl.load(lines_ptr + node * ancestors_stride_n), None
+                                line_ptr = lines_ptr + node * ancestors_stride_n
+                                first_word, more_word = tl.load(line_ptr), None
                                 if NUM_WORDS > 1:
-                                    more_line = tl.load(lines_ptr + node * ancestors_stride_n + ancestors_stride_w)
+                                    more_word = tl.load(line_ptr + ancestors_stride_w)
+                                line = first_word, more_word
                                 split_max, split_sum, split_acc = _attend_to_slots(
                                     query,
-                                    key_ptr,
-                                    value_ptr,
-                                    scale_ptr,
-                                    key_stride_s,
-                                    value_stride_s,
-                                    scale_stride_s,
+                                    cache,
                                     own_position,
                                     tl.where(query_index == node, own_last, -1),
                                     edge,
                                     stop,
-                                    window,
-                                    scaling,
-                                    softcap,
-                                    split_max,
-                                    split_sum,
-                                    split_acc,
+                                    scoring,
+                                    (split_max, split_sum, split_acc),
+                                    FORM,
                                     root,
-                                    None,
-                                    None,
-                                    line,
-                                    more_line,
-                                    DIM,
-                                    VALUE_DIM,
-                                    SLOT_BLOCK,
-                                    IS_CHUNKED,
+                                    line=line,
                                 )
                     if IS_SPLIT:
                         to = out_row * num_splits + one
@@ -471,14 +387,10 @@ def _attention_kernel(
                         )
             if not (IS_SPLIT and SPLIT > 0):
                 _store(
-                    running_max,
-                    running_sum,
-                    acc,
+                    (running_max, running_sum, acc),
                     is_own,
                     out_row,
-                    out_ptr,
-                    partial_ptr,
-                    stats_ptr,
+                    outputs,
                     split,
                     num_parts,
                     VALUE_DIM,
@@ -491,77 +403,31 @@ def _attention_kernel(
     else:
         running_max, running_sum, acc = _attend_to_slots(
             query,
-            key_ptr,
-            value_ptr,
-            scale_ptr,
-            key_stride_s,
-            value_stride_s,
-            scale_stride_s,
+            cache,
             position,
             last,
             begin,
             tl.minimum(stop, root) if NUM_WORDS > 0 else stop,
-            window,
-            scaling,
-            softcap,
-            first_max,
-            first_sum,
-            none_acc,
-            None,
-            None,
-            None,
-            None,
-            None,
-            DIM,
-            VALUE_DIM,
-            SLOT_BLOCK,
-            IS_CHUNKED,
+            scoring,
+            (first_max, first_sum, none_acc),
+            FORM,
         )
         if NUM_WORDS > 0:  # the text is read as without a tree, which is faster; then the nodes
             running_max, running_sum, acc = _attend_to_slots(
                 query,
-                key_ptr,
-                value_ptr,
-                scale_ptr,
-                key_stride_s,
-                value_stride_s,
-                scale_stride_s,
+                cache,
                 position,
                 last,
                 tl.maximum(begin, root),
                 stop,
-                window,
-                scaling,
-                softcap,
-                running_max,
-                running_sum,
-                acc,
+                scoring,
+                (running_max, running_sum, acc),
+                FORM,
                 root,
                 ancestors,
-                more_ancestors,
-                None,
-                None,
-                DIM,
-                VALUE_DIM,
-                SLOT_BLOCK,
-                IS_CHUNKED,
             )
     if not (IS_SPLIT and SPLIT > 0):
-        _store(
-            running_max,
-            running_sum,
-            acc,
-            is_row,
-            out_row,
-            out_ptr,
-            partial_ptr,
-            stats_ptr,
-            split,
-            num_parts,
-            VALUE_DIM,
-            SPLIT,
-            IS_SPLIT,
-        )
+        _store((running_max, running_sum, acc), is_row, out_row, outputs, split, num_parts, VALUE_DIM, SPLIT, IS_SPLIT)
 
 
 @functools.cache

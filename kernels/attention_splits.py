@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, kernel
 
 # Programs launched per multiprocessor, one for so many slots and at most as many: two or three run at a time, the rest
 # balance rows of unequal length.
@@ -96,12 +97,12 @@ def merge_next(running_max, running_sum, acc, split_max, split_sum, split_acc):
     return new_max, running_sum, acc
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@kernel
 def _merge_kernel(
     partial_ptr,
     lse_ptr,
     out_ptr,
-    num_splits,
+    num_splits: Unspecialised,
     VALUE_DIM: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
@@ -132,17 +133,7 @@ def _merge_kernel(
     tl.store(out_ptr + row * VALUE_DIM + value_dim, out.to(out_ptr.dtype.element_ty), mask=value_dim < VALUE_DIM)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "positions_stride_b",
-        "starts_stride_b",
-        "ends_stride_b",
-        "num_queries",
-        "num_slots",
-        "num_splits",
-        "window",
-    ]
-)
+@kernel
 def _fixed_merge_kernel(
     partial_ptr,
     stats_ptr,
@@ -151,13 +142,13 @@ def _fixed_merge_kernel(
     ends_ptr,
     sinks_ptr,
     out_ptr,
-    positions_stride_b,
-    starts_stride_b,
-    ends_stride_b,
-    num_queries,
-    num_slots,
-    num_splits,
-    window,
+    positions_stride_b: Unspecialised,
+    starts_stride_b: Unspecialised,
+    ends_stride_b: Unspecialised,
+    num_queries: Unspecialised,
+    num_slots: Unspecialised,
+    num_splits: Unspecialised,
+    window: Unspecialised,
     HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,

@@ -161,8 +161,7 @@ def _target_noise_kernel(
     BLOCK: tl.constexpr,
 ):
     """One block of a row. Grid: (B * n, blocks). Reads BLOCK elements of `logits` and `target_ids`, and the row's
-    temperature, seed and length; writes these elements of `out` `[B * n, V_d]`.
-    """
+    temperature, seed and length; writes these elements of `out` `[B * n, V_d]`."""
     row = tl.program_id(0).to(tl.int64)
     batch, step = row // width, row % width
     seed = tl.load(seeds_ptr + batch * seeds_stride)

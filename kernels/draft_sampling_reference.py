@@ -9,15 +9,9 @@ from .types import RandomStream
 
 
 def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """The most probable draft tokens; ties and NaN as in `verify_greedy`.
-
-    Args:
-        logits: `[B, n, V_d]` or `[n, V_d]` of the draft head, of any floating dtype.
-        target_ids: `[V_d]` int64, the target's token of each token of the draft vocabulary; None if they are the same.
-
-    Returns:
-        `[B, n]` or `[n]` int64 tokens of the target.
-    """
+    """The most probable draft tokens, `[B, n]` or `[n]` int64 of the target, by `logits` `[B, n, V_d]` or `[n, V_d]` of
+    any floating dtype; ties and NaN as in `verify_greedy`. `target_ids` `[V_d]` int64 are the target's tokens of the
+    draft vocabulary; None if they are the same."""
     index = logits.argmax(dim=-1)
     return index if target_ids is None else target_ids[index]
 

@@ -104,17 +104,8 @@ def _expert_linear_kernel(
     weight_strides,
     bias_stride,
     scales_strides,
-    scales_ptr,
-    zeros_ptr,
-    outer_ptr,
-    codes_ptr,
-    shift_ptr,
-    FORMAT: tl.constexpr,
-    SCALES: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    ROUNDS_INPUTS: tl.constexpr,
-    ASM: tl.constexpr,
+    parts,
+    FORM: tl.constexpr,
     IS_EVEN: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     IN: tl.constexpr,
@@ -144,7 +135,7 @@ def _expert_linear_kernel(
     is_column = column < OUT
     total = tl.zeros([ROWS, OUT_BLOCK], tl.float32)
     if expert < NUM_EXPERTS:
-        if FORMAT is None:
+        if FORM is None:
             feature = tl.arange(0, IN_BLOCK)
             inputs = inputs_ptr + (pair // pairs_per_input)[:, None].to(tl.int64) * IN + feature[None, :]
             weight = weight_ptr + expert.to(tl.int64) * weight_strides[0]
@@ -165,30 +156,16 @@ def _expert_linear_kernel(
             first_column = tl.program_id(0) * OUT_BLOCK
             sums = stored_sums(
                 weight_ptr + expert.to(tl.int64) * weight_strides[0] + first_column.to(tl.int64) * weight_strides[1],
-                scales_ptr + expert.to(tl.int64) * scales_strides[0],
-                zeros_ptr,
-                outer_ptr,
-                codes_ptr,
-                shift_ptr,
+                (parts[0] + expert.to(tl.int64) * scales_strides[0], parts[1], parts[2], parts[3], parts[4]),
                 inputs_ptr + (split_pair // pairs_per_input).to(tl.int64) * IN,
                 is_split_row,
                 tl.minimum(column, OUT - 1) - first_column,
-                0,
-                first_column,
-                OUT - 1,
+                (0, first_column, OUT - 1),
                 IN,
-                weight_strides[1],
-                scales_strides[1],
-                FORMAT,
-                SCALES,
-                SCALE_ROWS,
-                GROUP_SIZE,
-                ROUNDS_INPUTS,
-                ASM,
+                (weight_strides[1], scales_strides[1]),
+                FORM,
+                (1, OUT_BLOCK, IN_BLOCK),
                 IS_EVEN,
-                1,
-                OUT_BLOCK,
-                IN_BLOCK,
                 False,
             )
             total = tl.trans(sums)

@@ -36,8 +36,7 @@ def quantise(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantise(stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """What `quantise` has made float8 `[..., D]`, or its `as_bytes`, and `scales` `[...]` of, rounded: in the dtype of
-    the scales.
-    """
+    the scales."""
     return stored.view(FLOAT8).to(scales.dtype) * scales[..., None]
 
 

@@ -31,27 +31,12 @@ BLOCK = 1024
 
 @kernel
 def _grow_tree_kernel(
-    tokens_ptr,
-    parents_ptr,
-    ancestors_ptr,
+    columns,
     hidden_ptr,
     feedback_ptr,
-    logprobs_ptr,
-    drafts_ptr,
-    paths_ptr,
-    lengths_ptr,
-    limits_ptr,
-    finished_ptr,
-    offsets_ptr,
-    out_paths_ptr,
-    rows_ptr,
-    out_tokens_ptr,
-    out_parents_ptr,
-    out_ancestors_ptr,
-    places_ptr,
-    slots_ptr,
-    positions_ptr,
-    out_hidden_ptr,
+    candidates,
+    texts,
+    out,
     tokens_stride: Unspecialised,
     hidden_stride_b,
     hidden_stride_n,
@@ -75,8 +60,13 @@ def _grow_tree_kernel(
     """A column, or BLOCK elements of its hidden state.
 
     Grid: (B, n, blocks of H). Reads a row of `logprobs` and `paths`, and what the column is made of; writes its element
-    of each result. The program of the first column writes a row of `out_paths` and `rows`, too.
+    of each result in `out`. The program of the first column writes a row of `out_paths` and `rows`, too.
     """
+    tokens_ptr, parents_ptr, ancestors_ptr = columns
+    logprobs_ptr, drafts_ptr, paths_ptr = candidates
+    lengths_ptr, limits_ptr, finished_ptr, offsets_ptr = texts
+    out_paths_ptr, rows_ptr, out_tokens_ptr, out_parents_ptr, out_ancestors_ptr = out[:5]
+    places_ptr, slots_ptr, positions_ptr, out_hidden_ptr = out[5:]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1)
     num_columns = tl.num_programs(1)
@@ -200,28 +190,14 @@ def grow_tree(
     out_tokens, out_parents = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
     num_states = num_columns if is_chained or hidden is not None else num_columns - count
     out_hidden = tokens.new_empty(0) if feedback is None else feedback.new_empty(batch, num_states, size)
+    out = out_paths, rows, out_tokens, out_parents, out_ancestors, places, slots, positions, out_hidden
     _grow_tree_kernel[(batch, num_columns, max(triton.cdiv(size, BLOCK), 1))](
-        tokens,
-        parents,
-        ancestors,
+        (tokens, parents, ancestors),
         hidden,
         feedback,
-        logprobs,
-        drafts,
-        paths,
-        lengths,
-        limits,
-        finished,
-        offsets,
-        out_paths,
-        rows,
-        out_tokens,
-        out_parents,
-        out_ancestors,
-        places,
-        slots,
-        positions,
-        out_hidden,
+        (logprobs, drafts, paths),
+        (lengths, limits, finished, offsets),
+        out,
         tokens.stride(0),
         *((0, 0) if hidden is None else hidden.stride()[:2]),
         *((0, 0) if feedback is None else feedback.stride()[:2]),
@@ -241,4 +217,4 @@ def grow_tree(
         num_warps=1,
         **dependent_launch(device),
     )
-    return out_paths, rows, out_tokens, out_parents, out_ancestors, places, slots, positions, out_hidden
+    return out

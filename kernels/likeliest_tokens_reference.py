@@ -8,16 +8,9 @@ import torch
 def likeliest_tokens(
     logits: torch.Tensor, target_ids: torch.Tensor | None, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` likeliest tokens of each distribution, descending, and of equally likely ones the first.
-
-    Args:
-        logits: `[B, n, V]`; NaN counts as -inf.
-        target_ids: `[V]` int64, what to call each token; None for its number.
-        count: W, at most V.
-
-    Returns:
-        log-probabilities `[B, n, W]` float32, and tokens `[B, n, W]` int64.
-    """
+    """Log-probabilities, float32, and tokens of the `count` likeliest ones of `logits` `[B, n, V]`, `[B, n, count]`
+    each: descending, and of equally likely ones the first. NaN counts as -inf; `target_ids` `[V]` int64 are what to
+    call tokens, None for their numbers."""
     logits = logits.float()
     logits = torch.where(logits > -torch.inf, logits, -torch.inf)
     # `topk` takes any of equal values, and a stable sort of all takes long: so of integers in the same order.

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .gated_activation import activate
+from .jit import Unspecialised, kernel
 from .stored_weight import SPLITS, stored_arguments, stored_sums
 from .types import LinearTiles, StoredWeight
 
@@ -38,31 +39,20 @@ def request_lines(first_row_ptr, stride_bytes, rows, ROWS: tl.constexpr, LINES: 
     )
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel
 def _linear_kernel(
     inputs_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
-    num_rows,
+    num_rows: Unspecialised,
     size_out,
     size_in,
     inputs_stride,
     weight_stride,
     scales_stride,
-    scales_ptr,
-    zeros_ptr,
-    outer_ptr,
-    codes_ptr,
-    shift_ptr,
-    FORMAT: tl.constexpr,
-    SCALES: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    ROUNDS_INPUTS: tl.constexpr,
-    ASM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    parts,
+    FORM: tl.constexpr,
     IS_EVEN: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -102,7 +92,7 @@ def _linear_kernel(
             request_lines(other_half, stride_bytes, size_out - first, OWN, LINES)
     # Features beyond the last one are computed as that one, and not written.
     own_feature = (tl.minimum(feature, size_out - 1) - first + index % PARTS * size_out).to(tl.int64)
-    if FORMAT is None:
+    if FORM is None:
         wait_for_inputs(PDL)
         weight = weight_ptr + own_feature[:, None] * weight_stride + depth[None, :]
         inputs = inputs_ptr + first_row * inputs_stride + row[:, None] * inputs_stride + depth[None, :]
@@ -120,33 +110,19 @@ def _linear_kernel(
         split_row = tl.arange(0, SPLITS * ROWS) % ROWS
         total = stored_sums(
             weight_ptr,
-            scales_ptr,
-            zeros_ptr,
-            outer_ptr,
-            codes_ptr,
-            shift_ptr,
+            parts,
             inputs_ptr + first_row * inputs_stride + split_row * inputs_stride,
             split_row < num_rows - row_block * ROWS,
             own_feature,
-            size_out,
-            first,
-            size_out - 1,
+            (size_out, first, size_out - 1),
             size_in,
-            weight_stride,
-            scales_stride,
-            FORMAT,
-            SCALES,
-            SCALE_ROWS,
-            GROUP_SIZE,
-            ROUNDS_INPUTS,
-            ASM,
+            (weight_stride, scales_stride),
+            FORM,
+            (PARTS, FEATURES, DEPTH),
             IS_EVEN,
-            PARTS,
-            FEATURES,
-            DEPTH,
             PDL,
         )
-    if HAS_BIAS:
+    if bias_ptr is not None:
         total += tl.load(bias_ptr + first + own_feature).to(tl.float32)[:, None]
     result = total.to(out_ptr.dtype.element_ty)
     if IS_GATED:
@@ -193,7 +169,6 @@ def linear(
         values.stride(0),
         0 if stored is None else stored.scales.stride(0),
         **stored_arguments(inputs, stored, tiles.depth),
-        HAS_BIAS=bias is not None,
         IS_EVEN=size_in % (tiles.depth if stored is None else SPLITS.value * tiles.depth) == 0,
         GROUP=_GROUP,
         ROWS=tiles.rows,

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_splits import num_multiprocessors
 from .dependent_launch import dependent_launch, wait_for_inputs
+from .jit import Unspecialised, kernel
 from .linear import LINES, request_lines
 from .types import LinearTiles
 
@@ -31,8 +32,7 @@ _ALIGNMENT = 16
 _HOPPER = (9, 0)
 
 
-# do_not_specialize: else Triton compiles variants for values that are 1 or divisible by 16, which are no faster.
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel
 def _linear_kernel(
     inputs_desc,
     inputs_ptr,
@@ -40,12 +40,11 @@ def _linear_kernel(
     weight_ptr,
     bias_ptr,
     out_desc,
-    num_rows,
+    num_rows: Unspecialised,
     size_out,
     size_in,
     inputs_stride,
     weight_stride,
-    HAS_BIAS: tl.constexpr,
     IS_EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -84,7 +83,7 @@ def _linear_kernel(
                 is_loaded = is_own if IS_EVEN else is_own & (depth < size_in - start)[None, :]
                 x = tl.load(inputs, mask=is_loaded, other=0.0)
             total = tl.dot(x, w.T, total)
-        if HAS_BIAS:
+        if bias_ptr is not None:
             own = feature + tl.arange(0, FEATURES)
             total += tl.load(bias_ptr + own, mask=own < size_out, other=0.0).to(tl.float32)[None, :]
         out_desc.store([row, feature], total.to(out_desc.dtype))
@@ -124,7 +123,6 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         size_in,
         inputs.stride(0),
         weight.stride(0),
-        HAS_BIAS=bias is not None,
         IS_EVEN=size_in % tiles.depth == 0,
         ROWS=tiles.rows,
         FEATURES=tiles.features,

@@ -12,16 +12,8 @@ from .types import StoredWeight
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A linear layer with sums in float32 at least.
-
-    Args:
-        inputs: `[n, in]`.
-        weight: `[out, in]`, of the same dtype, or stored as numbers of few bits.
-        bias: `[out]`, or None.
-
-    Returns:
-        `[n, out]` in the inputs' dtype.
-    """
+    """A linear layer of `inputs` `[n, in]`, with sums in float32 at least; `[n, out]` in their dtype. The weight `[out,
+    in]` is of the same dtype, or stored as numbers of few bits; the bias is `[out]` or None."""
     dtype = torch.promote_types(inputs.dtype, torch.float32)
     if isinstance(weight, StoredWeight):
         inputs_of_products = round_inputs(inputs, weight) if weight.rounds_inputs else inputs
@@ -36,17 +28,8 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torc
 def gated_linear(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor:
-    """`activation(gate) * up` of a linear layer whose outputs are those of gate and up, each rounded to the dtype.
-
-    Args:
-        inputs: `[n, in]`.
-        weight: `[2 N, in]`, the gate first.
-        bias: `[2 N]`, or None.
-        activation: see `gated_activation_reference.gated_activation`.
-
-    Returns:
-        `[n, N]` in the inputs' dtype.
-    """
+    """`activation(gate) * up`, `[n, N]`, of a linear layer as above, of which gate and up, each rounded to the dtype,
+    are the outputs: its weight is `[2 N, in]`, the gate first. See `gated_activation_reference.gated_activation`."""
     return gated_activation(*linear(inputs, weight, bias).chunk(2, dim=-1), activation)
 
 

@@ -28,10 +28,11 @@ _RESULTS = 1024
 
 
 @triton.jit
-def _scale_sums(total, scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, SCALES: tl.constexpr, GROUP_SIZE: tl.constexpr):
+def _scale_sums(total, parts, at, FORM):
     """Sums times the scales of all inputs at `at`, of a shape that is broadcast, and times the outer scale."""
-    if GROUP_SIZE is None:
-        total *= load_scales(scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, None, SCALES)
+    scales_ptr, _, outer_ptr, codes_ptr, shift_ptr = parts
+    if FORM[3] is None:
+        total *= load_scales(scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, None, FORM[1])
     if outer_ptr is not None and codes_ptr is None:
         total *= tl.load(outer_ptr)
     return total
@@ -49,18 +50,8 @@ def _linear_kernel(
     inputs_stride,
     weight_stride,
     scales_stride,
-    scales_ptr,
-    zeros_ptr,
-    outer_ptr,
-    codes_ptr,
-    shift_ptr,
-    FORMAT: tl.constexpr,
-    SCALES: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    ROUNDS_INPUTS: tl.constexpr,
-    ASM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    parts,
+    FORM: tl.constexpr,
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -71,9 +62,16 @@ def _linear_kernel(
     """FEATURES output features of ROWS rows, or a part of their sums.
 
     Grid: (blocks of output features, blocks of rows, PARTS). Reads the program's rows of `inputs` and of `weight`;
-    writes their `out`, or with PARTS sums in float32, without scales of all inputs, to `out` `[PARTS, n, out]`.
+    writes their `out`, or with PARTS sums in float32, without scales of all inputs, to `out` `[PARTS, n, out]`. `parts`
+    and FORM are those of `stored_sums`.
     """
-    tl.static_assert(not ROUNDS_INPUTS)
+    scales_ptr, zeros_ptr, outer_ptr, codes_ptr, shift_ptr = parts
+    FORMAT: tl.constexpr = FORM[0]
+    SCALES: tl.constexpr = FORM[1]
+    SCALE_ROWS: tl.constexpr = FORM[2]
+    GROUP_SIZE: tl.constexpr = FORM[3]
+    ASM: tl.constexpr = FORM[5]
+    tl.static_assert(not FORM[4], "inputs are not rounded")
     row_block, feature_block = tl.swizzle2d(
         tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), GROUP
     )
@@ -117,9 +115,8 @@ def _linear_kernel(
         else:
             total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
     if PARTS == 1:
-        at = scales_at[:, None]
-        total = _scale_sums(total, scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, SCALES, GROUP_SIZE)
-        if HAS_BIAS:
+        total = _scale_sums(total, parts, scales_at[:, None], FORM)
+        if bias_ptr is not None:
             total += tl.load(bias_ptr + own_feature).to(tl.float32)[:, None]
     out = out_ptr + (part * num_rows + row).to(tl.int64)[:, None] * size_out + feature[None, :]
     tl.store(out, tl.trans(total).to(out_ptr.dtype.element_ty), mask=is_row & (feature < size_out)[None, :])
@@ -127,20 +124,14 @@ def _linear_kernel(
 
 @kernel
 def _add_parts_kernel(
-    parts_ptr,
+    sums_ptr,
     bias_ptr,
     out_ptr,
     num_rows: Unspecialised,
     size_out,
     scales_stride,
-    scales_ptr,
-    outer_ptr,
-    codes_ptr,
-    shift_ptr,
-    SCALES: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    parts,
+    FORM: tl.constexpr,
     PARTS: tl.constexpr,
     RESULTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -155,10 +146,9 @@ def _add_parts_kernel(
     wait_for_inputs(PDL)
     total = tl.zeros([RESULTS], tl.float32)
     for part in tl.static_range(PARTS):
-        total += tl.load(parts_ptr + part * size + index, mask=is_own, other=0.0)
-    at = feature // SCALE_ROWS * scales_stride
-    total = _scale_sums(total, scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, SCALES, GROUP_SIZE)
-    if HAS_BIAS:
+        total += tl.load(sums_ptr + part * size + index, mask=is_own, other=0.0)
+    total = _scale_sums(total, parts, feature // FORM[2] * scales_stride, FORM)
+    if bias_ptr is not None:
         total += tl.load(bias_ptr + feature).to(tl.float32)
     tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=is_own)
 
@@ -178,7 +168,7 @@ def linear(
     assert bias is None or bias.is_contiguous()
     out = inputs.new_empty(num_rows, size_out)
     sums = out if num_parts == 1 else inputs.new_empty(num_parts, num_rows, size_out, dtype=torch.float32)
-    arguments = stored_arguments(inputs, weight, min(tiles.depth, weight.group))
+    stored = stored_arguments(inputs, weight, min(tiles.depth, weight.group))
     _linear_kernel[(triton.cdiv(size_out, tiles.features), triton.cdiv(num_rows, tiles.rows), num_parts)](
         inputs,
         weight.values.view(torch.uint8),
@@ -190,8 +180,7 @@ def linear(
         inputs.stride(0),
         weight.values.stride(0),
         weight.scales.stride(0),
-        **arguments,
-        HAS_BIAS=bias is not None,
+        **stored,
         PARTS=num_parts,
         GROUP=_GROUP,
         ROWS=tiles.rows,
@@ -202,7 +191,6 @@ def linear(
         **dependent_launch(inputs.device),
     )
     if num_parts > 1:
-        names = ("scales_ptr", "outer_ptr", "codes_ptr", "shift_ptr", "SCALES", "SCALE_ROWS", "GROUP_SIZE")
         _add_parts_kernel[(triton.cdiv(num_rows * size_out, _RESULTS),)](
             sums,
             bias,
@@ -210,8 +198,7 @@ def linear(
             num_rows,
             size_out,
             weight.scales.stride(0),
-            **{name: arguments[name] for name in names},
-            HAS_BIAS=bias is not None,
+            **stored,
             PARTS=num_parts,
             RESULTS=_RESULTS,
             num_warps=4,

@@ -44,8 +44,7 @@ def add_low_rank(
 
 def low_rank_places(down: Sequence[torch.Tensor], up: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
     """`[L A, 5]` int64 on the host: of each layer and adapter the addresses of `down` and `up`, the rank, the layer's
-    output features, and how many the layers before it have.
-    """
+    output features, and how many the layers before it have."""
     count, rows = len(down) // len(sizes), []
     for index, (first, second) in enumerate(zip(down, up, strict=True)):
         layer = index // count

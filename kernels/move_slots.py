@@ -97,11 +97,7 @@ class SlotTable(NamedTuple):
 
 
 def move_slots(table: SlotTable, path: torch.Tensor, lengths: torch.Tensor, committed: torch.Tensor) -> None:
-    """See `move_slots_reference.move_slots`; equal. One launch.
-
-    Args:
-        table: of the buffers, made before a capture.
-    """
+    """See `move_slots_reference.move_slots`; equal. One launch; the table of the buffers is made before a capture."""
     assert path.stride(1) == 1 and lengths.is_contiguous() and committed.is_contiguous()
     _move_slots_kernel[(len(table.entries), len(path), table.tiles)](
         table.entries,

@@ -107,11 +107,8 @@ def _merge_recovered_kernel(
 def check_sampling(
     scores: torch.Tensor, drafts: torch.Tensor, draft_probs: torch.Tensor | None, draft_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Check the shapes, dtypes and strides of the arguments of `verify_sampling` and `verify_block`.
-
-    Returns:
-        uninitialised keys `[2, B, blocks]`.
-    """
+    """Check the shapes, dtypes and strides of the arguments of `verify_sampling` and `verify_block`; returns
+    uninitialised keys `[2, B, blocks]`."""
     batch, num_drafts = drafts.shape
     assert scores.shape[:2] == (batch, num_drafts + 1), "shapes must agree"
     assert scores.dtype == torch.float32, "scores must be float32"

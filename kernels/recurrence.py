@@ -31,22 +31,7 @@ COLUMN_BLOCK = tl.constexpr(64)
 
 
 @triton.jit
-def _load_token(
-    position,
-    block,
-    inputs,
-    strides,
-    ring,
-    dim,
-    value_dim,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    RING: tl.constexpr,
-    DECAY: tl.constexpr,
-    DECAYS: tl.constexpr,
-):
+def _load_token(position, block, inputs, strides, ring, dim, value_dim, SIZES, DECAY: tl.constexpr):
     """What the recurrence takes at `position`, from the block or from the ring: the same loads for both.
 
     Args:
@@ -54,11 +39,13 @@ def _load_token(
         inputs, strides: pointers to query, key, value, decay and beta, or None, of the row and of the head, and
             strides of columns.
         ring: pointers to keys, updates and decays of the row and of the head.
+        SIZES: HEADS, KEY_HEADS, DIM, VALUE_DIM and RING of `_recurrence_kernel`, and decays of a head.
 
     Returns:
         query, key, value (the update u of a replayed position) and decay, in the form that DECAY names, and beta;
         nothing is read from the end of the block on.
     """
+    HEADS, KEY_HEADS, DIM, VALUE_DIM, RING, DECAYS = SIZES
     begin, first, end = block
     query_ptr, key_ptr, value_ptr, decay_ptr, beta_ptr = inputs
     query_stride_n, key_stride_n, value_stride_n, decay_stride_n, beta_stride_n = strides
@@ -199,26 +186,12 @@ def _recurrence_kernel(
     block, inputs = (begin, first, end), (query_ptr, key_ptr, value_ptr, decay_ptr, beta_ptr)
     strides = query_strides[1], key_strides[1], value_strides[1], decay_stride_n, beta_stride_n
     ring = ring_keys_ptr, ring_updates_ptr, ring_decays_ptr
-    query, key, value, decay, beta = _load_token(
-        base, block, inputs, strides, ring, dim, value_dim, HEADS, KEY_HEADS, DIM, VALUE_DIM, RING, DECAY, DECAYS
-    )
+    SIZES: tl.constexpr = (HEADS, KEY_HEADS, DIM, VALUE_DIM, RING, DECAYS)
+    query, key, value, decay, beta = _load_token(base, block, inputs, strides, ring, dim, value_dim, SIZES, DECAY)
     for position in range(base, end):
         # The next token is loaded while this one is computed.
         next_query, next_key, next_value, next_decay, next_beta = _load_token(
-            position + 1,
-            block,
-            inputs,
-            strides,
-            ring,
-            dim,
-            value_dim,
-            HEADS,
-            KEY_HEADS,
-            DIM,
-            VALUE_DIM,
-            RING,
-            DECAY,
-            DECAYS,
+            position + 1, block, inputs, strides, ring, dim, value_dim, SIZES, DECAY
         )
         unit_key = key.to(tl.float32)
         if NORMALIZE:

@@ -222,8 +222,7 @@ def merge_keys(
     num_warps: int = 4,
 ) -> torch.Tensor:
     """Tokens in the given shape from `keys` `[rows, blocks]`, mapped by `target_ids`; with `is_drawn` `NO_TOKEN` where
-    the largest value is NaN.
-    """
+    the largest value is NaN."""
     out = torch.empty(shape, dtype=torch.int64, device=keys.device)
     _merge_keys_kernel[(len(keys),)](
         keys,

@@ -91,10 +91,7 @@ def _sizes(width: int) -> tuple[int, int, int]:
 
 
 def _rows_of(inputs: torch.Tensor) -> tuple[torch.Tensor, int, int, int] | None:
-    """`inputs` `[..., D]` as rows of two levels: the tensor, rows of the inner level, strides of outer and inner.
-
-    None if its rows are not at two strides, or not aligned as those of a contiguous tensor are.
-    """
+    """`inputs` `[..., D]` as rows at two strides: tensor, rows of the inner level, strides; None if they are not."""
     sizes, strides = list(inputs.shape[:-1]), list(inputs.stride()[:-1])
     levels: list[tuple[int, int]] = []  # innermost first
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):

@@ -8,17 +8,8 @@ from .types import NormKind
 
 
 def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind) -> torch.Tensor:
-    """Normalise the rows of `inputs`, in float32 at least; the formula is in `rms_norm`.
-
-    Args:
-        inputs: `[..., D]`.
-        weight: `[D]`, or None for none; of the inputs' dtype if `kind.cast_first`.
-        eps: added to the mean square.
-        kind: of the norm.
-
-    Returns:
-        `[..., D]` in the inputs' dtype.
-    """
+    """The rows of `inputs` `[..., D]` normalised, in their dtype but computed in float32 at least; the formula is in
+    `rms_norm`. The weight `[D]`, None for none, is of the inputs' dtype if `kind.cast_first`."""
     dtype = torch.promote_types(inputs.dtype, torch.float32)
     states = inputs.to(dtype)
     if kind.centered:

@@ -56,8 +56,16 @@ def _rotate_heads(
     """
     cos_ptr, sin_ptr = angles
     stride_h, out_stride_h, scale_stride_h = strides_h
-    PAIRS, REST, HEADS, PAIR_BLOCK, REST_BLOCK = SIZES
-    INPUTS_INTERLEAVED, OUTPUTS_INTERLEAVED, SHARED_ANGLES, ROUNDED = KIND
+    # One by one: Triton 3.9 makes numbers of an unpacked tuple tensors.
+    PAIRS: tl.constexpr = SIZES[0]
+    REST: tl.constexpr = SIZES[1]
+    HEADS: tl.constexpr = SIZES[2]
+    PAIR_BLOCK: tl.constexpr = SIZES[3]
+    REST_BLOCK: tl.constexpr = SIZES[4]
+    INPUTS_INTERLEAVED: tl.constexpr = KIND[0]
+    OUTPUTS_INTERLEAVED: tl.constexpr = KIND[1]
+    SHARED_ANGLES: tl.constexpr = KIND[2]
+    ROUNDED: tl.constexpr = KIND[3]
     dtype: tl.constexpr = states_ptr.dtype.element_ty
     out_dtype: tl.constexpr = out_ptr.dtype.element_ty
     head = first_head + tl.arange(0, HEADS)
@@ -269,13 +277,11 @@ def _launch(
     kind: RotaryKind,
     stored: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None,
 ) -> None:
-    """Launch the kernel.
+    """Launch the kernel for `first` and `second`, what is rotated, `[B, heads, n, D]`, and where to; either may be
+    None.
 
-    Args:
-        cos, sin, kind: of the rotation.
-        first, second: what is rotated, `[B, heads, n, D]`, and where to; either may be None. `first` is written to
-            contiguous `[B, n, heads, D]`, `second` likewise or, with `stored`, to a cache.
-        stored: new values, `[B, heads, n, Dv]`, their cache, the positions of both caches, and scales or None.
+     The first goes to `[B, n, heads, D]`, contiguous, the second likewise, or, with `stored` (new values, their cache,
+    positions and scales), to a cache.
     """
     assert kind.shared_angles or not kind.half_angles, "half as many angles as elements are shared"
     given = [one[0] for one in (first, second) if one is not None]

@@ -10,17 +10,8 @@ from .types import AnglesKind
 def rotary_angles(
     frequencies: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype, kind: AnglesKind
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of `positions * frequencies`, in float32.
-
-    Args:
-        frequencies: `[R / 2]`, float32 or narrower.
-        positions: `[B, n]` int64.
-        dtype: of the results, to which they are cast at the end.
-        kind: layout and scaling.
-
-    Returns:
-        `[B, n, R]`, or `[B, n, R / 2]` if `kind.repeats` is `"once"`, each.
-    """
+    """Cosines and sines of `positions` `[B, n]` int64 times `frequencies` `[R / 2]`, float32 or narrower; in float32,
+    and cast to `dtype` at the end. Each is `[B, n, R]`, or `[B, n, R / 2]` if `kind.repeats` is `"once"`."""
     angles = positions[..., None].float() * frequencies.float()
     if kind.repeats == "halves":
         angles = torch.cat([angles, angles], dim=-1)

@@ -13,15 +13,11 @@ from .types import RotaryKind
 def rotary(
     cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind
 ) -> list[torch.Tensor]:
-    """Rotate the first R elements of every head; the others are copied. The formula is in `rotary`.
+    """Rotate the first R elements of every head of `states`, query, key or both, `[B, heads, n, D]` with numbers of
+    heads of their own; the others are copied. The formula is in `rotary`.
 
-    Args:
-        cos, sin: `[B or 1, n, R]`, or `[B or 1, n, R / 2]` if `kind.half_angles`.
-        states: query, key or both, `[B, heads, n, D]` with numbers of heads of their own.
-        kind: which elements are pairs.
-
-    Returns:
-        of each of `states` the rotated heads, in its shape and dtype.
+    `cos` and `sin` are `[B or 1, n, R]`, or `[B or 1, n, R / 2]` if `kind.half_angles`; `kind` says which elements are
+    pairs.
     """
     return [_rotate(one, cos.unsqueeze(1), sin.unsqueeze(1), kind) for one in states]
 
@@ -37,15 +33,8 @@ def rotate_and_store(
     positions: torch.Tensor,
     scales: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """`rotary` of a key, the last of `states`, and of a query before it if there is one; stores the key and its value.
-
-    Args:
-        cos, sin, states, kind: of `rotary`.
-        keys, values, value_states, positions, scales: of `kv_cache_reference.write_kv`.
-
-    Returns:
-        the rotated query, or nothing.
-    """
+    """`rotary` of a key, the last of `states`, and of a query before it if there is one, which alone is returned; the
+    key and its value are stored as by `kv_cache_reference.write_kv`."""
     *query, key = rotary(cos, sin, states, kind)
     write_kv(keys, values, key, value_states, positions, scales)
     return query

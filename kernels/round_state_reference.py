@@ -10,19 +10,8 @@ from .types import NO_TOKEN, VerificationResult
 def next_slots(
     lengths: torch.Tensor, limits: torch.Tensor, finished: torch.Tensor, first: int, count: int, dummy: int
 ) -> torch.Tensor:
-    """Slots of the positions `lengths + first` to `lengths + first + count - 1` of each row.
-
-    The dummy slot for finished rows, and for positions that the length limit leaves without a next token.
-
-    Args:
-        lengths, limits: `[B]` int64.
-        finished: `[B]` bool.
-        first, count: of the positions.
-        dummy: the dummy slot.
-
-    Returns:
-        `[B, count]` int64.
-    """
+    """`[B, count]` int64: the slots of the positions `lengths + first` to `lengths + first + count - 1` of each row.
+    The dummy slot for `finished` rows, and for positions that `limits` leave without a next token."""
     positions = lengths[:, None] + torch.arange(first, first + count, device=lengths.device)
     return torch.where(finished[:, None] | (positions > limits[:, None] - 2), dummy, positions)
 
@@ -35,13 +24,8 @@ def block(
     drafts: torch.Tensor,
     dummy: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last committed token of each row and its `drafts` `[B, K]`, and their slots; both `[B, K + 1]` int64.
-
-    Args:
-        tokens: `[B, slots]` int64, committed ones.
-        lengths, limits, finished, dummy: of `next_slots`.
-        drafts: int64.
-    """
+    """The last committed token of each row and its `drafts` `[B, K]`, of `tokens` `[B, slots]`, and their slots; both
+    `[B, K + 1]` int64. Other arguments are those of `next_slots`."""
     last = tokens.gather(1, (lengths - 1)[:, None])
     return torch.cat([last, drafts], dim=1), next_slots(lengths, limits, finished, -1, drafts.shape[1] + 1, dummy)
 

@@ -10,15 +10,7 @@ def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
 
 
 def row_sum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sums over the middle dimension.
-
-    Args:
-        values: `[outer, size, inner]`.
-        dtype: of the result.
-
-    Returns:
-        `[outer, inner]`.
-    """
+    """`[outer, inner]` in `dtype`: sums of `values` `[outer, size, inner]` over the middle dimension."""
     return _at_least_float32(values).sum(1).to(dtype)
 
 

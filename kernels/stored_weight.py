@@ -14,8 +14,6 @@ NaN of e4m3 is no number that a weight has, and read as 480.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -115,8 +113,7 @@ _NF4_FLOAT16 = tl.constexpr(look_up(CODES["nf4"], torch.float16))
 @triton.jit
 def rows_of_fragments(FEATURES: tl.constexpr):
     """Split and feature of each row of a tile `[SPLITS * FEATURES]` that is loaded, for `in_fragments`: `SPLITS` warps
-    have 8 adjacent rows each, and then the next 8 of each.
-    """
+    have 8 adjacent rows each, and then the next 8 of each."""
     index = tl.arange(0, SPLITS * FEATURES)
     return index // 8 % SPLITS, index // (8 * SPLITS) * 8 + index % 8
 
@@ -125,8 +122,7 @@ def rows_of_fragments(FEATURES: tl.constexpr):
 def in_fragments(values):
     """A tile of a weight, whose rows are `rows_of_fragments`, as the operand `[SPLITS, FEATURES, m]` of products: every
     warp has a split, and every thread keeps what it has loaded, which is adjacent. The columns are then in the order of
-    `as_fragments`, since thread t of four has columns 4 t to 4 t + 3 of every 16.
-    """
+    `as_fragments`, since thread t of four has columns 4 t to 4 t + 3 of every 16."""
     FEATURES: tl.constexpr = values.shape[0] // SPLITS
     COLUMNS: tl.constexpr = values.shape[1]
     parts = tl.reshape(values, [FEATURES // 8, SPLITS, 8, 4, COLUMNS // 16, 4])
@@ -170,8 +166,7 @@ def widen_bytes(stored, FORMAT: tl.constexpr, dtype: tl.constexpr, ASM: tl.const
 @triton.jit
 def widen_halves(stored, zeros, FORMAT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
     """Numbers of 4 bits as `dtype`, the first and the second ones of uint8 `[n, m]`: integers less `zeros` `[n]` in
-    float32, or the codes of FORMAT.
-    """
+    float32, or the codes of FORMAT."""
     if FORMAT == "int4" and ASM and dtype == tl.bfloat16:
         bias = tl.broadcast_to((zeros + 128).to(tl.bfloat16)[:, None], stored.shape)
         return tl.inline_asm_elementwise(
@@ -230,15 +225,10 @@ def load_scales(scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, mask, SCALES: t
     return scale.to(tl.float32)
 
 
-_OF_PLAIN = dict.fromkeys(
-    ["scales_ptr", "zeros_ptr", "outer_ptr", "codes_ptr", "shift_ptr", "FORMAT", "SCALES", "GROUP_SIZE"]
-) | {"SCALE_ROWS": 1, "ROUNDS_INPUTS": False, "ASM": False}
-
-
-def stored_arguments(inputs: torch.Tensor, weight: StoredWeight | None, depth: int) -> dict[str, Any]:
-    """Arguments of a kernel for the weight of a layer of `inputs`, in tiles of `depth`; None if it is plain."""
+def stored_arguments(inputs: torch.Tensor, weight: StoredWeight | None, depth: int) -> dict[str, tuple | None]:
+    """`parts` and FORM of `stored_sums` for the weight of a layer of `inputs`, in tiles of `depth`; None if plain."""
     if weight is None:
-        return _OF_PLAIN
+        return {"parts": None, "FORM": None}
     values, scales, size_in = weight.values, weight.scales, weight.shape[-1]
     is_grouped = weight.group < size_in
     assert values.dtype in FORMATS and values.stride(-1) == 1, "rows must have unit stride"
@@ -246,18 +236,12 @@ def stored_arguments(inputs: torch.Tensor, weight: StoredWeight | None, depth: i
     assert scales.stride(-1) == 1 or scales.shape[-1] == 1
     assert weight.zeros is None or weight.zeros.stride() == scales.stride()
     assert weight.scale_codes is None or scales.is_contiguous(), "outer scales are counted row by row"
+    group, kind = weight.group if is_grouped else None, _SCALES.get(scales.dtype)
+    has_asm = inputs.is_cuda and torch.version.hip is None
+    scales = scales if kind is None else scales.view(torch.uint8)
     return {
-        "scales_ptr": scales.view(torch.uint8) if scales.dtype in _SCALES else scales,
-        "zeros_ptr": weight.zeros,
-        "outer_ptr": weight.outer,
-        "codes_ptr": weight.scale_codes,
-        "shift_ptr": weight.shift,
-        "FORMAT": weight.codes or FORMATS[values.dtype],
-        "SCALES": _SCALES.get(scales.dtype),
-        "SCALE_ROWS": weight.rows,
-        "GROUP_SIZE": weight.group if is_grouped else None,
-        "ROUNDS_INPUTS": weight.rounds_inputs,
-        "ASM": inputs.is_cuda and torch.version.hip is None,
+        "parts": (scales, weight.zeros, weight.outer, weight.scale_codes, weight.shift),
+        "FORM": (weight.codes or FORMATS[values.dtype], kind, weight.rows, group, weight.rounds_inputs, has_asm),
     }
 
 
@@ -272,43 +256,45 @@ def round_inputs(inputs, ASM: tl.constexpr):
 @triton.jit
 def stored_sums(
     weight_ptr,
-    scales_ptr,
-    zeros_ptr,
-    outer_ptr,
-    codes_ptr,
-    shift_ptr,
+    parts,
     inputs,
     is_row,
     own_feature,
-    other_half,
-    first,
-    last,
+    places,
     size_in,
-    weight_stride,
-    scales_stride,
-    FORMAT: tl.constexpr,
-    SCALES: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    ROUNDS_INPUTS: tl.constexpr,
-    ASM: tl.constexpr,
+    strides,
+    FORM,
+    SIZES,
     IS_EVEN: tl.constexpr,
-    HALVES: tl.constexpr,
-    FEATURES: tl.constexpr,
-    DEPTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Sums `[FEATURES, ROWS]` of the products of a layer whose weight is stored.
 
     Args:
         weight_ptr: of the first feature.
+        parts: pointers to what else is stored: scales, zeros, outer scales, codes of scales, and shift.
         inputs, is_row: `[SPLITS * ROWS]`, pointers to rows and whether there are these, the same ones for each split.
         own_feature: `[FEATURES]`, each one less `first`.
-        other_half, first, last: features of each of the HALVES, the first of the program, and the last of a half.
-        GROUP_SIZE: None where a scale is for all inputs; numbers are scaled before their products where it is less than
-            DEPTH, and else products.
+        places: features of each of the HALVES, the first of the program, and the last of a half.
+        strides: of features, of the weight and the scales.
+        FORM: format of numbers, of scales, features of a scale, inputs of a scale, whether inputs are rounded, and
+            whether there are instructions of PTX. GROUP_SIZE is None where a scale is for all inputs; numbers are
+            scaled before their products where it is less than DEPTH, and else products.
+        SIZES: HALVES, FEATURES and DEPTH.
         IS_EVEN: whether `SPLITS * DEPTH` divides the input features.
     """
+    scales_ptr, zeros_ptr, outer_ptr, codes_ptr, shift_ptr = parts
+    other_half, first, last = places
+    weight_stride, scales_stride = strides
+    FORMAT: tl.constexpr = FORM[0]
+    SCALES: tl.constexpr = FORM[1]
+    SCALE_ROWS: tl.constexpr = FORM[2]
+    GROUP_SIZE: tl.constexpr = FORM[3]
+    ROUNDS_INPUTS: tl.constexpr = FORM[4]
+    ASM: tl.constexpr = FORM[5]
+    HALVES: tl.constexpr = SIZES[0]
+    FEATURES: tl.constexpr = SIZES[1]
+    DEPTH: tl.constexpr = SIZES[2]
     ROWS: tl.constexpr = is_row.shape[0] // SPLITS
     PER_BYTE: tl.constexpr = 1 if FORMAT == "int8" or FORMAT == "e4m3" else 2
     SCALES_NUMBERS: tl.constexpr = GROUP_SIZE is not None and GROUP_SIZE < DEPTH

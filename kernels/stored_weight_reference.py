@@ -65,8 +65,7 @@ def _spread(scales: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
 
 def round_inputs(inputs: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
     """`inputs` `[..., in]` as groups of numbers in the format of `weight` with a scale each are, computed in float32 at
-    least.
-    """
+    least."""
     values, kind = inputs.to(torch.promote_types(inputs.dtype, torch.float32)), weight.values.dtype
     size, group = values.shape[-1], weight.group
     groups = torch.nn.functional.pad(values, (0, -size % group)).unflatten(-1, (-1, group))

@@ -6,15 +6,8 @@ import torch
 
 
 def token_logprobs(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probability of each token under the softmax of its scores, as `log_softmax` in float32 computes it.
-
-    Args:
-        scores: `[B, n, V]`.
-        tokens: `[B, n]` int64.
-
-    Returns:
-        `[B, n]` float32; NaN for what is no token of the vocabulary.
-    """
+    """Log-probabilities `[B, n]` float32 of `tokens` `[B, n]` int64 under the softmax of their `scores` `[B, n, V]`, as
+    `log_softmax` in float32 computes them; NaN for what is no token of the vocabulary."""
     is_token = (tokens >= 0) & (tokens < scores.shape[-1])
     found = scores.float().log_softmax(dim=-1).gather(-1, tokens.where(is_token, 0)[..., None])[..., 0]
     return found.where(is_token, torch.nan)

@@ -8,14 +8,11 @@ from .types import VerificationResult
 
 
 def verify_greedy(scores: torch.Tensor, drafts: torch.Tensor) -> VerificationResult:
-    """Accept the longest prefix of the drafts that greedy decoding of the target would have produced.
+    """Accept the longest prefix of the drafts `[B, K]` int64, where K may be 0, that greedy decoding of the target
+    would have produced, by its processed logits `scores` `[B, K + 1, V]` of any floating dtype.
 
     Of equal scores the lowest token is the argmax. NaN is larger than every number: the token of a row with NaN is that
     of its first NaN. The token of a row of -inf alone is 0.
-
-    Args:
-        scores: `[B, K + 1, V]` processed logits of the target, of any floating dtype.
-        drafts: `[B, K]` int64; K may be 0.
     """
     tokens = scores.argmax(dim=-1)
     accepted = (drafts == tokens[:, :-1]).cumprod(dim=1).sum(dim=1)

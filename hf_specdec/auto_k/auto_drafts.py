@@ -95,8 +95,7 @@ def candidates(most: RoundShape) -> list[RoundShape]:
 
 class Acceptance:
     """The share of drafts accepted at each position, of those that were reached: all before them were accepted, and of
-    the drafts for their place those that the drafter ranks higher were rejected.
-    """
+    the drafts for their place those that the drafter ranks higher were rejected."""
 
     def __init__(self) -> None:
         # By position and rank; of chains all ranks are 0.
@@ -249,13 +248,11 @@ def is_better_alone(
     tokens: float,
     price: float = 0.0,
 ) -> bool:
-    """Whether a call for `tokens` tokens a row is expected to be faster without the drafter, by `times_alone`.
+    """Whether a call for `tokens` tokens a row is expected to be faster without the drafter, by `times_alone`, if it
+    takes `price` milliseconds to be able to run it so.
 
     Rounds without it are shorter than those with K = 0, at first by what is not known. Texts change: now and then there
     is a call with it, which costs a bounded share of the time.
-
-    Args:
-        price: milliseconds that it takes to be able to run it so.
     """
     none = RoundShape(0)
     if none not in times:
@@ -329,8 +326,7 @@ class AutoDrafts:
 
     def next(self, tokens_left: Callable[[], float]) -> RoundShape:
         """Those of the next round; `tokens_left` tells how many tokens a row may still generate, which counts for what
-        is worth trying.
-        """
+        is worth trying."""
         if not self._plan:
             self._choose(tokens_left)
             self._plan.extend(self._tries(tokens_left))
@@ -341,11 +337,8 @@ class AutoDrafts:
         return self.current
 
     def refuse(self, drafted: RoundShape) -> None:
-        """Take `drafted` from the candidates, since there is no memory for its rounds.
-
-        Raises:
-            torch.OutOfMemoryError: there is no other.
-        """
+        """Take `drafted`, whose rounds have no memory, from the candidates; raises `OutOfMemoryError` if there is no
+        other."""
         if self._candidates == [drafted] or drafted not in self._candidates:
             raise no_memory(drafted)
         self._candidates.remove(drafted)
@@ -390,10 +383,7 @@ class AutoDrafts:
             self.current = best
 
     def _gain(self, drafted: RoundShape, rate: float, tokens_left: Callable[[], float]) -> float:
-        """Milliseconds that rounds with `drafted` are expected to save of those that rounds of `rate` take.
-
-        In the time that is left; or, if more calls follow, in as much as has passed.
-        """
+        """Milliseconds that rounds with `drafted` save of those that `rate` takes, in the time left or passed."""
         share = 1 - rate / max(self._rate(drafted), rate)
         return share * max(tokens_left() / rate, self._times.total)
 

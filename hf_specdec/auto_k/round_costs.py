@@ -134,8 +134,7 @@ table_of = functools.cache(CostTable)
 
 def find_table(model: PreTrainedModel, drafter: Drafter, is_captured: bool) -> CostTable:
     """The table of `model` with `drafter`, as they are now. That of split targets, whose processes must agree, is not
-    on disk.
-    """
+    on disk."""
     group, device = tensor_parallel_group(model), model.device
     identity = {
         "target": _description(model),

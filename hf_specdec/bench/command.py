@@ -84,6 +84,16 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
     )
     add("--eos-token", help="the token that ends an answer, where the checkpoint names a wrong one")
     flag("--ignore-eos", help="let every answer become --max-new-tokens long")
+    _add_conditions(parser)
+    flag("--json", help="print one JSON object instead of the table")
+    add("--output", type=Path, help="JSON file for all figures")
+    add("--plots", type=Path, help="folder for pictures; needs matplotlib")
+    parser.set_defaults(run=run_bench)
+
+
+def _add_conditions(parser: argparse.ArgumentParser) -> None:
+    """Add the options of how every case is run."""
+    add, flag = parser.add_argument, partial(parser.add_argument, action="store_true")
     add("--dtype", choices=DTYPES, help="bfloat16 on a GPU, else float32, by default")
     add("--device", help="a GPU if there is one")
     add(
@@ -112,10 +122,6 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
         nargs="+",
         help="accept drafts by chance: so many tokens a round on average, or these shares by position",
     )
-    flag("--json", help="print one JSON object instead of the table")
-    add("--output", type=Path, help="JSON file for all figures")
-    add("--plots", type=Path, help="folder for pictures; needs matplotlib")
-    parser.set_defaults(run=run_bench)
 
 
 def run_bench(arguments: argparse.Namespace) -> None:
@@ -157,11 +163,11 @@ def measure(arguments: argparse.Namespace) -> None:
     prompts = None if arguments.random_weights else load_prompts(arguments.prompts, arguments.limit)
     bandwidth = copy_bandwidth(device)  # while there is memory for two large buffers
     target = load_target(arguments.target, dtype, device, arguments.random_weights, arguments.tensor_parallel)
-    batches = batch_maker(arguments, prompts, target)
     hidden = None if is_first_process() else True  # None: where there is no terminal
     with tqdm(total=count_passes(arguments), desc="bench", unit="run", disable=hidden, leave=False) as bar:
         bench = Bench(
             target=target,
+            batches=batch_maker(arguments, prompts, target),
             options={"max_new_tokens": arguments.max_new_tokens},
             runs=arguments.runs,
             bandwidth=bandwidth,
@@ -179,10 +185,10 @@ def measure(arguments: argparse.Namespace) -> None:
             "drift": None,
         }
         cases: list[Case] = []
-        for case in measure_all(bench, arguments, batches):
+        for case in measure_all(bench, arguments):
             cases.append(case)
             save(report, cases, arguments.output)  # Figures so far are kept if the next case crashes the process.
-        report["drift"] = drift = measure_drift(bench, cases, arguments, batches)
+        report["drift"] = drift = measure_drift(bench, cases, arguments)
     save(report, cases, arguments.output)
     if is_first_process():
         print(json.dumps(report, indent=1) if arguments.json else table(cases, drift))
@@ -255,7 +261,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         )
 
 
-def find_device(name: str | None, tensor_parallel: bool = False) -> torch.device:
+def find_device(name: str | None, tensor_parallel: bool) -> torch.device:
     """The device called `name`, by default a GPU if there is one; with `tensor_parallel` the one of this rank, of the
     type that transformers uses. Raises `ValueError` if torch cannot use it."""
     if tensor_parallel:
@@ -310,14 +316,14 @@ def drafter_cases(name: str, arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
-def measure_all(bench: Bench, arguments: argparse.Namespace, batches: Callable[[Case], list[Batch]]) -> Iterator[Case]:
+def measure_all(bench: Bench, arguments: argparse.Namespace) -> Iterator[Case]:
     """Measure all cases, one after the other; each is yielded when it is measured."""
     for setting in settings(arguments):
         for name in BASELINES:
             if name in arguments.baselines:
-                yield measure_baseline(bench, name, setting, arguments, batches)
+                yield measure_baseline(bench, name, setting, arguments)
     for name in arguments.drafter:
-        yield from measure_drafter(bench, name, arguments, batches)
+        yield from measure_drafter(bench, name, arguments)
 
 
 def configured(drafter: Drafter, arguments: argparse.Namespace) -> Drafter:
@@ -330,9 +336,7 @@ def configured(drafter: Drafter, arguments: argparse.Namespace) -> Drafter:
     )
 
 
-def measure_baseline(
-    bench: Bench, name: str, setting: Setting, arguments: argparse.Namespace, batches: Callable[[Case], list[Batch]]
-) -> Case:
+def measure_baseline(bench: Bench, name: str, setting: Setting, arguments: argparse.Namespace) -> Case:
     """Plain `generate()` with either cache, or the static engine without a drafter."""
     options = {
         "dynamic": {},
@@ -340,12 +344,10 @@ def measure_baseline(
         "engine": {"drafter": configured(NoDrafter(bench.target), arguments)},
     }
     case = Case(name, 0 if name == "engine" else None, *setting)
-    return bench.measure(case, lambda: batches(case), **options[name])
+    return bench.measure(case, **options[name])
 
 
-def measure_drift(
-    bench: Bench, cases: list[Case], arguments: argparse.Namespace, batches: Callable[[Case], list[Batch]]
-) -> dict[str, Any] | None:
+def measure_drift(bench: Bench, cases: list[Case], arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Measure the first baseline again at the end, and compare: how much slower the machine has become meanwhile.
 
     Cases are measured one after the other, so their ratios are only reliable if this ratio is near 1. None if there is
@@ -354,16 +356,14 @@ def measure_drift(
     first = next((case for case in cases if case.name in BASELINES and case.ms_per_round is not None), None)
     if first is None or len(cases) == 1:
         return None
-    again = measure_baseline(bench, first.name, first.setting, arguments, batches)
+    again = measure_baseline(bench, first.name, first.setting, arguments)
     if again.ms_per_round is None:
         return None
     ratio = again.ms_per_round.median / first.ms_per_round.median
     return {"case": first.name, **first.setting._asdict(), "ratio": ratio}
 
 
-def measure_drafter(
-    bench: Bench, name: str, arguments: argparse.Namespace, batches: Callable[[Case], list[Batch]]
-) -> Iterator[Case]:
+def measure_drafter(bench: Bench, name: str, arguments: argparse.Namespace) -> Iterator[Case]:
     """Measure the drafter called `name` at every K and setting; it is loaded before and freed afterwards."""
     try:
         load = random_drafter if arguments.random_weights else AutoDrafter.from_pretrained
@@ -378,12 +378,7 @@ def measure_drafter(
         case.k = case.k or drafter.num_assistant_tokens
         if case.draft_probs is not None:
             drafter.configure(draft_probs=DRAFT_PROBS[case.draft_probs])
-        yield bench.measure(
-            case,
-            lambda case=case: batches(case),
-            drafter,
-            lambda case=case: acceptance(arguments, drafter, case),
-        )
+        yield bench.measure(case, drafter, partial(acceptance, arguments, drafter, case))
 
 
 def acceptance(arguments: argparse.Namespace, drafter: Drafter, case: Case) -> AbstractContextManager:

@@ -188,6 +188,7 @@ class Bench:
 
     Attributes:
         target: the model that generates.
+        batches: makes the inputs of the `generate()` calls of a case.
         options: of every `generate()` call; a case adds those of sampling.
         runs: measured passes over the batches of a case, after one warm-up pass.
         bandwidth: bytes a second of a copy on the target's device.
@@ -202,6 +203,7 @@ class Bench:
     """
 
     target: PreTrainedModel
+    batches: Callable[[Case], list[Batch]]
     options: dict[str, Any]
     runs: int
     bandwidth: float
@@ -215,17 +217,12 @@ class Bench:
     def measure(
         self,
         case: Case,
-        batches: Callable[[], list[Batch]],
         drafter: Drafter | None = None,
         context: Callable[[], AbstractContextManager] = nullcontext,
         **options: Any,
     ) -> Case:
         """Measure `case` with or without a `drafter` and fill in its figures, or `case.error` if an exception is
-        raised.
-
-        `batches` makes the inputs of the `generate()` calls, `context` their context, `options` are further ones of
-        theirs.
-        """
+        raised; `context` is that of the `generate()` calls, `options` are further ones of theirs."""
         options["do_sample"] = case.temperature > 0
         if case.temperature > 0:
             options |= {"temperature": case.temperature, "top_k": 0, "top_p": 1.0}
@@ -236,7 +233,7 @@ class Bench:
                 # Before the context, so that the check of the target runs with true verification.
                 why_not_equivalent(self.target, "static")
             with context():
-                self._measure(case, batches(), drafter, options)
+                self._measure(case, self.batches(case), drafter, options)
         except Exception as error:  # Out of memory, or an unsuitable drafter: the other cases are measured.
             case.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
         self._free_memory(drafter)

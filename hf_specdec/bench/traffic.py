@@ -18,14 +18,6 @@ from .clock import synchronize
 
 # More than the caches of most devices.
 COPY_BYTES = 2**28
-# Beginnings of the names of the parameters that drafters read once in a round, in a pass, for each draft token. Of
-# embeddings and codebooks few rows are read.
-_A_ROUND = ("fc.", "input_norm.", "fc_norm.", "hidden_norm.", "target_proj.", "candidate_selector.hidden_projection.")
-_A_PASS = ("layers.", "norm.")
-_A_TOKEN = (
-    *(f"markov_head.{name}." for name in ("markov_w2", "gate_proj", "joint_proj")),
-    *("prefix_gru.", "embed_proj."),
-)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

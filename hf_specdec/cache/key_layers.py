@@ -146,8 +146,7 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
 
 class PackedLayer(RaggedLayer):
     """Keys and values of `layer` of another cache of `batch` rows as those of one row, `[1, B * slots, kv_heads,
-    head_dim]`.
-    """
+    head_dim]`."""
 
     def __init__(self, cache: Cache, layer: RaggedLayer, batch: int):
         super().__init__(cache, Keys())

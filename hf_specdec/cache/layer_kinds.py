@@ -54,8 +54,7 @@ class PlugIn:
     @classmethod
     def why_not_same(cls, model: PreTrainedModel, limit: float) -> str | None:
         """The reason why `model`, not patched yet and run on a few tokens, has logits that differ by more than `limit`,
-        relative to their spread, where it is patched.
-        """
+        relative to their spread, where it is patched."""
         return None
 
     @classmethod
@@ -67,8 +66,7 @@ class PlugIn:
         cls, model: PreTrainedModel, width: int, longest: int, cached: int, is_chunked: bool
     ) -> str | None:
         """The reason why texts of which up to `longest` columns are run cannot run on the static engine; of prompts of
-        `width` columns `cached` are in the call's cache, the others are run in chunks or not.
-        """
+        `width` columns `cached` are in the call's cache, the others are run in chunks or not."""
         return None
 
     @classmethod
@@ -125,8 +123,7 @@ class LayerMemory:
 
     def copy_rows(self, rows: torch.Tensor, source: Any, taken: slice | torch.Tensor, slots: int) -> None:
         """Let `rows` be the rows `taken` of `source`, of another cache: `slots` leading slots, and all that is not by
-        slot.
-        """
+        slot."""
 
     def packed(self, cache: Cache, batch: int) -> LayerMemory:
         """This layer with its `batch` rows one behind the other, for the `PackedCache` `cache`; see `Use.PACKING`."""
@@ -144,16 +141,12 @@ class LayerMemory:
         """Append `slots` `[n, columns]` int64 of the first n rows to layer `index` of `cache`, one of transformers."""
 
     def read_states(self, layer: Any, ends: torch.Tensor) -> None:
-        """Take states from `layer` of transformers' cache, with `ends` `[n]` int64 tokens of each row in them.
-
-        Raises:
-            ValueError: it lacks some of them, or they have other shapes than those that a pass has allocated.
-        """
+        """Take states from `layer` of transformers' cache, with `ends` `[n]` int64 tokens of each row in them; raises
+        `ValueError` if it lacks some, or they have other shapes than those that a pass has allocated."""
 
     def write_states(self, layer: Any, ends: torch.Tensor) -> Callable[[], None]:
         """Make room in `layer` of transformers' cache for the states, which are those of positions `ends` `[n]` int64;
-        returns what writes them there.
-        """
+        returns what writes them there."""
         return lambda: None
 
     def replay(self, positions: torch.Tensor) -> None:

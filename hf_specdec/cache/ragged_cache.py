@@ -113,11 +113,8 @@ class RaggedCache(Cache):
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """`indexer_position_ids` of the first layer that keeps them, where models of transformers 5.17 look for them.
-
-        Raises:
-            AttributeError: none have been stored.
-        """
+        """`indexer_position_ids` of the first layer that keeps them, where models of transformers 5.17 look for them;
+        raises `AttributeError` if none have been stored."""
         found = next((layer.indexer_position_ids for layer in self._with_position_ids()), None)
         if found is None:
             raise AttributeError("no pass has stored position ids")
@@ -205,8 +202,7 @@ class RaggedCache(Cache):
 
     def move(self, path: torch.Tensor, lengths: torch.Tensor, committed: torch.Tensor) -> None:
         """Move what the pass of a tree has stored of an accepted path to the slots of its positions; arguments as of
-        `kernels.move_slots_reference.move_slots`.
-        """
+        `kernels.move_slots_reference.move_slots`."""
         buffers = [one for layer in self.layers for one in layer.slot_buffers]
         if self.hidden_states is not None:
             buffers += self.hidden_states.buffers
@@ -218,11 +214,8 @@ class RaggedCache(Cache):
 
     def replay(self, ends: Sequence[int]) -> bool:
         """Bring the states of the first rows to the positions `ends`, up to which the target has run all tokens.
-
-        Returns:
-            whether that was done: not with tokens in the states that the text does not have, nor if the rings do not
-            suffice.
-        """
+        Returns whether that was done: not with tokens in the states that the text does not have, nor if the rings do
+        not suffice."""
         recurrence, bases = self.recurrence, self.state_positions(len(ends))
         if any(base > end for base, end in zip(bases, ends, strict=True)):
             return False

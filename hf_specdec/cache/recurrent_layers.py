@@ -50,11 +50,7 @@ class StateForm(Enum):
 
 
 def _held_states(layer: LinearAttentionCacheLayerMixin, name: str, index: int) -> torch.Tensor:
-    """The entry `index` of `name`, `"recurrent_states"` or `"conv_states"`, of a layer of transformers' cache.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """The entry `index` of `name` of a layer of transformers' cache; raises `ValueError` if it has none."""
     held = getattr(layer, name, {}).get(index)
     if held is None:
         raise ValueError(
@@ -65,11 +61,7 @@ def _held_states(layer: LinearAttentionCacheLayerMixin, name: str, index: int) -
 
 
 def _check_shape(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Check that states found in a cache have the shape of those of the target, rows aside.
-
-    Raises:
-        ValueError: they have another one.
-    """
+    """Raise `ValueError` unless states found in a cache have the shape of those of the target, rows aside."""
     if found.shape[1:] != expected.shape[1:]:
         raise ValueError(
             f"{OUTPUT_NAME} holds {what} of shape {list(found.shape[1:])} a row; expected "
@@ -188,11 +180,8 @@ class RecurrentState:
             ops.recurrence(keys, keys, updates, decays, None, one.state, one.ring, *bounds, *options)
 
     def read(self, held: torch.Tensor, ends: torch.Tensor) -> None:
-        """Take the states of the first rows, of positions `ends` `[n]` int64, from what transformers holds of them.
-
-        Raises:
-            ValueError: they have another shape.
-        """
+        """Take the states of the first rows, of positions `ends` `[n]` int64, from what transformers holds of them;
+        raises `ValueError` if they have another shape."""
         parts = held.unbind(1) if self.heads else [held]
         for one, part in zip(self._by_head, parts, strict=True):
             state = one.form.read(part)
@@ -208,8 +197,7 @@ class RecurrentState:
 @dataclass
 class ConvolutionInputs:
     """`inputs` `[B, C, n]` of a short convolution, in the place of the tensor that a model's function takes; and those
-    of earlier tokens, `ring` `[B, slots, C]`.
-    """
+    of earlier tokens, `ring` `[B, slots, C]`."""
 
     cache: Cache
     ring: torch.Tensor
@@ -234,8 +222,7 @@ class _Inputs(NamedTuple):
 
 class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
     """Recurrent states and inputs of short convolutions of one layer, allocated at the first pass; `kind.num_states` of
-    each.
-    """
+    each."""
 
     def __init__(self, cache: Cache, kind: LayerKind):
         num_states = kind.num_states
@@ -255,8 +242,7 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> ConvolutionInputs | torch.Tensor:
         """What a model's convolution runs over, of inputs `[B, C, n]`: for up to `MOST_STEPS` columns something for its
-        replacement, which also stores them; for more `[B, C, conv_kernel_size - 1 + n]`, with those before them.
-        """
+        replacement, which also stores them; for more `[B, C, conv_kernel_size - 1 + n]`, with those before them."""
         if conv_states.shape[-1] > MOST_STEPS:
             return self.extended(conv_states, state_idx, conv_kernel_size)
         ring = self._ring(state_idx, conv_states.transpose(1, 2), conv_kernel_size, conv_kernel_size)
@@ -295,17 +281,13 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
 
     def extended(self, inputs: torch.Tensor, state_idx: int, kernel_size: int) -> torch.Tensor:
         """The inputs `[B, C, n]` of a convolution with those before them, `[B, C, kernel_size - 1 + n]`; they are
-        stored.
-        """
+        stored."""
         former = self.with_former(inputs.transpose(1, 2), state_idx, kernel_size - 1, width=kernel_size)
         return former.transpose(1, 2)
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
-        """Nothing: the state was updated where it was used. An empty tensor stands for states of several heads.
-
-        Raises:
-            TypeError: expected what `recurrent_states` has; the model has computed a state by a function of its own.
-        """
+        """Nothing: the state was updated where it was used. An empty tensor stands for states of several heads. Raises
+        `TypeError` if the model has computed a state by a function of its own, not what `recurrent_states` has."""
         is_empty = isinstance(recurrent_states, torch.Tensor) and recurrent_states.numel() == 0
         if not isinstance(recurrent_states, RecurrentState) and not is_empty:
             raise TypeError(

@@ -36,13 +36,9 @@ class Block(NamedTuple):
         )
 
     def at(self, positions: torch.Tensor, ring: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """What is known at `positions` `[B, m]` int64, `[B, m, ...]`: of tokens of the pass or of earlier ones.
-
-        Args:
-            positions: anything is returned for those after the last token, before the text, and too far back.
-            ring: `[B, R, ...]`, of earlier tokens.
-            tokens: `[B, n, ...]`, of the columns of the pass.
-        """
+        """What is known at `positions` `[B, m]` int64, `[B, m, ...]`: of `tokens` `[B, n, ...]` of the pass, or of
+        earlier ones, in `ring` `[B, R, ...]`. Anything is returned for those after the last token, before the text, and
+        too far back."""
         size = ring.shape[1]
         index = torch.where(positions < self.begin, positions % size, size + positions - self.first)
         return _gather(torch.cat([ring.to(tokens.dtype), tokens], dim=1), index.clamp(0, size + tokens.shape[1] - 1))
@@ -95,11 +91,8 @@ class RecurrencePositions:
         self.prompt_lengths.copy_(self._lengths)
 
     def resume(self, ends: torch.Tensor, is_step: bool) -> None:
-        """Continue texts whose states are those of the positions `ends` `[n]` int64, of the first rows.
-
-        Args:
-            is_step: whether their prompts have one more token only, which is then run as those after a prompt are.
-        """
+        """Continue texts whose states are those of the positions `ends` `[n]` int64, of the first rows; with `is_step`
+        their prompts have one more token only, which is then run as those after a prompt are."""
         self.next_base[: len(ends)] = ends
         if is_step:
             self.prompt_lengths[: len(ends)] = ends

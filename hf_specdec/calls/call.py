@@ -180,8 +180,7 @@ def why_too_long(model: PreTrainedModel, length: int, count: int | None) -> str 
 
 def fitting_tokens(length: int, max_new_tokens: int, count: int | None) -> int:
     """How many of `max_new_tokens` a prompt of `length` tokens may add, if there are `count` positions; the last token
-    of a text is not embedded.
-    """
+    of a text is not embedded."""
     return max_new_tokens if count is None else min(max_new_tokens, count + 1 - length)
 
 

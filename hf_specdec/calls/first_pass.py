@@ -109,8 +109,7 @@ def for_static_engine(
     call: Call, model_kwargs: Mapping[str, Any], by_target: bool = False
 ) -> tuple[Call, Mapping[str, Any]] | str:
     """`call` as the static engine is to run it, and where the target itself is to run the prompts, as with `by_target`
-    in any case, what it is given with the first new token; or the reason why it cannot.
-    """
+    in any case, what it is given with the first new token; or the reason why it cannot."""
     model, prompts = call.model, call.prompts
     besides, offsets = inputs_besides_tokens(model_kwargs), ordinary_offsets(prompts, model_kwargs)
     by_target = by_target or bool(besides) or offsets is None
@@ -340,8 +339,7 @@ class FirstPass:
         self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: torch.Tensor | int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As a `Target`, at slots of the prompts: logits `[B, 1, V]` after the prompts, whatever `slots` are, and
-        auxiliary hidden states `[B, n, width]` or None.
-        """
+        auxiliary hidden states `[B, n, width]` or None."""
         hidden = None if self._aux_hidden_states is None else self._at(self._aux_hidden_states, slots)
         return self._logits[self._rows(slots)[:, 0]], hidden
 

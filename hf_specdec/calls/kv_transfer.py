@@ -203,11 +203,7 @@ class FinishedCall:
                 )
 
     def _passes(self, held: int, width: int) -> Iterator[tuple[int, int]]:
-        """The first column and the end of each pass over the columns from `held` to `width`.
-
-        It is one, but where several tokens are not what single ones are: those that follow a prompt then come one by
-        one, and if the target would forget what the cache holds all that follow this.
-        """
+        """First column and end of each pass from `held` to `width`: one, or one a token where several differ."""
         together = width
         if held and any(part.forgets_states(self.model) for part in parts(self.model)):
             together = held

@@ -77,8 +77,7 @@ class Prompts:
 
     def draft_starts(self, reads_aux_hidden_states: bool) -> list[int]:
         """The first position of each row that the drafter's cache covers: earlier ones lack what the drafter reads,
-        such as hidden states of cached columns that are not run again.
-        """
+        such as hidden states of cached columns that are not run again."""
         if reads_aux_hidden_states:
             starts = zip(self.ends(self.cached - self.reread), self.lengths, strict=True)
             # The slot that is paired with the last token is needed, even without a hidden state.
@@ -136,10 +135,7 @@ def read_prompts(
 
 def left_padding(batch: int, attention_mask: torch.Tensor | None) -> list[int]:
     """Columns of padding at the start of each of `batch` rows of `attention_mask` `[B, width]`; none where it is None.
-
-    Raises:
-        ValueError: a row is padded on the right or in the middle, or holds padding only.
-    """
+    Raises `ValueError` if a row is padded on the right or in the middle, or holds padding only."""
     if attention_mask is None:
         return [0] * batch
     mask = attention_mask.bool()

@@ -94,8 +94,7 @@ class Transcript:
 
     def record(self, name: str) -> tuple[torch.Tensor, ...] | None:
         """`"scores"` or `"logits"`, if kept: one `[B, V]` a finalised step, zeros for rows that had finished; of the
-        others one `[B]`.
-        """
+        others one `[B]`."""
         return tuple(self._finalised[name]) if name in self._finalised else None
 
     def columns_run(self, prompts: Prompts) -> int:

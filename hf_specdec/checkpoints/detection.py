@@ -50,8 +50,7 @@ def speculators_type(config: Mapping[str, Any]) -> str | None:
 @dataclass(frozen=True)
 class Published:
     """What the family of a published checkpoint is told by: config.json, the names of its tensors as far as they are
-    known, the target's text configuration if there is a target, and those of the `Overrides` that are not None.
-    """
+    known, the target's text configuration if there is a target, and those of the `Overrides` that are not None."""
 
     name: str
     config: Mapping[str, Any]

@@ -62,8 +62,7 @@ _MODULE_NAME = re.compile(r"(?:model\.)?mtp(?:_layers)?\.")
 
 class MtpFamily(NamedTuple):
     """How a family publishes and runs its modules: `block` is transformers' model type of the decoder layers, the last
-    four are fields of `MtpConfig`.
-    """
+    four are fields of `MtpConfig`."""
 
     title: str
     layout: MtpLayout

@@ -174,10 +174,7 @@ class DFlashReader(LayersReader):
         return self._decide("anchor_first", False, "not in config.json; DFlash fills in masks")
 
     def _stated_anchor_first(self) -> tuple[str, bool] | None:
-        """The key of config.json that says whether blocks draft from the anchor on, and what it says.
-
-        vLLM's `dspark_bonus_anchor` says the opposite; `shift_label` is ModelOpt's and SpecForge's.
-        """
+        """The key of config.json that says whether blocks draft from the anchor on, and what it says."""
         stated = {
             "sample_from_anchor": self._flag("sample_from_anchor"),
             "dspark_bonus_anchor": self._flag("dspark_bonus_anchor"),

@@ -43,9 +43,7 @@ class Eagle3Reader(LayersReader):
         return self._flag("use_aux_hidden_state") is not False
 
     def _layer_ids(self) -> list[int] | None:
-        """Layer id b is the residual stream that enters layer b of the target, `hidden_states[b]` in transformers; id
-        n, of n layers, leaves the last. What an id in `config.json` counts differs between publishers.
-        """
+        """The ids as inputs of layers; what an id in `config.json` counts differs between publishers."""
         if not self._reads_aux_hidden_states():
             return None
         if IDS in self.given:
@@ -69,11 +67,7 @@ class Eagle3Reader(LayersReader):
         return self._decide(IDS, default_aux_layer_ids(num_layers), rule)
 
     def _nested_ids(self, key: str, ids: list[int]) -> list[int]:
-        """Decide on ids inside `eagle_config`: trainers that hook layers count outputs, others inputs of layers.
-
-        SGLang's rule: ids that begin with 1 count outputs, since the default of trainers that count outputs begins with
-        output 1, the input of layer 2. Excepted are targets whose published drafters begin with 1 and count inputs.
-        """
+        """By SGLang's rule ids inside `eagle_config` that begin with 1 count outputs of layers, as hooks do."""
         where, model_type = f"{key} in eagle_config", getattr(self.target, "model_type", None)
         if model_type in _COUNTED_BY_INPUTS:
             rule = f"{where} counts inputs of layers in drafters for {model_type} (SGLang)"
@@ -96,10 +90,7 @@ class Eagle3Reader(LayersReader):
         return self._decide("norm_before_residual", False, f"not in config.json; the default of {self.dialect}")
 
     def _norm_output(self) -> bool:
-        """Whether the hidden state fed back is taken after the final norm (EAGLE 3.1).
-
-        In SpecForge before its pull request 879, True only meant that a final norm exists.
-        """
+        """Whether EAGLE 3.1's norm is fed back; before SpecForge's pull request 879 True only meant a final norm."""
         stated = self._flag("norm_output")
         if stated is None:
             return self._decide("norm_output", False, "not in config.json; EAGLE-3 feeds back the stream before norm")

@@ -125,11 +125,7 @@ class LayersReader:
         return present
 
     def _layer_class(self) -> type[PreTrainedConfig]:
-        """transformers' configuration class of the draft layers, for its defaults.
-
-        `model_type` may be the target's: vLLM and SGLang take the layers' kind from `architectures`, and run Llama's
-        for all EAGLE-3 drafters but Qwen3's and those with latent attention.
-        """
+        """transformers' class of the draft layers, for its defaults; `model_type` may be the target's, as in vLLM."""
         model_type = self.layer.get("model_type", "llama")
         if model_type in _LAYER_CONFIGS:
             return _LAYER_CONFIGS[model_type]

@@ -33,8 +33,7 @@ _PARTS = re.compile(
 
 class Scale(NamedTuple):
     """The tensor by which a quantised weight is multiplied; `block` is the rows and columns that an entry of it is for,
-    None if its shape broadcasts to that of the weight.
-    """
+    None if its shape broadcasts to that of the weight."""
 
     name: str
     file: Path
@@ -112,9 +111,7 @@ def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _find_scale(name: str, tensors: Mapping[str, Any], block: tuple[int, int] | None) -> Scale | None:
-    """The scale of the weight called `name` of `tensors`, the `StoredTensor`s by name; None if the weight is not
-    quantised in a form that `_dequantise` reads. `block` is what `_stated_block` returns.
-    """
+    """The scale of the weight called `name`; None if it is not quantised in a form that `_dequantise` reads."""
     weight = tensors[name]
     scale_name = next((name + suffix for suffix in _SCALE_SUFFIXES if name + suffix in tensors), None)
     if weight.dtype not in _EIGHT_BITS or scale_name is None or f"{name}_zero_point" in tensors:

@@ -48,13 +48,7 @@ class Attachment:
     """
 
     def __init__(
-        self,
-        drafter: Any,
-        model: nn.Module,
-        strict: bool = False,
-        mode: str = "eval",
-        memory: float = 0.5,
-        release_after_call: bool = False,
+        self, drafter: Any, model: nn.Module, strict: bool, mode: str, memory: float, release_after_call: bool
     ):
         if mode not in MODES:
             raise ValueError(f'mode is {mode!r}; expected "eval" or "keep".')
@@ -73,13 +67,12 @@ class Attachment:
             logger.warning("hf_specdec: %s had a drafter attached, which is replaced.", type(target).__name__)
         _attachments[target] = self
 
-    def detach(self, keep_sessions: bool = False) -> None:
-        """Let calls of the model run plainly, and free the drafter's buffers and CUDA graphs unless they are kept."""
+    def detach(self) -> None:
+        """Let calls of the model run plainly, and free the drafter's buffers and CUDA graphs."""
         model = self._model()
         if model is not None and _attachments.get(model) is self:
             del _attachments[model]
-        if not keep_sessions:
-            self.drafter.release()
+        self.drafter.release()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -102,11 +95,8 @@ class Attachment:
         return Evaluation(self.drafter, *([self._model()] if self._mode == "eval" else []))
 
     def run(self, with_drafter: Callable[[Callable[[], object]], _T], plainly: Callable[[], _T]) -> _T:
-        """A call with the drafter; plainly if that raises `ValueError` before it calls the function that it is given.
-
-        Raises:
-            ValueError: as of `with_drafter`, with `strict=True` or if it had begun.
-        """
+        """A call with the drafter; plainly if that raises `ValueError` before it calls the function that it is given,
+        but with `strict=True` that is raised, as any later one is."""
         model, start, begun = self._model(), time.perf_counter(), []
         try:
             with lock_of(model), self.evaluation():
@@ -151,11 +141,8 @@ def attachment_of(model: PreTrainedModel) -> Attachment | None:
 
 
 def innermost(model: nn.Module) -> PreTrainedModel:
-    """The model inside of `model`, such as one of PEFT or `DistributedDataParallel`, that generates.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The model inside of `model`, such as one of PEFT or `DistributedDataParallel`, that generates; raises
+    `ValueError` if there is none."""
     found = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), None)
     if found is None:
         raise ValueError(f"{type(model).__name__} has no transformers model inside; expected one that generates.")

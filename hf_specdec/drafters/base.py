@@ -222,11 +222,8 @@ class Drafter(PreTrainedModel):
 
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: DrafterConfig) -> None:
-        """Compare the tensors of the files with those that `config` asks for, loading no weights.
-
-        Raises:
-            ValueError: expected exactly these tensors; names each that is missing, unexpected or of another shape.
-        """
+        """Compare the tensors of the files with those that `config` asks for, loading no weights; raises `ValueError`,
+        which names each that is missing, unexpected or of another shape."""
         check_tensors(checkpoint, cls, config)
 
     @classmethod
@@ -355,8 +352,7 @@ class Drafter(PreTrainedModel):
     @property
     def compiles_rounds(self) -> bool:
         """`compile_rounds`; False for batch-invariant rounds, as torch's compiler orders sums by the number of rows,
-        and for keys as float8, which modules are given as tensors that it cannot trace.
-        """
+        and for keys as float8, which modules are given as tensors that it cannot trace."""
         return self.compile_rounds and not self.batch_invariant and self.key_dtype is None
 
     @property
@@ -534,21 +530,14 @@ class Drafter(PreTrainedModel):
         return None
 
     def observe(self, prompt: torch.Tensor, tokens: Sequence[int] | torch.Tensor) -> None:
-        """Called between two rounds with each text that has ended, to be drafted from in later rounds.
-
-        Args:
-            prompt: `[length]` int64.
-            tokens: that were generated after it, ints or `[n]` int64.
-        """
+        """Called between two rounds with the `prompt` `[length]` int64 and the new `tokens`, ints or `[n]` int64, of
+        each text that has ended, to be drafted from in later rounds."""
 
     def copy_rows(
         self, state: DecodeState, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor
     ) -> None:
-        """Copy what the drafter keeps of rows of `source` to `rows` of `state`; see `DecodeState.copy_rows`.
-
-        Raises:
-            NotImplementedError: expected a family that implements it, or that keeps nothing.
-        """
+        """Copy what the drafter keeps of rows of `source` to `rows` of `state`; see `DecodeState.copy_rows`. Raises
+        `NotImplementedError` for families that keep something and do not implement it."""
         if state.memory is not None:
             raise NotImplementedError(
                 f"{type(self).__name__} does not implement copy_rows(), which continuous batching needs."
@@ -556,8 +545,7 @@ class Drafter(PreTrainedModel):
 
     def prefix_margin(self, num_draft_tokens: int, has_trees: bool = False) -> int | None:
         """How many tokens at the end of a reused beginning are processed again, for the largest K, and with trees: what
-        is kept at a slot may depend on later tokens. None if nothing can be reused.
-        """
+        is kept at a slot may depend on later tokens. None if nothing can be reused."""
         return 1 if type(self).new_memory is Drafter.new_memory else None
 
     def as_one_row(self, memory: Any, batch: int) -> Any:

@@ -57,11 +57,7 @@ def sharing_all_layers(model: PreTrainedConfig) -> Iterator[None]:
 
 
 def _layers_read(target: PreTrainedModel, kinds: Sequence[str], name: str) -> dict[str, int]:
-    """For each kind of layer in `kinds`, the last layer of `target` that stores keys and values and is of that kind.
-
-    Raises:
-        ValueError: expected a target with such layers.
-    """
+    """The last layer of `target` of each kind that stores keys and values; raises `ValueError` if one is missing."""
     text = target.config.get_text_config()
     types = getattr(text, "layer_types", None) or []
     storing = [index for index, kind in enumerate(cache_layers(target).layers[: len(types)]) if kind.stores_keys]
@@ -246,11 +242,7 @@ def _check_heads(model: PreTrainedModel, target: PreTrainedModel, layers_read: M
 
 
 def _scale_of(embedding: torch.nn.Module, weight: torch.Tensor, name: str) -> torch.Tensor:
-    """The factor by which the target's `embedding` multiplies the rows of its weight, `[]`.
-
-    Raises:
-        ValueError: expected an embedding that does this.
-    """
+    """The factor `[]` on rows of the weight of `embedding`; raises `ValueError` if it does anything else."""
     scale = getattr(embedding, "embed_scale", None)
     scale = torch.as_tensor(1.0 if scale is None else scale, device=weight.device).to(weight.dtype)
     tokens = torch.arange(min(8, len(weight)), device=weight.device)

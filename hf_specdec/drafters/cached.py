@@ -97,8 +97,7 @@ class CachedDrafter(Drafter):
     @property
     def grows_trees(self) -> bool:
         """Whether `extend_cache` may run the nodes of a tree, see `RaggedCache.nodes`: the last `num_logits` of them
-        are new, the others are run again.
-        """
+        are new, the others are run again."""
         return False
 
     def num_masks(self, num_draft_tokens: int) -> int:

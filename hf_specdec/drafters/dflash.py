@@ -207,8 +207,7 @@ class DFlashDrafter(DraftLayersDrafter):
 
     def draft(self, state: DecodeState, anchors: torch.Tensor, normed: torch.Tensor) -> Sequence[Proposal]:
         """Draft tokens of a round, in order, after the newest tokens `anchors` `[B, 1]` int64, by `normed` `[B, n, H]`,
-        inputs of the head, see `num_read`.
-        """
+        inputs of the head, see `num_read`."""
         return [self.draw(state, self.logits(normed), first=0)]
 
     def _ends(self, slots: torch.Tensor, dummy_slot: int) -> list[torch.Tensor | None]:
@@ -221,15 +220,8 @@ class DFlashDrafter(DraftLayersDrafter):
 
 
 class _BlocksAttention:
-    """`Attend` of blocks that all follow one text in each row: they see the context before their first token, and
-    themselves.
-
-    Args:
-        places: `[S]` int64, positions of the context.
-        block: `[B, n]` int64, positions of the blocks' tokens, block after block.
-        num_tokens: of each block.
-        causal: see `DFlashConfig`, for each layer.
-    """
+    """`Attend` of blocks at `block` `[B, n]`, `num_tokens` each: they see themselves, and of the context at `places`
+    `[S]` what is before their first token."""
 
     def __init__(self, places: torch.Tensor, block: torch.Tensor, num_tokens: int, causal: list[bool]):
         self._causal = causal

@@ -28,13 +28,8 @@ class CandidateSelector(nn.Module):
             nn.init.normal_(codebook, std=config.initializer_range)
 
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-        """What is added to the candidates' logits, `[..., k]`, in float32 or wider.
-
-        Args:
-            tokens: `[...]` int64, the tokens before.
-            hidden: `[..., r]`, `hidden_projection` of what the draft head reads.
-            candidates: `[..., k]` int64.
-        """
+        """What is added to the logits of `candidates` `[..., k]` int64, in float32 or wider: by the `tokens` `[...]`
+        int64 before, and `hidden` `[..., r]`, `hidden_projection` of what the draft head reads."""
         context = widened(self.predecessor_codebook[tokens] * hidden)
         return (context[..., None, :] * self.successor_codebook[candidates]).sum(dim=-1)
 

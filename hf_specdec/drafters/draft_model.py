@@ -42,12 +42,9 @@ DIFFERENCE_LIMIT = 0.25
 def load_language_model(
     checkpoint: Checkpoint, config: DraftModelConfig, ignored: Collection[str] = (), **options: Any
 ) -> PreTrainedModel:
-    """The language model of a checkpoint; options as of `PreTrainedModel.from_pretrained`.
-
-    Raises:
-        ValueError: expected all its tensors and no others but the `ignored` ones, and those of MTP modules, which a
-            draft model does not use.
-    """
+    """The language model of a checkpoint; options as of `PreTrainedModel.from_pretrained`. Raises `ValueError` unless
+    it has all its tensors and no others but the `ignored` ones, and those of MTP modules, which a draft model does not
+    use."""
     model, info = auto_class(config.model_config).from_pretrained(
         checkpoint.folder,
         use_safetensors=checkpoint.uses_safetensors,
@@ -199,11 +196,8 @@ class DraftModelDrafter(CachedDrafter):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """Weight `[V_d, H]` of the model's head.
-
-        Raises:
-            ValueError: expected logits that are products with it, without bias, scale or soft-capping.
-        """
+        """Weight `[V_d, H]` of the model's head; raises `ValueError` if logits are not its products, without bias,
+        scale or soft-capping."""
         head, text = self.model.get_output_embeddings(), self.model.config.get_text_config()
         factors = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
         found = [name for name in factors if getattr(text, name, None) not in (None, 1.0)]

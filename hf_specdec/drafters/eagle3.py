@@ -139,8 +139,7 @@ class Eagle3Drafter(DraftLayersDrafter):
         self, step: int, tokens: torch.Tensor, hidden: torch.Tensor, feedback: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the step of `unroll` after `step` reads, given what that has read, `tokens` `[B, S]` int64 and `hidden`
-        states `[B, S, H]`, and its `feedback` `[B, S, H]`.
-        """
+        states `[B, S, H]`, and its `feedback` `[B, S, H]`."""
         return shift_left(tokens), feedback
 
 

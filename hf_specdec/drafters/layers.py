@@ -118,12 +118,8 @@ class DraftDecoderLayer(nn.Module):
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: Angles, attend: Attend, num_outputs: int
     ) -> torch.Tensor:
-        """Output `[B, num_outputs, H]` of the layer at the last of n columns; keys and values are computed for all.
-
-        Args:
-            embeds: `[B, n, H]` embeddings of the tokens; read by the first layer only.
-            hidden: `[B, n, H]` input of the layer.
-        """
+        """Output `[B, num_outputs, H]` of the layer at the last of n columns, of its input `hidden` `[B, n, H]`, and in
+        the first layer the embeddings `embeds` `[B, n, H]` of the tokens; keys and values are computed for all."""
         if self.is_first:
             normed = self.hidden_norm(hidden)
             residual = normed if self.norm_before_residual else hidden

@@ -291,11 +291,7 @@ class MtpDrafter(CachedDrafter):
 
     @torch.no_grad()
     def _check_layers(self, name: str) -> None:
-        """Check on a few tokens that the layers take hidden states and positions, and return hidden states.
-
-        Raises:
-            ValueError: expected such layers; `name` is the drafter's.
-        """
+        """Raise `ValueError` unless the layers, run over a few tokens, return hidden states."""
         if self.device.type == "meta":
             return
         inputs = torch.zeros(1, NUM_PROBE_TOKENS, self.config.hidden_size, device=self.device, dtype=self.dtype)
@@ -336,11 +332,8 @@ class MtpDrafter(CachedDrafter):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """Weight `[V, H]` of the target's head, or of a single module's own.
-
-        Raises:
-            ValueError: expected a shared head, or a single module.
-        """
+        """Weight `[V, H]` of the target's head, or of a single module's own; raises `ValueError` if several have their
+        own."""
         if not self.config.own_head:
             return self._shared_weights["head"].weight
         if len(self.frames) > 1:
@@ -404,9 +397,7 @@ class MtpDrafter(CachedDrafter):
         self._remember(state, aux_hidden_states, positions)
 
     def _remember(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
-        """Append the last hidden states of a chunk, except for that before the prompt's last token: the first `propose`
-        appends it. Arguments as of `prefill`.
-        """
+        """Append a chunk's last hidden states but that before the prompt's last token, which `propose` appends."""
         memory, columns = state.memory, torch.arange(1, positions.shape[1] + 1, device=positions.device)
         width = memory.hidden.shape[1]
         is_known = positions < state.lengths[:, None] - 2

@@ -18,11 +18,8 @@ from ..patching.support import configured_layers
 
 
 def build_decoder(settings: Mapping[str, Any]) -> PreTrainedModel:
-    """transformers' model of the decoder layers that `settings` describe, without embedding and final norm.
-
-    Raises:
-        ValueError: expected the configuration of a model of transformers that computes the RoPE of its layers.
-    """
+    """transformers' model of the decoder layers that `settings` describe, without embedding and final norm; raises
+    `ValueError` unless they are of a model of transformers that computes the RoPE of its layers."""
 
     def unfit(why: str) -> ValueError:
         model_type = settings.get("model_type")

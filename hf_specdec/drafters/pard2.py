@@ -122,11 +122,8 @@ class Pard2Drafter(DraftModelDrafter):
         self.extend_cache(state, state.tokens.gather(1, slots), slots, state.position_ids(slots), hidden, num_logits=0)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Save the model as transformers does, and the projection beside it, as AMD's own code reads them.
-
-        Raises:
-            ValueError: expected no `push_to_hub`, which leaves out the projection; the method of that name uploads all.
-        """
+        """Save the model as transformers does, and the projection beside it, as AMD's own code reads them; raises
+        `ValueError` with `push_to_hub`, which leaves out the projection: the method of that name uploads all."""
         if kwargs.get("push_to_hub"):
             raise ValueError("save_pretrained(push_to_hub=True) uploads the model alone; call drafter.push_to_hub().")
         config = self.config

@@ -204,11 +204,8 @@ def registered_drafters() -> dict[str, type[Drafter]]:
 
 
 def find_family(found: Published) -> Family:
-    """The family of a published checkpoint.
-
-    Raises:
-        ValueError: expected a supported family; names the family found, or what was looked for.
-    """
+    """The family of a published checkpoint; raises `ValueError` if it is not supported, which names the family found,
+    or what was looked for."""
     model_type = found.config.get("model_type") or ""
     for family in _registered:
         if family.detect is not None and family.detect(found):
@@ -246,10 +243,7 @@ def needed_by(target: PreTrainedConfig | None, overrides: Mapping[str, Any]) -> 
 
 
 def has_no_weights(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a drafter is of a family without weights.
-
-    Raises:
-        ValueError: expected a supported family; names the one found.
-    """
+    """Whether a drafter is of a family without weights; raises `ValueError`, which names the family, if that is not
+    supported."""
     check_not_refused(Published(name, config))
     return issubclass(registered_drafters().get(config.get("model_type"), Drafter), WeightlessDrafter)

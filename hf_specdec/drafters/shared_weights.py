@@ -17,11 +17,8 @@ _NUM_SAMPLES = 32
 
 
 def readable_weight(module: nn.Module | None, what: str, width: int, name: str) -> torch.Tensor:
-    """The weight `[V, width]` of the target's `module`, its embedding or head, for a drafter called `name`.
-
-    Raises:
-        ValueError: expected a floating-point matrix of that width, in memory.
-    """
+    """The weight `[V, width]` of the target's `module`, its embedding or head, for a drafter called `name`; raises
+    `ValueError` unless it is a floating-point matrix of that width, in memory."""
     weight = getattr(module, "weight", None)
     if weight is None or not weight.is_floating_point():
         reason = f"the target's is {type(module).__name__}; expected a module with a floating-point `weight`."

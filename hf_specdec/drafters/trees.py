@@ -22,12 +22,8 @@ def likeliest_tree(logprobs: torch.Tensor, tokens: torch.Tensor, rows: torch.Ten
 
 
 def tree_of_independent(logits: torch.Tensor, target_ids: torch.Tensor | None, num_nodes: int) -> Proposal:
-    """The tree of drafts that do not depend on each other.
-
-    Args:
-        logits: `[B, K, V_d]`, of each of K drafts.
-        target_ids: `[V_d]` int64, the target's token of each token of the draft vocabulary; None if they are the same.
-    """
+    """The tree of drafts that do not depend on each other, by the logits `[B, K, V_d]` of each of K; `target_ids` as of
+    `ops.best_draft`."""
     logprobs, tokens = likeliest_tokens(logits, target_ids, num_nodes)
     return likeliest_tree(logprobs[:, :, None], tokens[:, :, None], None, num_nodes)
 
@@ -40,13 +36,9 @@ def likeliest_tokens(
 
 
 def tree_of_pairs(logprobs: torch.Tensor, tokens: torch.Tensor, num_nodes: int) -> Proposal:
-    """The tree of drafts of which each depends on the one before it.
-
-    Args:
-        logprobs: `[B, K, C, C]` float32: of C candidates of a draft, in the last dimension, after each candidate of the
-            draft before; of the first draft after the text.
-        tokens: `[B, K, C]` int64, the candidates.
-    """
+    """The tree of K drafts of which each depends on the one before it, by `logprobs` `[B, K, C, C]` float32: of C
+    candidates of a draft, `tokens` `[B, K, C]` int64, in the last dimension, after each candidate of the draft before;
+    of the first draft after the text."""
     logprobs, order = logprobs.sort(dim=-1, descending=True, stable=True)
     return likeliest_tree(logprobs, tokens[:, :, None].expand_as(order).gather(-1, order), order[:, :-1], num_nodes)
 
@@ -73,12 +65,8 @@ class GrowingTree:
         self._rows: list[torch.Tensor] = []
 
     def add(self, logprobs: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Add a layer: what may follow the drafts that the last one is gone on from, or the window.
-
-        Args:
-            logprobs: `[B, P, C]` float32, descending, of C candidates after each of these P drafts.
-            tokens: `[B, P, C]` int64, the candidates.
-        """
+        """Add a layer: C candidates, `tokens` `[B, P, C]` int64 with descending `logprobs` float32, that may follow
+        each of the P drafts that the last one is gone on from, or the window."""
         self._layers.append((logprobs, tokens))
 
     def grow(

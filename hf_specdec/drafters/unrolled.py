@@ -67,13 +67,9 @@ def unrolled_attention_forward(
     attend: UnrolledAttention | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface for an `UnrolledAttention`, passed to the model as `attend`.
-
-    transformers builds no attention mask, since no mask function is registered under `UNROLLED_NAME`.
-
-    Raises:
-        ValueError: expected a plain softmax of scaled dot products.
-    """
+    """transformers' attention interface for an `UnrolledAttention`, passed to the model as `attend`; it builds no mask
+    for that, since no mask function is registered under `UNROLLED_NAME`. Raises `ValueError` unless it is a plain
+    softmax of scaled dot products."""
     unusual = {
         "attention sinks": s_aux is not None,
         "capped scores": softcap is not None,
@@ -226,11 +222,7 @@ def _chain_gradients(
 def _causal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, tuple]:
-    """Causal attention of the device's fused kernel; the queries are those of the last slots.
-
-    Returns:
-        the output, the log of the sum of exponentials `[B, heads, n]`, and further arguments of the backward kernel.
-    """
+    """The device's fused kernel: output, log of the sum of exponentials, further arguments of the backward kernel."""
     if query.is_cuda:
         out, norm, *rest, _ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, is_causal=True)
         return out, norm, tuple(rest)

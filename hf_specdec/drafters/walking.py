@@ -40,11 +40,8 @@ class Places(NamedTuple):
 
 
 def project(features: torch.Tensor, layer: nn.Linear, candidates: torch.Tensor | None) -> torch.Tensor:
-    """Outputs of `layer`, which has no bias, of `features` `[..., n, P, r]`.
-
-    Returns:
-        `[..., n, P, V_d]`, or `[..., n, P, C]` of `candidates` `[..., n, C]`.
-    """
+    """Outputs of `layer`, which has no bias, of `features` `[..., n, P, r]`: `[..., n, P, V_d]`, or `[..., n, P, C]` of
+    `candidates` `[..., n, C]`."""
     return layer(features) if candidates is None else features @ layer.weight[candidates].mT
 
 
@@ -67,8 +64,7 @@ class WalkingDrafter(DFlashDrafter):
 
     def begin(self, anchors: torch.Tensor, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Those of `normed` `[..., n, H]`, see `num_read`, that draft a token, and the memory of the first step, given
-        `anchors` `[..., 1]`.
-        """
+        `anchors` `[..., 1]`."""
         return normed, None
 
     def read(self, normed: torch.Tensor, candidates: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -125,13 +121,7 @@ class WalkingDrafter(DFlashDrafter):
     def _walk(
         self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """Choose the draft tokens of blocks, in order.
-
-        Args:
-            anchors: `[..., 1]` int64, the tokens before the first ones.
-            normed: `[..., n, H]`, inputs of the head, see `num_read`.
-            choose: returns the tokens `[..., 1]` of the target for logits `[..., 1, V_d]`.
-        """
+        """Choose draft tokens in order after `anchors` `[..., 1]`; `choose` gives tokens for logits `[..., 1, V_d]`."""
         normed, memory = self.begin(anchors, normed)
         logits, candidates = self._head_logits(normed), None
         shape = (*logits.shape[:-2], 1, logits.shape[-1])

@@ -19,11 +19,8 @@ from .sessions import sessions_of
 
 
 def times_if_alone(call: Call, target: HostedTarget, rows: int, tokens: float) -> RoundTimes | None:
-    """Times of rounds of `call` on `rows` rows, if it is expected to be faster without the drafter; else None.
-
-    Args:
-        tokens: new ones that a row may generate.
-    """
+    """Times of rounds of `call` on `rows` rows, which may generate `tokens` new ones each, if it is expected to be
+    faster without the drafter; else None."""
     # Processes that run one model together would have to agree.
     if not (call.is_auto and call.num_draft_tokens) or tensor_parallel_group(call.model) is not None:
         return None

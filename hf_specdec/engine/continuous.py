@@ -52,8 +52,7 @@ MOST_RESERVED = 65536
 @torch.no_grad()
 def decode_continuously(call: Call, requests: Sequence[Request], settings: ContinuousBatching) -> None:
     """Run `requests` on the static engine, with the settings of `call`; requirements as of
-    `static_engine.decode` and `check_continuous`.
-    """
+    `static_engine.decode` and `check_continuous`."""
     now = time.perf_counter()
     for one in requests:
         if one.error is not None:
@@ -258,10 +257,7 @@ class ContinuousRunner(Runner):
         return next((size for size in row_sizes(self._most, self.target.is_captured) if size >= count), self._most)
 
     def _larger_sizes(self, num_occupied: int, waiting: Sequence[Request]) -> list[tuple[int, int]]:
-        """Rows, and tokens of a text, of sessions that have room for more of `waiting`, the best first; none if not.
-
-        Only where requests arrive; else there is room for all texts from the start.
-        """
+        """Rows, and tokens of a text, of sessions with room for more of `waiting`, the best first."""
         if self._settings.arrivals is None:
             return []
         next_ones = itertools.islice(waiting, self._most)
@@ -316,11 +312,7 @@ class ContinuousRunner(Runner):
         return None if rows == most else self._lease_of(rows, self._longest)
 
     def _is_worth_moving(self, lease: SessionLease, tokens_left: Callable[[], float]) -> bool:
-        """Whether moving saves more time than capturing the graphs of the smaller session of `lease` takes.
-
-        It is assumed to save half of the time that this call may still take; and, since as much as there was so far may
-        follow in other calls, a share of that.
-        """
+        """Whether moving saves more, of half of the time left or a share of that so far, than captures take."""
         if not self.target.is_captured or lease.is_kept:
             return True
         drafted, times = self.drafts.current, self.session.round_times

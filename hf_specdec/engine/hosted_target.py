@@ -121,10 +121,7 @@ class HostedTarget(ExitStack):
 
 
 def _why_not_captured(model: PreTrainedModel, has_hooks: bool, kept: Sequence[str]) -> str | None:
-    """The reason why the rounds of a call run eagerly; None if they are captured.
-
-    A replayed graph would not call forward hooks, nor give what is `kept` of every step for the caller, such as scores.
-    """
+    """Why the rounds of a call run eagerly; None if they are captured."""
     if not policy_of(model.device).cuda_graphs:
         return f"there are no CUDA graphs on a device of type {model.device.type}"
     if kept:

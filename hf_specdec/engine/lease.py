@@ -159,10 +159,7 @@ class SessionLease:
         return SessionKey(self.shape, self._grows, self._target.drafter.compiles_rounds, self._target.hosting)
 
     def _round_key(self, drafted: RoundShape) -> tuple[Hashable, RoundShape, int]:
-        """What the next round is captured under if it has `drafted`, see `Session.rounds`.
-
-        Where rounds for longer texts are captured, and none for those that there are, those do.
-        """
+        """What the next round is captured under, see `Session.rounds`: for longer texts, if only those are captured."""
         state, rounds = self.session.state, self.session.rounds
         key = self._process.key, state.logprobs
         if not self._grows:

@@ -127,9 +127,7 @@ def _slots_of(
 
 
 def _keep_hidden_states(state: DecodeState, prompts: PromptBuffers, hidden: torch.Tensor, last: torch.Tensor) -> None:
-    """Keep those of the `hidden` states `[1 or B, n, H]` of a chunk that are of the last tokens of the prompts, in its
-    columns `last` `[B]` int64, which may be outside of it.
-    """
+    """Keep the hidden states of a chunk that are of prompts' last tokens, in its columns `last` `[B]` or outside."""
     width, columns = state.first_block_width, hidden.shape[1]
     if prompts.hidden_states is None:
         prompts.hidden_states = hidden.new_zeros(len(last), width, hidden.shape[-1])

@@ -225,11 +225,7 @@ def copy_texts(
 def _parts(
     state: DecodeState, source: DecodeState, wanted: Sequence[tuple[int, int, int]]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Rows of `state` that are copied at once, those of `source`, and how many slots of each: those of one row, or at
-    most `MOST_COPIED`, all of which have memory.
-
-    `wanted` are such rows, each once, and how many slots of each are to be copied.
-    """
+    """Rows of `state` that are copied at once, those of `source`, and slots of each; of all at most `MOST_COPIED`."""
     memories = [(one.cache.row_memory, one.slots - 1) for one in (state, source)]
     rows = []
     for *pair, slots in wanted:

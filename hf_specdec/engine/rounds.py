@@ -124,11 +124,8 @@ def draft_and_forward(
     state: DecodeState, target: Target, drafter: Drafter
 ) -> tuple[Proposal, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """First half of a round: draft, and run the target over the block of the last committed token and the drafts.
-
-    Returns:
-        the drafts, the block `[B, n]` int64, with n = K + 1, or N + 1 of a tree, its logits `[B, n, V]`, its auxiliary
-        hidden states `[B, n, width]` or None.
-    """
+    Returns the drafts, the block `[B, n]` int64, with n = K + 1, or N + 1 of a tree, its logits `[B, n, V]`, its
+    auxiliary hidden states `[B, n, width]` or None."""
     proposal = propose(state, drafter, *state.last_block(state.num_draft_tokens + 1))
     if proposal.tree is not None:
         block, slots, nodes = state.tree_block(proposal)
@@ -150,12 +147,10 @@ def propose(state: DecodeState, drafter: Drafter, *last_block: Any) -> Proposal:
 def verify_and_commit(
     state: DecodeState, scores: torch.Tensor, proposal: Proposal, aux_hidden_states: torch.Tensor | None
 ) -> tuple[VerificationResult, Walk | None]:
-    """Second half of a round: verify the drafts by `scores` `[B, n, V]`, and commit tokens.
+    """Second half of a round: verify the drafts by `scores` `[B, n, V]`, and commit tokens. Returns the result, tokens
+    `[B, K + 1]`, and `RoundOutput.walk`.
 
     What the pass of a tree has left of the accepted path is moved to where a chain would have left it.
-
-    Returns:
-        the result, tokens `[B, K + 1]`; and `RoundOutput.walk`.
     """
     result, path = verify(scores, state, proposal)
     result, walk = state.commit(result, keeps=True), None
@@ -172,11 +167,8 @@ def verify(
     scores: torch.Tensor, state: DecodeState, proposal: Proposal
 ) -> tuple[VerificationResult, torch.Tensor | None]:
     """Verify `proposal` by `scores` `[B, n, V]`: a chain greedily, by rejection sampling, or by the target's own
-    tokens; a tree by these.
-
-    Returns:
-        the result, tokens `[B, K + 1]`; and of a tree the path `[B, K + 1]`, see `ops.verify_tree`, else None.
-    """
+    tokens; a tree by these. Returns the result, tokens `[B, K + 1]`, and of a tree the path `[B, K + 1]`, see
+    `ops.verify_tree`, else None."""
     if proposal.tree is not None or (state.is_sampling and state.verification == MATCH):
         parents, depths, depth = None, None, proposal.tokens.shape[1]
         if proposal.tree is not None:

@@ -202,9 +202,7 @@ class Run:
         return self._runner.room(self._free) - num_occupied * self._runner.bytes_for(1)
 
     def _place_group(self, group: list[Request]) -> tuple[list[Prefix], list[Request]]:
-        """The requests of `group` that are prefilled now, none if there is no memory, with the row of each and what it
-        reuses; the others wait on.
-        """
+        """Those of `group` that are prefilled now, with their rows and what these reuse; none without memory."""
         for row, request in self._occupied:
             self._prefixes.advance(row, request)
         runner, has_memory = self._runner, self._runner.memory is not None
@@ -478,11 +476,7 @@ class Run:
                 self._retire(row, one, time.perf_counter())
 
     def _add(self, found: list[tuple[int, Request, list[int]]], logprobs: Mapping[str, torch.Tensor]) -> None:
-        """Add new tokens to the requests of rows; those that end by them leave their rows.
-
-        Args:
-            logprobs: `[B, n]` of the tokens of all rows, by name; requests keep those that they ask for of theirs.
-        """
+        """Add new tokens, and log-probabilities that are asked for, to the requests of rows; ended ones leave."""
         now, going_on, stopped = time.perf_counter(), [], []
         asked = {one.return_logprobs for _, one, _ in found} - {None} if logprobs else ()
         of_rows = {name: logprobs[name].tolist() for name in asked}

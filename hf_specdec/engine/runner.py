@@ -125,18 +125,11 @@ class Runner:
     def move(self, rows: Mapping[int, int], kept: Mapping[int, int], waiting: Sequence[Request]) -> int | None:
         """Let the requests of `rows` go on in the first rows of another session, one with room for `waiting` requests;
         what `kept` rows hold goes to the rows after those, as far as there is room. Rows have numbers of tokens.
-
-        Returns:
-            how many rows hold what was moved; None if they stay.
-        """
+        Returns how many rows hold what was moved; None if they stay."""
         return None
 
     def _first_that_fits(self, attempts: Sequence[Callable[[], _T]]) -> _T:
-        """The result of the first of `attempts` for which there is memory; what is kept for other calls is freed before
-        the second one.
-
-        Processes that run one model together need the same result, so there it is the first, or an error.
-        """
+        """The result of the first of `attempts` with memory for it; of several processes all need the first one."""
         for attempt in attempts[:-1]:
             try:
                 return attempt()

@@ -246,9 +246,7 @@ class Lockstep(Runner):
             self._cache = self.session.lend_buffers(DeferredCache(self._finished))
 
     def _run_to_ends(self, columns: int) -> int:
-        """Bring recurrent states to the last token but one of all rows; returns how many columns were run then, of
-        which the target has run `columns` in all rows.
-        """
+        """Bring recurrent states to the last token but one of all rows; returns how many columns were run then."""
         state, call, prompts, sequences = self.state, self._call, self._call.prompts, self._sequences
         most = prompts.hidden + sequences.shape[1] - 1
         ends = prompts.ends(most)
@@ -295,11 +293,7 @@ class Lockstep(Runner):
 
 
 def _with_reread(call: Call, target: HostedTarget) -> Prompts:
-    """The prompts of `call`, with what the target runs again of them where the drafter lacks its hidden states.
-
-    That is as much as pays for itself by what more of the drafts are accepted: a prefill runs tokens in a small part of
-    the time that a round takes for each.
-    """
+    """The prompts of `call`, with what the target runs again for the drafter, as far as that pays for itself."""
     prompts = call.prompts
     is_known = prompts.cached and not prompts.hidden and call.inputs is None and not target.has_hooks
     if not is_known or call.cache is None or not target.reads_hidden_states:

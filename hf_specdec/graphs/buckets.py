@@ -82,12 +82,8 @@ def group_chunks(columns: int) -> list[int]:
 
 
 def packed_chunks(tokens: int, longest: int) -> list[int]:
-    """Tokens of the captured chunks in which packed prompts of `tokens` tokens are prefilled.
-
-    Args:
-        tokens: of all prompts, those that are cached left out.
-        longest: tokens of the longest prompt, those that are cached included.
-    """
+    """Tokens of the captured chunks in which packed prompts are prefilled: `tokens` of all prompts, without those that
+    are cached; `longest` is the longest prompt's, with those."""
     most, chunks = MOST_LONG_TOKENS if longest > LONG_TEXT else PACKED_TOKENS[0], []
     sizes = sorted(size for size in PACKED_TOKENS if size <= most)
     while tokens > 0 or not chunks:

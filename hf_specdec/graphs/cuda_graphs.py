@@ -53,9 +53,7 @@ class RoundClock:
 
 @functools.cache
 def _streams(device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream, threading.Lock]:
-    """The streams of a GPU for warm-up runs and for captures, and a lock to be held during a capture: one of each,
-    since cuBLAS keeps a workspace for every stream that it ever ran on.
-    """
+    """A GPU's streams for warm-ups and for captures, one each as cuBLAS keeps a workspace for every one, and a lock."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device), threading.Lock()
 
 

@@ -82,11 +82,8 @@ def part(where: str, *names: str, why: str, since: str = "", is_needed: bool = T
 
 
 def lazy_part(where: str, *names: str, why: str, since: str = "") -> Callable[[], Any]:
-    """As `part`, for one feature and a module that is imported when the feature is used: a function that returns it.
-
-    Raises:
-        ImportError: when it is called, and the part is not there.
-    """
+    """As `part`, for one feature and a module that is imported when the feature is used: a function that returns it, or
+    raises `ImportError` if the part is not there."""
     declared = Part(where, names, why, since, False, lambda: _look_up(where, names) is not None)
     PARTS.append(declared)
 

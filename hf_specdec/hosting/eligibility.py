@@ -44,8 +44,7 @@ def why_not_static(
     is_continuous: bool,
 ) -> str | None:
     """The reason why the static engine cannot run a call with `config` and `model_kwargs` as prepared by `generate()`;
-    None if it can. In continuous batching requests may have any length.
-    """
+    None if it can. In continuous batching requests may have any length."""
     return (
         why_not_supported(model)
         or _why_not_inputs(model)
@@ -83,13 +82,9 @@ def _why_not_inputs(model: PreTrainedModel) -> str | None:
 
 
 def empty_attentions(model: PreTrainedModel, config: GenerationConfig) -> tuple | None:
-    """What plain `generate()` returns as attention weights of a step, if `model` computes none: empty tuples.
-
-    Only eager attention computes them. None if there are weights, or if the call does not ask for them.
-
-    Raises:
-        ValueError: the call asks for weights beyond a sliding window, where those of single tokens cannot be separated.
-    """
+    """What plain `generate()` returns as attention weights of a step if `model` computes none, as only eager attention
+    does: empty tuples. None if there are weights, or if the call does not ask for them; raises `ValueError` if it asks
+    for those beyond a sliding window, where those of single tokens cannot be separated."""
     if not (config.return_dict_in_generate and config.output_attentions):
         return None
     if attention_of(model.config.get_text_config()) != "eager":
@@ -143,8 +138,7 @@ def _other_engine(call: Call, engine: str) -> str:
 
 def check_batch_invariant(call: Call, engine: str) -> None:
     """Raise `ValueError` unless a call that is to be batch-invariant can be, on the `engine` that is to run it.
-    Operations that are not known to be are refused where they are called, see `patching.batch_invariance`.
-    """
+    Operations that are not known to be are refused where they are called, see `patching.batch_invariance`."""
     reason = _why_not_invariant(call, engine)
     if reason is not None:
         raise ValueError(

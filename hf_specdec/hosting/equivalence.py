@@ -118,9 +118,7 @@ class ScriptedDrafter(Drafter):
 def _generate(
     model: PreTrainedModel, inputs: Inputs, count: int, drafter: Drafter, engine: str, by_target: bool = False
 ) -> Generated:
-    """`generate_greedily` on an engine, which gets what `generate()` prepares; prompts are run by the target itself
-    if `by_target`, see `first_pass`.
-    """
+    """`generate_greedily` on an engine; the target itself runs prompts if `by_target`, see `first_pass`."""
     return generate_greedily(model, inputs, count, custom_generate=functools.partial(_run, drafter, engine, by_target))
 
 
@@ -204,9 +202,7 @@ def why_not_equivalent(
 
 
 def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_padded: bool) -> str | None:
-    """Compare `engine` with plain `generate()`: one row, and a padded batch if the engine runs rows together, whose
-    rows plain `generate()` is given with their padding or each by itself.
-    """
+    """Compare `engine` with plain `generate()`: one row, and a padded batch if the engine runs rows together."""
     count, (batch, alone, last) = NUM_NEW_TOKENS[engine], few_tokens(model)
     plain_alone, plain = plain_texts(model, count, alone, batch)
     is_exact = is_exact_arithmetic(model, plain.logits)
@@ -329,10 +325,7 @@ def _given_again(call: Call, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _read_with_every_token(
     call: Call, model_kwargs: Mapping[str, Any], following: Mapping[str, Any], repeated: Mapping[str, Any]
 ) -> list[str]:
-    """The names of inputs that the target reads with new tokens, too, and not with the prompts only.
-
-    With the first new token it is given other values; what it reads changes its logits, or is an error.
-    """
+    """Names of inputs that the target reads with new tokens, too: other values change its logits, or are an error."""
     tensors = {name: value for name, value in repeated.items() if isinstance(value, torch.Tensor)}
     if not tensors:
         return []

@@ -58,20 +58,16 @@ def generate_batch(
     """`ContinuousMixin.generate_batch` with a drafter.
 
     Args:
-        inputs: token ids of every prompt, lists or one-dimensional int64 tensors.
         continuous_batching_config: `max_requests_per_batch` is the most rows of a round; without `allow_block_sharing`
             every prompt is prefilled whole. What else it says of memory and of CUDA graphs is transformers' own
             engine's.
         persistent_manager, warmup: buffers and CUDA graphs of a call are kept by the drafter in any case.
         on_begin: called when the call was checked.
         attachment: of a call that names no drafter.
-        adapter_names: the LoRA adapter of each prompt, or `"__base__"`; None for those that are active.
-        kwargs: settings of `generate()`, such as `max_new_tokens`, `num_assistant_tokens` and `seeds` (one for each
-            request).
+        kwargs: settings of `generate()`, such as `num_assistant_tokens` and `seeds` (one for each request).
 
     Returns:
-        by request id, `req_0`, `req_1` and so on, in the order of the prompts; further sequences of a prompt
-        (`num_return_sequences`) have `__child#0` and so on appended and come before it.
+        by request id, in the order of the prompts; further sequences of a prompt come before it.
 
     Raises:
         ValueError: a prompt is not a list of token ids, or continuous batching does not support the call.
@@ -89,16 +85,7 @@ def generate_batch(
     check_known(unknown, "generate_batch()")
     sequences = config.num_return_sequences or 1
     with on_host():
-        check_tokens(model, torch.cat(prompts)[None], None)
-        # What a call is checked by depends on its longest text, and on more than one row where modules have hooks.
-        longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
-        tried = [prompts[longest], *[one for index, one in enumerate(prompts) if index != longest][:1]]
-        call, model_kwargs = call_of(model, drafter, config, tried, **given)
-        logprobs = asked_logprobs(settings.return_logprobs)
-        call = replace(call, logprobs=() if logprobs is None else (logprobs,))
-        names = row_adapters(model, adapter_names, len(prompts))
-        if names is not None:
-            call = replace(call, adapters=[name for name in names for _ in range(sequences)])
+        call, model_kwargs = _call_of_all(model, drafter, config, prompts, settings, adapter_names, given)
 
     def processors_of(one: Request, call: Call) -> LogitsProcessorList | None:
         allowed, prompt = given.get("prefix_allowed_tokens_fn"), one.prompt.to(model.device)
@@ -121,6 +108,28 @@ def generate_batch(
     if failed is not None and attachment is not None:
         raise RuntimeError(f"The request of inputs[{failed.index // sequences}] failed: {failed.error}")
     return _results(requests, sequences)
+
+
+def _call_of_all(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    config: GenerationConfig,
+    prompts: Sequence[torch.Tensor],
+    settings: ContinuousBatchingConfig,
+    adapter_names: Sequence[str] | None,
+    given: Mapping[str, Any],
+) -> tuple[Call, dict[str, Any]]:
+    """`call_of` with arguments `given` and what there is one of for each of `prompts`."""
+    check_tokens(model, torch.cat(prompts)[None], None)
+    # What a call is checked by depends on its longest text, and on more than one row where modules have hooks.
+    longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
+    tried = [prompts[longest], *[one for index, one in enumerate(prompts) if index != longest][:1]]
+    call, model_kwargs = call_of(model, drafter, config, tried, **given)
+    logprobs = asked_logprobs(settings.return_logprobs)
+    names = row_adapters(model, adapter_names, len(prompts))
+    if names is not None:
+        names = [name for name in names for _ in range(config.num_return_sequences or 1)]
+    return replace(call, logprobs=() if logprobs is None else (logprobs,), adapters=names), model_kwargs
 
 
 def _results(requests: Sequence[Request], sequences: int) -> dict[str, GenerationOutput]:

@@ -64,10 +64,7 @@ _NEUTRAL = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_t
 
 
 def _call_of(call: Call, engine: str, prompts: Sequence[torch.Tensor] | None) -> dict[str, Any]:
-    """What processes that run one model together must agree on, by names that are the same on all of them.
-
-    `prompts` are those of a call by continuous batching; None for others.
-    """
+    """What processes that run one model must agree on, by name; `prompts` are those of continuous batching, or None."""
     model, config, randomness, own = call.model, call.config, call.randomness, call.prompts
     seeds, state = None, None
     if config.do_sample and randomness.seeds is not None:

@@ -106,8 +106,7 @@ _unasked: dict[torch.device, int] = {}
 
 def available_bytes(device: torch.device) -> int:
     """Bytes that rows on `device` may still get: `DevicePolicy.cache_bytes` limits what they hold together; on a GPU so
-    do what is free, `1 / 32` of its memory left out, and what `torch.cuda.set_per_process_memory_fraction` has left.
-    """
+    do what is free, `1 / 32` of its memory left out, and what `torch.cuda.set_per_process_memory_fraction` has left."""
     found = _within_limit(device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -216,11 +215,8 @@ class RowMemory:
         return _bytes_of([piece for row in rows for piece in self._pieces[row]])
 
     def commit(self, row: int, slots: int) -> None:
-        """Let the leading `slots` slots of `row` have memory; that is zero on the current stream where it is new.
-
-        Raises:
-            torch.OutOfMemoryError: there is not enough; the row has what it had.
-        """
+        """Let the leading `slots` slots of `row` have memory; that is zero on the current stream where it is new. If
+        there is not enough, `OutOfMemoryError` is raised, and the row has what it had."""
         assert slots <= self.capacity, f"{slots} of {self.capacity} slots"
         before = self._bytes[row]
         wanted = self.bytes_for(slots) - before
@@ -250,12 +246,8 @@ class RowMemory:
         return self._pages.can_alias and row != source and bool(self._shareable(row, source, slots))
 
     def share(self, row: int, source: int, slots: int) -> bool:
-        """Let `row`, which then holds nothing else, have memory of up to `slots` leading slots of `source`. The device
-        must not use what `row` has held.
-
-        Returns:
-            whether it has; if not, it holds nothing.
-        """
+        """Let `row`, which then holds nothing else, have memory of up to `slots` leading slots of `source`; returns
+        whether it has, if not, it holds nothing. The device must not use what `row` has held."""
         shared = self._shareable(row, source, slots)
         self._take(row, 0)
         try:
@@ -274,11 +266,8 @@ class RowMemory:
         return True
 
     def unshare(self, row: int, slots: int) -> int:
-        """Let `row` give back memory from `slots` on that it shares, and all after that, which the device must not use.
-
-        Returns:
-            how many of the leading `slots` slots it still has.
-        """
+        """Let `row` give back memory from `slots` on that it shares, and all after that, which the device must not use;
+        returns how many of the leading `slots` slots it still has."""
         shared = self._shared(row, slots)
         if shared:
             self._take(row, shared[0].start)
@@ -331,13 +320,9 @@ def slots_in_memory(longest: int, device: torch.device) -> int:
 
 @contextmanager
 def allocating(rows: int, slots: int, device: torch.device) -> Iterator[None]:
-    """Context in which buffers for texts, of `rows` times `slots` tokens, are allocated on `device`.
-
-    Raises:
-        torch.OutOfMemoryError: there is no memory for them, also on a CPU, where torch raises another error or the
-            system
-            gives more than there is.
-    """
+    """Context in which buffers for texts, of `rows` times `slots` tokens, are allocated on `device`; raises
+    `OutOfMemoryError` if there is no memory for them, also on a CPU, where torch raises another error or the system
+    gives more than there is."""
     wanted, available = 8 * rows * slots, total_bytes(device) // _SHARE_FOR_TOKENS
     if wanted > available:
         raise torch.OutOfMemoryError(

@@ -38,11 +38,7 @@ def _index(device: torch.device) -> int:
 
 
 def _checked(driver: Any, result: tuple) -> Any:
-    """The value of a call of the driver.
-
-    Raises:
-        torch.OutOfMemoryError, RuntimeError: the call has failed.
-    """
+    """The value of a call of the driver; raises `torch.OutOfMemoryError` or `RuntimeError` if it has failed."""
     error, *values = result
     if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
         raise torch.OutOfMemoryError("The CUDA driver has no memory left for keys and values.")
@@ -53,8 +49,7 @@ def _checked(driver: Any, result: tuple) -> Any:
 
 class HostPages:
     """A range of addresses on a CPU: memory of the operating system, which is there, as zeros, when written. It is
-    private to the process, also to one that was forked, so there is no `alias`.
-    """
+    private to the process, also to one that was forked, so there is no `alias`."""
 
     can_alias = False
 
@@ -166,11 +161,7 @@ def granularity_on(device: torch.device) -> int:
 
 
 def pages_on(device: torch.device, size: int) -> HostPages | DevicePages:
-    """`size` bytes of addresses of `device`.
-
-    Raises:
-        torch.OutOfMemoryError: there are not so many.
-    """
+    """`size` bytes of addresses of `device`; raises `OutOfMemoryError` if there are not so many."""
     return (HostPages if device.type == "cpu" else DevicePages)(size, device)
 
 

@@ -137,11 +137,8 @@ class Rotation:
 
     def store(self, index: int, keys: torch.Tensor, values: torch.Tensor, *new: torch.Tensor | None) -> bool:
         """Compute all but the key, tensor number `index`, which goes to the cache with its value as `ops.write_kv` has
-        it.
-
-        Returns:
-            whether it did so; not if anything is computed already, or the cache is of another dtype without scales.
-        """
+        it; returns whether it did so: not if anything is computed already, or the cache is of another dtype without
+        scales."""
         is_new = index == len(self._results) - 1 and all(one is None for one in self._results)
         is_same = keys.dtype == self._states[-1].dtype and values.dtype == new[0].dtype
         if not is_new or not (is_same or new[2] is not None):

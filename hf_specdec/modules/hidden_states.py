@@ -56,11 +56,8 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
-    """The target's decoder layers, first to last.
-
-    Raises:
-        ValueError: they are not found, see `find_decoder_layers`.
-    """
+    """The target's decoder layers, first to last; raises `ValueError` if they are not found, see
+    `find_decoder_layers`."""
     layers = find_decoder_layers(target)
     if layers is None:
         raise ValueError(

@@ -62,8 +62,7 @@ def engine() -> Iterator[None]:
 @contextmanager
 def user_code() -> Iterator[None]:
     """Context, within `engine`, for functions of the user: replaced functions behave as the original ones, and
-    inference mode and the default device are those of where `engine` was entered.
-    """
+    inference mode and the default device are those of where `engine` was entered."""
     before = this_thread.engine
     # Tensors that were made in inference mode cannot be modified outside of it.
     is_left = this_thread.is_inference and not torch.is_inference_mode_enabled()

@@ -123,8 +123,7 @@ def signature_of(model: nn.Module) -> Signature:
 
 def fact(function: Callable[..., _T]) -> Callable[..., _T]:
     """Decorator: `function` finds something out about a model, which holds for all of the same `Signature.kind`; it may
-    have further arguments, which are hashable.
-    """
+    have further arguments, which are hashable."""
 
     @functools.wraps(function)
     def known(model: PreTrainedModel, *args: Hashable) -> _T:
@@ -326,8 +325,7 @@ class Fingerprint(NamedTuple):
 
     def is_past(self, now: Fingerprint) -> bool:
         """Whether no future fingerprint can equal this one: a module is gone, or the same modules have other weights
-        `now`.
-        """
+        `now`."""
         if any(module() is None for module in chain.from_iterable(self.modules)):
             return True
         return self.modules == now.modules and self.weights != now.weights
@@ -396,8 +394,7 @@ def functions_of(files: Iterable[ModuleType]) -> list[types.FunctionType]:
 
 def _values_of(kind: type[nn.Module], attributes: list[dict], contents: _Contents) -> list[Any]:
     """Names and values of the attributes of modules of class `kind` that a forward pass may read: of each module, or of
-    each attribute where all modules have the same ones, as is so with most classes.
-    """
+    each attribute where all modules have the same ones, as is so with most classes."""
     count, names, values_of = _layout(kind, *attributes[0])
     # If the number is the same and all names are there, there are no others.
     try:
@@ -418,8 +415,7 @@ def _values_of(kind: type[nn.Module], attributes: list[dict], contents: _Content
 @functools.lru_cache(maxsize=1024)
 def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ...], Callable[[dict], tuple]]:
     """How to read modules of class `kind` with these `attributes`: their number, the sorted names of those that a
-    forward pass may read, and a function that takes their values from a module's `__dict__` or raises `KeyError`.
-    """
+    forward pass may read, and a function that takes their values from a module's `__dict__` or raises `KeyError`."""
     unread = OF_EVERY_MODULE | TRAINING_ATTRIBUTES | getattr(kind, "unread_attributes", frozenset())
     if is_lora_linear(kind):
         unread |= ACTIVE_ATTRIBUTES

@@ -150,12 +150,9 @@ def find_differences(model: PreTrainedModel, values: dict[str, Any]) -> list[str
 
 
 def check_same_call(model: PreTrainedModel, criteria: StoppingCriteriaList, values: dict[str, Any]) -> None:
-    """Check that all ranks that run `model` make the same call; with different ones they would hang.
-
-    Raises:
-        ValueError: the arguments `values` differ, or `criteria` have a time limit, which ranks would reach at different
-            tokens.
-    """
+    """Check that all ranks that run `model` make the same call; with different ones they would hang. Raises
+    `ValueError` if the arguments `values` differ, or `criteria` have a time limit, which ranks would reach at different
+    tokens."""
     if any(isinstance(rule, MaxTimeCriteria) for rule in criteria):
         raise ValueError(
             f"max_time is set, but {type(model).__name__} is split over processes (tensor parallel) whose clocks "

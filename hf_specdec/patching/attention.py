@@ -156,11 +156,7 @@ class _Original:
 
 
 def _original_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """The attention function that `module` runs outside of `ragged_attention`.
-
-    Raises:
-        RuntimeError: `module` belongs to a drafter's model, which has no other attention.
-    """
+    """What `module` runs outside of `ragged_attention`; raises `RuntimeError` for a drafter's, which has none."""
     name = original(module.config, ATTENTION_ENTRY)
     if name == MASKED_NAME:  # for good, where eager masks are made
         name = "eager"
@@ -180,8 +176,7 @@ def _original_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Te
 
 def original_mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.Tensor | None:
     """transformers' mask interface for calls by others while `ragged_attention` is active: the mask of the attention
-    that `config` had before it was patched.
-    """
+    that `config` had before it was patched."""
     name = original(config, ATTENTION_ENTRY)
     if name == ATTENTION_NAME or name not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
@@ -260,8 +255,7 @@ def set_ragged_attention(
 
 def ragged_attention(target: PreTrainedModel) -> Replacements:
     """Context in which `target` runs on a `RaggedCache`: its attention layers run `ragged_attention_forward` by the
-    rules of their masks; those outside of transformers' attention interface run as they are, with `slot_mask`.
-    """
+    rules of their masks; those outside of transformers' attention interface run as they are, with `slot_mask`."""
     make_name = constant(_name_for(target))
     return Replacements(
         {
@@ -272,9 +266,7 @@ def ragged_attention(target: PreTrainedModel) -> Replacements:
 
 
 def _rules_of(model: PreTrainedModel) -> list[tuple[torch.nn.Module, MaskRule]]:
-    """The rules that attention layers of `model` have besides the windows that they state; flash attention has no
-    others.
-    """
+    """The rules of attention layers besides the windows that they state; flash attention has no others."""
     if runs_flash_attention(model) or not uses_attention_interface(model):
         return []
     return rules_by_module(model)

@@ -135,9 +135,7 @@ def _num_references(tensor: torch.Tensor) -> int:
 
 
 def _is_movable(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` alone uses its storage, so that its memory may be replaced: not a part of a larger buffer,
-    memory that another library allocated or that processes share, or a tensor of which there are views.
-    """
+    """Whether `tensor` alone uses its storage, and may have another: it is not shared, nor another library's."""
     if not tensor.is_contiguous() or tensor.is_inference():
         return False
     storage = tensor.untyped_storage()

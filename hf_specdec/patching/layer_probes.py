@@ -107,8 +107,7 @@ class Probes:
 
     def angles(self, module: nn.Module) -> dict[str | None, Angles]:
         """The rotary embeddings that `module` is, by the `layer_type` that it is called with; None where it has none.
-        Those whose frequencies depend on the positions are left out.
-        """
+        Those whose frequencies depend on the positions are left out."""
         buffers = {name: one for name, one in module._buffers.items() if one is not None}
         has_others = module._modules or any(one is not None for one in module._parameters.values())
         is_plain = all(one.dim() == 1 and one.dtype in DTYPES for one in buffers.values())
@@ -126,18 +125,14 @@ class Probes:
     def _try(
         self, module: nn.Module, others: tuple[Hashable, ...], find: Callable[[], Any], count: int | None = 1
     ) -> Any:
-        """What `find` returns of the first module that has the settings of `module` and the same `others`.
-
-        None if `forward` needs another number of arguments than `count`.
-        """
+        """What `find` gives of the first module with these settings and `others`; None if it needs another `count`."""
         key = (*_settings(module), *others)
         return tried(self._found, key, lambda: find() if count is None or _needs(module, count) else None)
 
 
 def tried(found: dict[Hashable, Any], key: Hashable, find: Callable[[], Any]) -> Any:
     """The entry `key` of `found`; if there is none, first what `find` returns without gradients and kernels, or None if
-    it fails: a module may raise anything, such as on a CPU.
-    """
+    it fails: a module may raise anything, such as on a CPU."""
     if key not in found:
         try:
             with torch.no_grad(), ops.references():

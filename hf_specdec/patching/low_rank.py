@@ -31,11 +31,8 @@ class RowAdapters:
         self.is_by_row = True
 
     def of(self, inputs: torch.Tensor) -> torch.Tensor:
-        """`[tokens]` int64 of what a layer is given, `[B, m, in]`: of all tokens of the pass, or of some of each row.
-
-        Raises:
-            ValueError: it is given other tokens.
-        """
+        """`[tokens]` int64 of what a layer is given, `[B, m, in]`: of all tokens of the pass, or of some of each row;
+        raises `ValueError` for other tokens."""
         bits, shape = self.bits, inputs.shape[:-1]
         if shape != bits.shape and self.is_by_row and len(shape) == 2 and shape[0] == len(bits):
             bits = bits[:, :1].expand(shape).contiguous()

@@ -31,8 +31,7 @@ _DISTANCES = tuple(distance for power in range(20) for distance in (1 << power, 
 
 class MaskRule(NamedTuple):
     """Which keys a query sees: those up to its own position t; with a sliding window those s with t - s < window, with
-    chunks of positions those with s // chunk == t // chunk.
-    """
+    chunks of positions those with s // chunk == t // chunk."""
 
     window: int | None = None
     chunk: int | None = None
@@ -150,9 +149,7 @@ class _Rules(NamedTuple):
 
 @fact
 def _rules(model: PreTrainedModel) -> tuple[_Rules | str, _Rules | str]:
-    """The rules of the attention layers of `model`, or why they cannot be told: of causal masks, and of masks that are
-    causal after the prompt.
-    """
+    """Rules of attention layers, or why they cannot be told: of causal masks, and of masks causal after the prompt."""
     _probe.calls, _probe.masks = [], []
     try:
         with torch.no_grad(), registered_attention(model, PROBE_NAME):
@@ -192,8 +189,7 @@ def _rules_of(model: PreTrainedModel, calls: Sequence[_Attention], is_causal: bo
 
 def why_not_rules(model: PreTrainedModel, is_causal: bool = True) -> str | None:
     """The reason why it cannot be told which keys the queries of `model` see; None if it can. With `is_causal` the
-    tokens of a prompt, too, must see none after them: not if the target itself runs prompts.
-    """
+    tokens of a prompt, too, must see none after them: not if the target itself runs prompts."""
     rules = _rules(model)[0 if is_causal else 1]
     return rules if isinstance(rules, str) else None
 

@@ -29,8 +29,7 @@ NUM_TOKENS = 64
 @torch.no_grad()
 def why_not_masked(model: PreTrainedModel, limit: float) -> str | None:
     """The reason why the attention of `model`, which is not patched, does not follow a mask over slots; None if it
-    does. Logits of a few tokens may differ by `limit`, relative to their spread.
-    """
+    does. Logits of a few tokens may differ by `limit`, relative to their spread."""
     is_training = model.training
     model.eval()
     try:

@@ -56,12 +56,7 @@ STATELESS = frozenset(RECURRENCES["mamba"][:1])
 
 
 class _Running(threading.local):
-    """The layer that this thread runs.
-
-    Attributes:
-        state: its recurrent state; None outside of such a layer.
-        calls: how many functions have taken it.
-    """
+    """The recurrent state of the layer that this thread runs, or None, and how many functions have taken it."""
 
     state: RecurrentState | None = None
     calls: int = 0
@@ -71,9 +66,7 @@ _running = _Running()
 
 
 def _next_state() -> RecurrentState | None:
-    """The state for a function that is given none: in the i-th call of a layer that of its i-th head; None if no layer
-    runs over a `RaggedCache`.
-    """
+    """The state for a function that is given none, of its head in the layer; None outside of a `RaggedCache`."""
     state, head = _running.state, _running.calls
     if state is None:
         return None
@@ -109,9 +102,7 @@ def _run_layer(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwa
 
 
 def _where(name: str, kind: type) -> Callable[[Callable], Callable]:
-    """Decorator of a replacement, which is given the model's own function first, and runs where the argument `name` is
-    of `kind`; elsewhere that function does.
-    """
+    """Decorator of a replacement: it runs where the argument `name` is of `kind`, else its first argument does."""
 
     def decorate(run: Callable) -> Callable:
         names = tuple(inspect.signature(run).parameters)[1:]
@@ -130,12 +121,7 @@ def _where(name: str, kind: type) -> Callable[[Callable], Callable]:
 def _delta_rule(function, query, key, value, g, beta, *, initial_state, use_qk_l2norm_in_kernel=False, **rest):
     """Gated delta rule (arXiv 2412.06464) and Kimi delta attention (arXiv 2510.26692), as in flash-linear-attention.
 
-    Args:
-        function: the model's own.
-        query, key: `[B, n, Hk, K]`.
-        value: `[B, n, H, V]`.
-        g: log decay, `[B, n, H]` or `[B, n, H, K]`.
-        beta: `[B, n, H]`.
+    Query and key `[B, n, Hk, K]`, value `[B, n, H, V]`, log decay `g` `[B, n, H]` or `[B, n, H, K]`, beta `[B, n, H]`.
     """
 
     def chunked(is_token: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,11 +139,8 @@ def _delta_rule(function, query, key, value, g, beta, *, initial_state, use_qk_l
 def _time_steps(
     state: RecurrentState, dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool, limits: tuple[float, float]
 ) -> torch.Tensor:
-    """Time steps `[B, n, H]` float32 of a state-space model, from `dt` `[B, n, H]`.
-
-    transformers bounds them by `limits` in passes over several tokens only. In plain `generate()` these are the prompt,
-    so it is done for tokens of the prompt (transformers issue #48989).
-    """
+    """Time steps `[B, n, H]` float32 of a state-space model, bounded for tokens of the prompt only, as transformers
+    does in passes over several tokens (transformers issue #48989)."""
     steps = dt.float() if bias is None else dt.float() + bias.float()
     if softplus:
         steps = F.softplus(steps)
@@ -172,16 +155,8 @@ def _time_steps(
 def _mamba2_scan(
     function, hidden_states, dt, A, B, C, *, initial_states, D=None, dt_bias=None, dt_softplus=False, **rest
 ):
-    """Mamba-2 (arXiv 2405.21060) over several tokens, as in mamba_ssm.
-
-    Args:
-        function: the model's own.
-        hidden_states: `[B, n, H, P]`.
-        dt: `[B, n, H]`.
-        A: `[H]`.
-        B, C: `[B, n, groups, N]`.
-        D, dt_bias: `[H]`.
-    """
+    """Mamba-2 (arXiv 2405.21060) over several tokens, as in mamba_ssm: hidden states `[B, n, H, P]`, dt `[B, n, H]`, A,
+    D and bias `[H]`, B and C `[B, n, groups, N]`."""
     returns_states = rest.pop("return_final_states", False)
     initial_states.step_limits = tuple(rest.pop("dt_limit", UNBOUNDED))
     steps = _time_steps(initial_states, dt, dt_bias, dt_softplus, initial_states.step_limits)
@@ -199,15 +174,7 @@ def _mamba2_scan(
 
 @_where("state", RecurrentState)
 def _mamba2_step(function, state, hidden_states, dt, A, B, C, D=None, *, z=None, dt_bias=None, dt_softplus=False, **_):
-    """Mamba-2 over a single token.
-
-    Args:
-        function: the model's own.
-        hidden_states, dt: `[B, H, P]`.
-        A: `[H, P, N]`.
-        B, C: `[B, groups, N]`.
-        D, dt_bias: `[H, P]`.
-    """
+    """Mamba-2 of one token: hidden states, dt `[B, H, P]`, A `[H, P, N]`, B, C `[B, groups, N]`, D, bias `[H, P]`."""
     bias = None if dt_bias is None else dt_bias[:, 0]
     # A pass over several tokens, which names the limits, has come before: a prefill has two columns at least.
     steps = _time_steps(state, dt[:, None, :, 0], bias, dt_softplus, state.step_limits)
@@ -231,14 +198,7 @@ def _mamba_scan(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _scan(state, hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, **rest):
-    """See `_mamba_scan`.
-
-    Args:
-        hidden_states, dt, z: `[B, P, n]`; `z` is the gate.
-        A: `[P, N]`.
-        B, C: `[B, N, n]`.
-        D, delta_bias: `[P]`.
-    """
+    """See `_mamba_scan`: hidden states, dt, gate z `[B, P, n]`, A `[P, N]`, B, C `[B, N, n]`, D, bias `[P]`."""
     gate = None if z is None else z.transpose(1, 2)
     inputs, dt, B, C = (part.transpose(1, 2) for part in (hidden_states, dt, B, C))
     out = _selective_state_space(state, inputs, dt, A, B, C, D, gate, delta_bias, delta_softplus).transpose(1, 2)
@@ -268,14 +228,7 @@ def _selective_state_space(state, hidden_states, dt, A, B, C, D, gate, bias, sof
 
 @_where("hidden_states", ConvolutionInputs)
 def _convolution(function, hidden_states, weight, bias=None, activation=None, **_):
-    """Depthwise causal convolution, as in causal_conv1d.
-
-    Args:
-        function: the model's own.
-        hidden_states: of `[B, C, n]`.
-        weight: `[C, W]`.
-        bias: `[C]`.
-    """
+    """Depthwise causal convolution, as in causal_conv1d, of `[B, C, n]` by a weight `[C, W]` and a bias `[C]`."""
     cache, ring, is_silu = hidden_states.cache, hidden_states.ring, activation in ("silu", "swish")
     inputs = hidden_states.inputs.transpose(1, 2)
     out = ops.short_conv(inputs, ring, cache.positions, cache.dummy_slot, weight, bias, is_silu).transpose(1, 2)
@@ -324,9 +277,7 @@ _REPLACEMENTS: dict[str, Callable] = {
 
 
 def _token_mask(function: Callable, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Which columns recurrent layers are to read, `[B, n]` bool; None for all. transformers' own `function` cuts it out
-    of a mask over keys, after it has waited for whether all are ones.
-    """
+    """Which columns recurrent layers read, `[B, n]` bool, None for all; `function` reads the mask on the host."""
     cache, mask = given_cache(kwargs), kwargs.get("attention_mask")
     if not isinstance(cache, RaggedCache) or mask is None or mask.dim() != 2:
         return function(*args, **kwargs)

@@ -38,8 +38,7 @@ _states = itertools.count()
 
 def _rotary(function: Callable, state: int, count: int, *args: torch.Tensor, **kwargs: Any) -> Any:
     """`function`, the model's own, of `count` tensors `[B, heads, n, D]`, or `[B, n, heads, D]` if `unsqueeze_dim` is
-    2, and cosines and sines. `state` tells what functions it may call.
-    """
+    2, and cosines and sines. `state` tells what functions it may call."""
     heads_dim = kwargs.get("unsqueeze_dim", 1)
     is_understood = len(args) == count + 2 and kwargs.keys() <= {"unsqueeze_dim"} and heads_dim in (1, 2)
     if not is_understood or not uses_layer_kernels(args[0]):
@@ -82,9 +81,7 @@ def _kind_of(
     angles: int,
     options: tuple[tuple[str, Any], ...],
 ) -> RotaryKind | None:
-    """What `function` does with heads of `size` elements and so many `angles`, given keyword arguments `options`; None
-    if it is nothing known.
-    """
+    """What `function` does with heads of `size` elements and `angles`, given `options`; None if not known."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -110,8 +107,7 @@ def _kind_of(
 
 def rotary_functions(*models: nn.Module) -> Replacements:
     """Context in which attention layers of `models` rotate query and key by `layer_ops.rotary`, on devices whose policy
-    says so; other models are not affected.
-    """
+    says so; other models are not affected."""
     if not any_has_layer_kernels(modules_of(*models)):
         return Replacements({})
     return Replacements(replacing_functions(ROTATIONS, _over_original, *models))

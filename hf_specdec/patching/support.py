@@ -40,9 +40,7 @@ _EAGER = "eager_attention_forward"
 
 
 def _layers_of_cache(model: PreTrainedModel) -> list[Any]:
-    """The layers of transformers' cache for `model`; none if its configuration describes no cache, or transformers
-    refuses one (ValueError), as for an assistant that reads another model's keys only.
-    """
+    """The layers of transformers' cache for `model`; none if no cache is described, or one is refused."""
     try:
         return DynamicCache(config=model.config.get_text_config()).layers
     except (AttributeError, ValueError):
@@ -171,8 +169,7 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
 @fact
 def why_not_known_attention(model: PreTrainedModel) -> str | None:
     """The reason why it is not known which attention `model` runs; None if it is transformers' own, or its class's.
-    What any other function computes with a longer text, a short one need not show.
-    """
+    What any other function computes with a longer text, a short one need not show."""
     signature = signature_of(model)
     names = {original(config, ATTENTION_ENTRY) for config in signature.configs}
     chosen = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in names if isinstance(name, str)}

@@ -54,11 +54,7 @@ class DraftVocabularyLogitsProcessor(LogitsProcessor):
         self.draft_ids = invert_draft_vocabulary(target_ids, vocab_size)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores `[..., V]` from `scores` `[..., V_d]`; `input_ids` is not read.
-
-        Raises:
-            ValueError: the last dimension of `scores` is not V_d.
-        """
+        """Scores `[..., V]` from `scores` `[..., V_d]`, whatever `input_ids`; raises `ValueError` for other widths."""
         if scores.shape[-1] != self.size:
             raise ValueError(
                 f"The scores are of {scores.shape[-1]} tokens, but the draft vocabulary has {self.size}; expected "
@@ -126,11 +122,7 @@ class RowTemperature(LogitsProcessor):
             raise ValueError(f"temperatures is {temperatures!r}; expected a number above 0 for each row of the batch.")
 
     def check_rows(self, batch: int) -> torch.Tensor:
-        """The temperatures, `[batch]` float32.
-
-        Raises:
-            ValueError: there are more or fewer than `batch` temperatures.
-        """
+        """The temperatures, `[batch]` float32; raises `ValueError` if there are more or fewer."""
         if len(self.temperatures) != batch:
             raise ValueError(
                 f"RowTemperature has {len(self.temperatures)} temperatures, but the call has {batch} rows (prompts "

@@ -105,11 +105,8 @@ def check_rows_are_apart(processors: LogitsProcessorList, input_ids: torch.Tenso
 
 
 def row_temperatures(processors: LogitsProcessorList, batch: int) -> torch.Tensor | None:
-    """`[batch]` float32: the temperatures of the `RowTemperature` among `processors`; None if there is none.
-
-    Raises:
-        ValueError: there is more than one, or it has not one temperature for each of `batch` rows.
-    """
+    """`[batch]` float32: the temperatures of the `RowTemperature` among `processors`; None if there is none. Raises
+    `ValueError` if there is more than one, or it has not one temperature for each of `batch` rows."""
     found = [one for one in processors if isinstance(one, RowTemperature)]
     if len(found) > 1:
         raise ValueError(
@@ -121,13 +118,8 @@ def row_temperatures(processors: LogitsProcessorList, batch: int) -> torch.Tenso
 
 def processors_of_row(processors: LogitsProcessorList, row: int, batch: int) -> LogitsProcessorList:
     """`processors` of a call of `batch` rows, for row `row` alone: of `input_ids` `[1, n]` and scores `[1, V]`.
-
     Processors that read the text may hold something for each row of the batch, so they are called with the whole of it:
-    all of its rows are that row, and what they return for the others is ignored.
-
-    Raises:
-        ValueError: a `RowTemperature` has not one temperature for each of `batch` rows.
-    """
+    all of its rows are that row, and what they return for the others is ignored. Raises as `row_temperatures`."""
 
     def of_row(processor: LogitsProcessor) -> LogitsProcessor:
         if type(processor) is RowTemperature:
@@ -209,11 +201,8 @@ class BlockProcessor:
         )
 
     def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
-        """Process the logits `[B, K + 1, V]` of a block `[B, K + 1]` int64, the last committed token and the drafts.
-
-        Returns:
-            `[B, K + 1, V]` float32; `logits` themselves if there are no processors.
-        """
+        """Process the logits `[B, K + 1, V]` of a block `[B, K + 1]` int64, the last committed token and the drafts:
+        float32, or `logits` themselves if there are no processors."""
         if not self._processors:
             return logits
         scores = logits.float()

@@ -27,14 +27,9 @@ class Randomness:
         return self.seeds is not None or self.generator is not None
 
     def row_seeds(self, batch: int, temperature: float | None) -> torch.Tensor:
-        """Keys of the rows' random numbers, `[batch]` int64.
-
-        Without `seeds` one number is drawn from `generator`; in greedy decoding (`temperature` is None) none.
-
-        Raises:
-            ValueError: `seeds` and `generator` were both given, `seeds` are not integers of 64 bits, or their number is
-                neither one nor `batch`.
-        """
+        """Keys of the rows' random numbers, `[batch]` int64. Without `seeds` one number is drawn from `generator`; in
+        greedy decoding (`temperature` is None) none. Raises `ValueError` if both were given, or if `seeds` are not
+        integers of 64 bits, one or as many as rows."""
         if self.seeds is not None and self.generator is not None:
             raise ValueError("Both seeds and generator were given; expected one of them.")
         if self.seeds is None:

@@ -162,11 +162,8 @@ class SpeculativeBatchingManager:
         return self._is_warming_up and not self._rounds.warm_ups
 
     def pause(self) -> AbstractContextManager[None]:
-        """Context in which no round runs, so that the model can be used or changed in place; requests stay.
-
-        Raises:
-            RuntimeError: the thread does not run, or ends before it pauses.
-        """
+        """Context in which no round runs, so that the model can be used or changed in place; requests stay. Raises
+        `RuntimeError` if the thread does not run, or ends before it pauses."""
         return self._rounds.pause()
 
     # Requests.

@@ -120,8 +120,7 @@ class ManagedCall:
 
     def warm_up_groups(self) -> list[list[Request]]:
         """Requests that capture what rounds and prefills of all numbers of rows need, group by group, where there are
-        CUDA graphs; else none.
-        """
+        CUDA graphs; else none."""
         policy = policy_of(self.model.device)
         if not policy.cuda_graphs:
             return []

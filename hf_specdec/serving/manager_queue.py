@@ -71,12 +71,8 @@ class RequestQueue:
                 )
 
     def add(self, requests: list[Request]) -> None:
-        """Let `requests`, the sequences of one, wait for rows; those with an error end.
-
-        Raises:
-            ValueError: an unfinished request has the id of one.
-            queue.Full: as many requests wait as may.
-        """
+        """Let `requests`, the sequences of one, wait for rows; those with an error end. Raises `ValueError` if an
+        unfinished one has the same id, `queue.Full` if as many requests wait as may."""
         with self.changed:
             self.check_room()
             taken = [one.request_id for one in requests if one.request_id in self.active]

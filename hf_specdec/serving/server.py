@@ -146,8 +146,7 @@ class ServeSettings:
 
 
 class _OptionsManager:
-    """A manager that knows the request that the current task handles: `add_request` adds its options, and its results
-    are read for log-probabilities."""
+    """A manager that adds the options of the current task's request, and reads results for log-probabilities."""
 
     def __init__(self, manager: SpeculativeBatchingManager):
         self._manager = manager
@@ -320,10 +319,7 @@ def _options_of(
 def _checking_handler(
     handle: Callable[[dict, str], Awaitable[Any]], kind: str, adapters: Collection[str], target: str
 ) -> Callable[[dict, str], Awaitable[Any]]:
-    """`handle_request` of a handler of transformers' server, for what requests of a `kind` ask for besides.
-
-    Their model is the `target`, or one of its `adapters`.
-    """
+    """`handle_request` of a handler of transformers' server, which first checks what else is asked for."""
     from fastapi.responses import JSONResponse, StreamingResponse
 
     async def answer(parsed: ParsedBody, request_id: str) -> Any:

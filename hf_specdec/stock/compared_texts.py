@@ -42,8 +42,7 @@ def outcome_of(
     model: PreTrainedModel, key: Hashable, find: Callable[[], str | None], references: bool = True
 ) -> str | None:
     """What `find` finds out about `model`, once for a class and configuration, dtypes and kind of device, and how
-    inputs are prepared; by the `references` of operations. Or how plain `generate()` fails.
-    """
+    inputs are prepared; by the `references` of operations. Or how plain `generate()` fails."""
     prepare = model.prepare_inputs_for_generation
     by = getattr(prepare, "__func__", prepare)
     facts, key = signature_of(model).facts, (key, by, model.dtype, autocast_dtype(model), model.device.type)
@@ -150,8 +149,7 @@ def difference_of(generated: Generated, expected: Generated, is_exact: bool) -> 
 
 def few_tokens(model: PreTrainedModel, is_padded: bool = True) -> tuple[Inputs, Inputs, Inputs]:
     """Prompts longer than any window of tokens of which `model` keeps keys: a batch, of which the last row is padded or
-    all are as short; its first row; its last row without padding.
-    """
+    all are as short; its first row; its last row without padding."""
     batch = ordinary_prompts(model, [configured_layers(model).longest_window + length for length in PROMPT_LENGTHS])
     is_token = batch["attention_mask"][-1].bool()
     if not is_padded:

@@ -127,10 +127,7 @@ def _input_of_row(name: str, value: Any, row: int) -> Any:
 
 
 def _is_of_row(rule: StoppingCriteria, call: Call) -> bool:
-    """Whether `rule` can be asked about one row alone, and ends that row.
-
-    A row that ends waits for the others if the call has a token to pad it with, and goes on with them otherwise.
-    """
+    """Whether `rule` can be asked about one row alone, and ends that row only."""
     waits = call.pad_token_id is not None
     return type(rule) in ((*DECIDED_BY_TOKENS, StopStringCriteria) if waits else (MaxLengthCriteria,))
 
@@ -191,10 +188,7 @@ def join_rows(
 
 
 def _passes(call: Call, model_kwargs: dict[str, Any], sequences: torch.Tensor) -> dict[str, Any]:
-    """Fill the cache: it, and the hidden states and attention weights of each step if asked for, by their names.
-
-    The last column of `sequences` `[B, P + new]` is not run, as in plain `generate()`.
-    """
+    """Fill the cache with `[B, P + new]` but the last column: it, hidden states and attention weights, by name."""
     model, width = call.model, call.prompts.width
     after = sequences.shape[1] - width - 1
     with user_code():

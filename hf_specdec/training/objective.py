@@ -192,8 +192,7 @@ class BlockObjective(Objective):
 
     def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
         """As of `Objective`. A draft exists if its token and those before it in the block are in the answer; it counts
-        in the loss if the target's most likely token is in the draft vocabulary.
-        """
+        in the loss if the target's most likely token is in the draft vocabulary."""
         input_ids, places = target_outputs.input_ids, target_outputs.places
         number = torch.full((input_ids.numel(),), -1, device=places.device)
         number[places] = torch.arange(len(places), device=places.device)

@@ -270,12 +270,13 @@ def test_texts_are_compared():
     target = family_target("llama")
     drafter = RANDOM_DRAFTERS["eagle3"](target)
     everything = partial(scripted_acceptance, [1.0] * 3, target.device)
+    inputs, options = random_batches(VOCAB, 5, 2, 2, target.device), {"max_new_tokens": 8}
     for is_scripted, texts in ((False, [1.0, 0.0]), (True, [None, None])):
-        bench = Bench(target, {"max_new_tokens": 8}, runs=1, bandwidth=1.0, is_scripted=is_scripted)
-        bench.measure(Case("dynamic", None, 2), lambda: random_batches(VOCAB, 5, 2, 2, target.device))
+        bench = Bench(target, lambda _: inputs, options, runs=1, bandwidth=1.0, is_scripted=is_scripted)
+        bench.measure(Case("dynamic", None, 2))
         for context, expected in zip((nullcontext, everything), texts, strict=True):
             case = Case("eagle3", 3, 2)
-            bench.measure(case, lambda: random_batches(VOCAB, 5, 2, 2, target.device), drafter, context)
+            bench.measure(case, drafter, context)
             assert case.error is None and case.same_texts == expected
 
 

@@ -52,11 +52,7 @@ def compressed_attention(*models: nn.Module) -> Replacements:
 def _compress(
     module: nn.Module, layer: CompressedLayer, name: str, hidden_states: torch.Tensor, rotate: Callable
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make and store the entries that `hidden_states` `[B, n, hidden_size]` complete.
-
-    Returns:
-        the entries, `[B, S, D]`, and which of them a query may see, `[B, n, S]` bool.
-    """
+    """Store what `[B, n, H]` hidden states complete; all entries `[B, S, D]`, and what a query sees `[B, n, S]`."""
     values, gates, width = module.kv_proj(hidden_states), module.gate_proj(hidden_states), module.head_dim
     overlaps = values.shape[-1] == 2 * width
     windows = layer.windows(name, module.compress_rate, overlaps)
@@ -90,16 +86,7 @@ def _forward(
     cache: Any,
     layer_idx: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `forward` of a compressor.
-
-    Args:
-        hidden_states: `[B, n, hidden_size]`.
-        q_residual: `[B, n, q_lora_rank]`, what queries are projected from.
-        position_ids: `[B, n]` int64.
-
-    Returns:
-        the entries as keys and values, `[B, 1, S, D]`, and what is added to their scores, `[B, 1, n, S]`.
-    """
+    """The `forward` of a compressor: entries `[B, 1, S, D]`, and what is added to their scores, `[B, 1, n, S]`."""
     if not isinstance(cache, RaggedCache):
         return type(module).forward(module, hidden_states, q_residual, position_ids, cache, layer_idx)
     layer, rotate = cache.layers[layer_idx], _functions_of(module)[ROTATION]

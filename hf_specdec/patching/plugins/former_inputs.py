@@ -93,8 +93,7 @@ def _run(
 
 def former_inputs(others: Collection[str], *models: nn.Module) -> dict[str, list[tuple[nn.Module, Callable]]]:
     """For `Replacements`: the methods of modules of `models` that read former inputs, and call none of the functions
-    `others`, as they run on a `RaggedCache`. Methods that somebody has replaced are left as they are.
-    """
+    `others`, as they run on a `RaggedCache`. Methods that somebody has replaced are left as they are."""
     found: dict[str, list[tuple[nn.Module, Callable]]] = {}
     for module in modules_of(*models):
         for name in _methods(type(module), frozenset(others)):

@@ -34,9 +34,7 @@ NUM_PROBE_TOKENS = 3
 
 @functools.cache
 def _undecorated(kind: type[nn.Module]) -> Callable | None:
-    """The `forward` of a class of rotary embeddings without `dynamic_rope_update`; None if it has no such decorator, or
-    does not read the frequencies that the decorator sets.
-    """
+    """`forward` of a class without `dynamic_rope_update`; None if it has none, or does not read its frequencies."""
     forward = kind.forward
     while hasattr(forward, "__wrapped__") and forward.__globals__ is not dynamic_rope_update.__globals__:
         forward = forward.__wrapped__
@@ -106,9 +104,7 @@ def _configured_types(model: PreTrainedModel) -> set[str]:
 
 
 class _Frequencies:
-    """A rotary embedding with other `frequencies` (buffers by name): what its `forward` reads, and its `forward`
-    itself.
-    """
+    """A rotary embedding with other `frequencies` (buffers by name): what its `forward` reads, and that itself."""
 
     def __init__(self, module: nn.Module, frequencies: dict[str, torch.Tensor]):
         self.forward = _undecorated(type(module))
@@ -148,9 +144,7 @@ def _frequencies_of(module: nn.Module) -> tuple[torch.device, _Frequencies, _Fre
 
 
 def _rotate(module, short, long, x, position_ids, *args, **kwargs):
-    """`forward` of a rotary embedding with the frequencies `short`, and `long` where `position_ids` `[..., B, n]` int64
-    are complemented; None if it has no long ones.
-    """
+    """`forward` with the frequencies `short`, and `long`, if any, of complemented `position_ids` `[..., B, n]`."""
     if not runs_engine():
         return type(module).forward(module, x, position_ids, *args, **kwargs)
     is_long = position_ids < 0
@@ -193,8 +187,7 @@ def mark_long(
 
 def recomputes_keys(model: PreTrainedModel, limit: int) -> bool:
     """Whether plain `generate()` drops the keys of a text of `limit` tokens, to rotate them anew by the long factors,
-    as `prepare_inputs_for_generation` of Phi-3 does with the first pass over more than `limit` columns.
-    """
+    as `prepare_inputs_for_generation` of Phi-3 does with the first pass over more than `limit` columns."""
     tokens = torch.zeros(1, limit + 1, dtype=torch.int64, device=model.device)
     cache = DynamicCache(config=model.config.get_text_config())
     cache.get_seq_length = lambda *args, **kwargs: limit  # it claims to hold keys
@@ -207,8 +200,7 @@ def recomputes_keys(model: PreTrainedModel, limit: int) -> bool:
 @torch.no_grad()
 def why_not_marked(model: PreTrainedModel, longest_short: int, limit: float) -> str | None:
     """The reason why `model` does not take position ids of `mark_long` beyond `longest_short`; see
-    `PlugIn.why_not_same`.
-    """
+    `PlugIn.why_not_same`."""
     tokens = torch.arange(1, 1 + NUM_PROBE_TOKENS, device=model.device)[None]
     positions = tokens - 1 + longest_short
     # Without a mask transformers would take position ids that do not ascend for those of several texts.

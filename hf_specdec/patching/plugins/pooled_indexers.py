@@ -52,16 +52,8 @@ class Pools(NamedTuple):
         return states.gather(1, at).view(*slots.shape, -1)
 
     def choose(self, scores: torch.Tensor, count: int, with_tail: bool = True) -> torch.Tensor:
-        """The slots that queries see: those of the complete pools of the highest scores, and those behind the last one.
-
-        Args:
-            scores: `[B, n, P]` of pools, floating point.
-            count: most pools of a query.
-            with_tail: whether a query sees the tokens of the pool that is not complete.
-
-        Returns:
-            `[B, n, m]` int64; -1 for none.
-        """
+        """The slots that queries see, `[B, n, m]` int64 with -1 for none: those of at most `count` complete pools, of
+        the highest `scores` `[B, n, P]`, and `with_tail` those of the tokens behind the last complete one."""
         complete = (self.num_seen // self.size)[..., None]
         is_complete = torch.arange(scores.shape[-1], device=scores.device) < complete
         lowest = torch.finfo(scores.dtype).min
@@ -109,14 +101,7 @@ def _choose_by_means(
     attention_mask: torch.Tensor,
     cache: RaggedCache,
 ) -> torch.Tensor:
-    """By the mean of the keys of a pool, normalised and rotated as its first token is; Qwen4's QSA.
-
-    Args:
-        hidden_states: `[B, n, H]`.
-        position_embeddings: see `_at_slots`.
-        attention_mask: not read.
-        cache: at whose positions the tokens are.
-    """
+    """By the mean of the keys of a pool, normalised and rotated as its first token is; Qwen4's QSA."""
     columns, width = hidden_states.shape[1], module.index_head_dim
     rotate = inspect.unwrap(type(module).forward).__globals__[ROTATION]
     both = module.index_qk_proj(hidden_states)
@@ -142,12 +127,7 @@ def _choose_by_gates(
     attention_mask: torch.Tensor,
     cache: RaggedCache,
 ) -> torch.Tensor:
-    """By the mean of the keys of a pool, weighted by gates; GLM-5-next's.
-
-    Args:
-        q_resid: `[B, n, rank]`, of which queries are made.
-        attention_mask: `[B, n]`, stored with the keys as transformers does.
-    """
+    """By the mean of the keys of a pool, weighted by gates; GLM-5-next's. The mask `[B, n]` is stored, too."""
     query = module.wq_b(q_resid).unflatten(-1, (-1, module.head_dim))
     key = module.k_norm(module.wk(hidden_states))
     gates = F.linear(hidden_states, module.index_kpool_compress_gate)

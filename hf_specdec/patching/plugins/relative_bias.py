@@ -35,17 +35,9 @@ def relative_biases(*models: nn.Module) -> Replacements:
 
 
 def _forward(module: nn.Module, states: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """The `forward` of a module that makes biases.
-
-    Args:
-        states: of queries, which the biases are products of, `[B, n, heads, d_rel]`; or, with a module that computes
-            these, the hidden states `[B, n, H]`.
-        others: positions of queries and keys, `[n]` and `[m]` int64; or distances `[n, m]` and position ids `[B, n]`.
-
-    Returns:
-        the biases of the distances 0, 1 and so on, `[B, heads, n, rel_extent]`; outside of an engine those of the keys,
-        `[B, heads, n, m]`.
-    """
+    """Biases of distances, `[B, heads, n, rel_extent]`; outside of an engine of keys, `[B, heads, n, m]`. `states` are
+    of queries, `[B, n, heads, d_rel]`, or hidden states `[B, n, H]`; `others` positions of both, or distances and
+    position ids."""
     if not runs_engine():
         return type(module).forward(module, states, *others)
     if states.dim() == 3:
