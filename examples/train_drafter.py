@@ -134,6 +134,8 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     add("--anchors", type=int, default=None, help=f"most blocks of a document; {by_family('anchors')}")
     about = "share of the blocks that are moved to where the round after them begins"
     add("--replay-share", type=float, default=None, help=f"{about}; {by_family('replay_share')}")
+    about = "share of the batches whose blocks have fewer drafts, a random number of them"
+    add("--short-share", type=float, default=None, help=f"{about}; {by_family('short_share')}")
     about = "dspark: 0.1 cross-entropy + 0.9 distance of the distributions"
     add("--loss", choices=tuple(LOSSES), default="cross-entropy", help=about)
     about = "loss weight of step s is this to the power of s"
@@ -221,7 +223,8 @@ class Trainer:
         divide_channels(drafter, self._states_at_answers(), is_trained=args.init_from is not None)
         common = (drafter, args.num_steps, args.step_decay, args.survival_floor, args.loss)
         if "anchors" in DEFAULTS[args.family]:
-            objective = BlockObjective(*common, num_anchors=args.anchors, replay_share=args.replay_share)
+            shares = {"replay_share": args.replay_share, "short_share": args.short_share}
+            objective = BlockObjective(*common, num_anchors=args.anchors, **shares)
         else:
             objective = DraftObjective(*common, depth_ratio=args.depth_ratio, round_floor=args.round_floor)
         if args.compile:

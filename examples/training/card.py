@@ -62,7 +62,7 @@ output = model.generate(**inputs, custom_generate="{repo_id}", trust_remote_code
 ones were dropped: {held_out_overlap:,}. Data: {data_tokens:.1f} M tokens.
 
 {chains} with weights {step_decay}^step; {loss} against the target's
-distribution over {vocabulary}. {greedy}{masks}{samples}{rounds}{replayed}{began}\
+distribution over {vocabulary}. {greedy}{masks}{samples}{rounds}{replayed}{shortened}{began}\
 {steps:,} steps in {minutes:.0f} minutes,
 {tokens_seen:.0f} M tokens seen; {optimizer}, peak learning rate {lr}, cosine schedule.
 
@@ -142,6 +142,8 @@ LOSSES = {
 }
 REPLAYED = """Of the blocks {replay_share:.0%}
 began where the round after them would. """
+SHORT_BLOCKS = """Blocks of {short_share:.0%}
+of the batches had fewer drafts. """
 BLOCK_SAMPLES = """Drafts after the end
 of a greedy chain of right ones weighed {survival_floor}, others 1. """
 
@@ -185,6 +187,7 @@ REPEATED = (
         "survival_floor",
         "round_floor",
         "replay_share",
+        "short_share",
         "loss",
         "greedy_share",
         "tokens_per_batch",
@@ -240,6 +243,7 @@ def write_card(folder: Path) -> None:
         samples=(BLOCK_SAMPLES if in_blocks else SAMPLES).format(**details) if is_sampled else "",
         rounds=ROUNDS.format(**details) if weighs_rounds else "",
         replayed=REPLAYED.format(**arguments) if arguments.get("replay_share") else "",
+        shortened=SHORT_BLOCKS.format(**arguments) if arguments.get("short_share") else "",
         greedy=GREEDY.format(**arguments) if arguments.get("greedy_share") else "",
         began=BEGAN.format(init_from=Path(arguments["init_from"]).name) if arguments.get("init_from") else "",
         steps=last["step"],

@@ -57,6 +57,7 @@ _BLOCKS = {
     "step_decay": 0.78,  # exp(-1 / 4), of blocks of 7 or 8 in DFlash's paper and in DeepSpec
     "survival_floor": 0.2,
     "replay_share": 0.0,
+    "short_share": 0.25,
 }
 # Options that differ between families, with their defaults, by family.
 DEFAULTS = {

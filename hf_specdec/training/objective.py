@@ -184,11 +184,15 @@ class BlockObjective(Objective):
         replay_share: in training, share of the blocks that are moved to where the round after them would begin: behind
             the drafts that are accepted and the target's own token. Draft-OPD (arXiv 2605.29343) replays drafting from
             these positions, at which drafts have just failed.
+        short_share: in training, share of the batches whose blocks have fewer drafts, a random number of them. Layers
+            that see the whole block learn where its end is, and draft worse in blocks of other lengths.
     """
 
-    def __init__(self, *common: Any, num_anchors: int = 64, replay_share: float = 0.0, **options: Any):
+    def __init__(
+        self, *common: Any, num_anchors: int = 64, replay_share: float = 0.0, short_share: float = 0.0, **options: Any
+    ):
         super().__init__(*common, **options)
-        self.num_anchors, self.replay_share = num_anchors, replay_share
+        self.num_anchors, self.replay_share, self.short_share = num_anchors, replay_share, short_share
 
     def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
         """As of `Objective`. A draft exists if its token and those before it in the block are in the answer; it counts
@@ -200,21 +204,29 @@ class BlockObjective(Objective):
         most_places = max(after - before for before, after in pairwise(target_outputs.places_before))
         anchors, is_anchor = self._choose(number >= 0, min(self.num_anchors, max(most_places, 1)))
         replayed = round(self.replay_share * anchors.shape[1]) if self.training else 0
+        num_steps = len(self.step_weights)
+        if self.training and num_steps > 1 and torch.rand(()) < self.short_share:
+            num_steps = int(torch.randint(1, num_steps, ()))
         if replayed > 0:
             with torch.no_grad():
-                accepted = self._compare(target_outputs, number, anchors[:, :replayed], is_anchor[:, :replayed])[2]
+                some = anchors[:, :replayed], is_anchor[:, :replayed]
+                accepted = self._compare(target_outputs, number, *some, num_steps)[2]
             following = (anchors[:, :replayed] + 1 + accepted).clamp(max=input_ids.shape[1] - 1)
             begins = number.gather(1, following) >= 0
             anchors[:, :replayed] = following.where(begins, anchors[:, :replayed])
-        return self._compare(target_outputs, number, anchors, is_anchor)[:2]
+        return self._compare(target_outputs, number, anchors, is_anchor, num_steps)[:2]
 
     def _compare(
-        self, target_outputs: TargetOutputs, number: torch.Tensor, anchors: torch.Tensor, is_anchor: torch.Tensor
+        self,
+        target_outputs: TargetOutputs,
+        number: torch.Tensor,
+        anchors: torch.Tensor,
+        is_anchor: torch.Tensor,
+        num_steps: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Loss and counts of the blocks at `anchors` `[B, A]` int64, of which there `is_anchor` `[B, A]`, and how many
         drafts of each are accepted, `[B, A]`; `number` `[B, S]` has the number of each place, -1 elsewhere."""
-        drafter, num_steps, shape = self.drafter, len(self.step_weights), number.shape
-        input_ids = target_outputs.input_ids
+        drafter, shape, input_ids = self.drafter, number.shape, target_outputs.input_ids
         normed = drafter.unroll_blocks(input_ids, target_outputs.aux_hidden_states, anchors, num_steps)
 
         at = anchors[..., None] + torch.arange(num_steps, device=anchors.device)
@@ -227,20 +239,22 @@ class BlockObjective(Objective):
         inputs, head = drafter.head_inputs(normed, before)
         alive, total, counts = is_anchor.flatten(), 0.0, []
         num_accepted = torch.zeros_like(alive, dtype=torch.int64)
-        for step, weight in enumerate(self.step_weights):
+        step_weights = self.step_weights[:num_steps]
+        for step, weight in enumerate(step_weights):
             here, rows = exists[..., step].flatten(), number[..., step].flatten().clamp(min=0)
             reached = here & alive
             weights = torch.where(reached, 1.0, self.survival_floor) * (here & target_outputs.covered[rows])
             hidden = inputs[..., step, :].flatten(0, 1)
             losses, drafts = self._losses(hidden, head, target_outputs.probs[rows])
             loss = (losses * weights).sum()
-            total = total + weight * loss / weights.sum().clamp(min=1)
+            total = total + weight / sum(step_weights) * loss / weights.sum().clamp(min=1)
 
             hits = drafts == target_outputs.best[rows]
             accepted = reached & hits
             counts.append(_counts(loss, weights, here, hits, reached, accepted))
             alive = accepted & goes_on[..., step].flatten()
             num_accepted += alive
+        counts += [torch.zeros_like(counts[0])] * (len(self.step_weights) - num_steps)
         return total, torch.stack(counts), num_accepted.view_as(anchors)
 
     def _choose(self, is_place: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -979,7 +979,7 @@ def test_counts_and_loss_of_blocks_by_hand(monkeypatch, family, floor, loss_name
     whole.replay_share = 1.0
     whole(lesson)  # as it is measured
     whole.train()(lesson)
-    replayed, is_anchor = seen[-1]
+    replayed, is_anchor, _ = seen[-1]
     assert len(seen) == 3
     assert [sorted(row[there].tolist()) for row, there in zip(replayed, is_anchor, strict=True)] == [
         sorted(row) for row in following
@@ -989,6 +989,17 @@ def test_counts_and_loss_of_blocks_by_hand(monkeypatch, family, floor, loss_name
         for row, start in zip(following, (3, 2), strict=True)
         for anchor, begin in enumerate(row, start)
     )
+
+    whole.replay_share, whole.short_share = 0.0, 1.0
+    lengths = []
+    for _ in range(12):
+        loss, counts = whole(lesson)
+        lengths.append(seen[-1][-1])
+        assert loss.isfinite() and counts.shape == (steps, 6)
+        assert counts[: lengths[-1], 2].all() and not counts[lengths[-1] :].any()
+    assert {*lengths} == {*range(1, steps)}
+    whole.eval()(lesson)
+    assert seen[-1][-1] == steps
 
 
 def test_random_anchors_are_different_places_of_the_answers():
