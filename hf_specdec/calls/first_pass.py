@@ -205,7 +205,7 @@ def _column_cache(
     model: PreTrainedModel, lengths: torch.Tensor, positions: torch.Tensor, slots: int, num_draft_tokens: int
 ) -> _ColumnCache:
     """A cache for one pass over prompts of `lengths` `[B]` int64, whose columns are at `positions` `[B, n]`."""
-    cache = _ColumnCache(LayerKinds(cache_layers(model).layers), slots, None, lengths, num_draft_tokens)
+    cache = _ColumnCache(LayerKinds(cache_layers(model).layers), slots, lengths, None, num_draft_tokens)
     cache.restart()
     cache.advance(positions, slots)
     return cache
