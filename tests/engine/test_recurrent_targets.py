@@ -61,7 +61,6 @@ def check(family, lengths, drafts, **options):
         assert drafter.stats.engine == "static"
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_greedy_is_identical_for_drafters_of_any_accuracy(family):
     assert len(plain_output(family, tuple(PROMPTS[3])).unique()) > 8, "texts tell states apart"

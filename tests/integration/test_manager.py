@@ -405,7 +405,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.core
+@pytest.mark.core_for(is_captured=[True])
 @pytest.mark.parametrize(("is_captured", "changes"), [(False, list(CHANGES)), (True, ["adapter"])])
 def test_a_target_that_is_changed_while_no_round_runs(running, monkeypatch, is_captured, changes):
     """Tokens after a change are those of the target as it is, of requests that had begun, too."""
@@ -466,7 +466,7 @@ def test_waiting_costs_no_time(running, monkeypatch):
     assert texts_of(manager, [manager.add_request(prompts()[1])]) == [alone(1)]
 
 
-@pytest.mark.core
+@pytest.mark.core_for(is_hard=[True])
 @pytest.mark.parametrize("is_hard", [False, True])
 def test_stop_in_the_middle(is_hard):
     target = copy.deepcopy(tiny_target("llama"))
@@ -656,7 +656,7 @@ def test_requests_without_positions_fail_alone(running):
         manager.check_room(40)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(is_captured=[False])
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_a_request_has_its_own_sampling(running, monkeypatch, is_captured):
     """Sampled with a seed or greedy, beside others, it says what it says alone."""

@@ -128,8 +128,7 @@ def test_models_are_restored_after_every_kind_of_call(engine, kind):
             check(before, target, drafter)
 
 
-@pytest.mark.core_for(engine=["captured"])
-@pytest.mark.core_for(family=["qwen3-next"])
+@pytest.mark.core_for(engine=["captured", "stock"])
 @pytest.mark.parametrize(
     ("engine", "family"),
     cases(
