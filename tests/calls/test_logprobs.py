@@ -1,7 +1,10 @@
 """Log-probabilities of new tokens: those of `output_scores` and `output_logits`, whatever was drafted."""
 
+from itertools import product
+
 import pytest
 import torch
+from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from oracle import RANDOM_DRAFTERS, copy_of
 from targets import PAD, padded_prompts, tiny_target
@@ -25,8 +28,13 @@ def of_tokens(steps, tokens):
 
 
 @pytest.mark.core_for(kind=["eagle3"], option=["ends", "sampled"])
-@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "none", "copy"])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    ("option", "kind"),
+    cases(
+        every := list(product(OPTIONS, ["eagle3", "p-eagle", "none", "copy"])),
+        [one for one in every if (one[0] in ("ends", "sampled")) == (one[1] in ("eagle3", "copy"))],
+    ),
+)
 def test_those_of_generate(monkeypatch, option, kind):
     """The bits of `output_scores` in a call that returns these, and the same in captured rounds."""
     target = tiny_target("llama")
