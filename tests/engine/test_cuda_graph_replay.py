@@ -11,7 +11,7 @@ from case_counts import cases
 from graph_stand_ins import Replay, replay_on_cpu, show_all_slots, tape_on_cpu
 from lossless import MAX_NEW_TOKENS, PROMPTS, continuations
 from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3, random_mtp
-from targets import FAMILIES, PAD, STOCK_FAMILY, padded_prompts, set_policy, tiny_target
+from targets import PAD, padded_prompts, set_policy, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from varying_drafts import vary_drafts
 
@@ -135,31 +135,17 @@ def test_session_of_a_failed_call_is_dropped(capture, monkeypatch):
     assert len(drafter.sessions) == 0
 
 
-# A drafter of one layer, windowed, whose blocks see themselves as a whole.
-SMALL_BLOCKS = {
-    "num_hidden_layers": 1,
-    "layer_types": ["sliding_attention"],
-    "causal": False,
-    "aux_hidden_state_layer_ids": [0, 1],
-}
-SMALL_PARD2 = {"num_hidden_layers": 1, "hidden_state_ids": [-1, 0]}
-
-
 @pytest.mark.parametrize(
     ("kind", "option", "num_layers", "settings"),
     [
         ("eagle3", "end of sequence", 2, {"aux_hidden_state_layer_ids": [1, 2]}),
         ("eagle3", "tree", 1, {"aux_hidden_state_layer_ids": [0, 1]}),
-        pytest.param("dspark", "sampling", 1, SMALL_BLOCKS, marks=pytest.mark.slow),
-        pytest.param("dflash2", "sampling", 1, SMALL_BLOCKS, marks=pytest.mark.slow),
-        pytest.param("domino", "sampling", 1, SMALL_BLOCKS, marks=pytest.mark.slow),
         ("pard", "sampling", 1, {"num_hidden_layers": 1}),
-        pytest.param("pard2", "sampling", 1, SMALL_PARD2, marks=pytest.mark.slow),
-        pytest.param("mtp", "greedy", 1, {}, marks=pytest.mark.slow),
     ],
 )
 def test_round_with_the_gpu_policy(monkeypatch, kind, option, num_layers, settings):
-    """Kernels (in the interpreter), fused linears, one compiled graph, replayed: what a GPU runs."""
+    """Kernels (in the interpreter), fused linears, one compiled graph, replayed: what a GPU runs, with every drafter in
+    tests/gpu/test_gpu.py."""
     target = copy.deepcopy(tiny_target("llama", num_layers=num_layers))
     inputs = padded_prompts([5, 1])
     own = {"do_sample": False, "tree": 3} if option == "tree" else OPTIONS[option]
@@ -534,14 +520,7 @@ TENSORS_OF_PROCESSORS = {"do_sample": True, "suppress_tokens": [4, 7], "eta_cuto
 @pytest.mark.core_for(kind=["eagle3"], family=["gpt-oss"])
 @pytest.mark.parametrize(
     ("kind", "family"),
-    cases(
-        [
-            ("eagle3", "gpt-oss"),
-            *((kind, "llama") for kind in (*RANDOM_DRAFTERS, "none")),
-            *(("none", family) for family in FAMILIES if family not in ("llama", STOCK_FAMILY)),
-        ],
-        [("eagle3", "gpt-oss"), ("mtp", "llama"), ("none", "qwen3-next"), ("none", "deepseek-v3")],
-    ),
+    [("eagle3", "gpt-oss"), ("mtp", "llama"), ("none", "qwen3-next"), ("none", "deepseek-v3")],
 )
 def test_what_graphs_read_lives_as_long_as_they_do(monkeypatch, kind, family):
     """A graph keeps no tensor: those of processors are of the call that captured it, others of modules or patches."""

@@ -15,15 +15,9 @@ from model_state import unchecked
 from transformers import AutoConfig
 from transformers.integrations import sdpa_attention
 
-# What must run on the static engine, a class of each kind. Of what tests run all over, with `--slow` only.
-OTHERS_RUN = pytest.mark.slow
+# What must run on the static engine, a class of each kind that no other tests run; `-m zoo` runs all.
 STATIC = [
-    pytest.param("LlamaForCausalLM", marks=OTHERS_RUN),  # dense
-    pytest.param("MistralForCausalLM", marks=OTHERS_RUN),  # windows in every layer
     "Gemma2ForCausalLM",  # windows in every other layer, soft-capping
-    pytest.param("GptOssForCausalLM", marks=OTHERS_RUN),  # sinks
-    pytest.param("Qwen3MoeForCausalLM", marks=OTHERS_RUN),  # experts
-    pytest.param("DeepseekV3ForCausalLM", marks=OTHERS_RUN),  # latent attention, experts in groups
     "LlavaForConditionalGeneration",  # image and text
     "Gemma3ForConditionalGeneration",  # image and text, windows
     "GPT2LMHeadModel",  # learned positions, layers of another name
@@ -37,17 +31,13 @@ STATIC = [
 # What must be right on some engine, or be refused.
 SAFE = [
     "BertLMHeadModel",  # an encoder
-    pytest.param("BertLMHeadModel (is_decoder)", marks=OTHERS_RUN),
     "DeepseekV2ForCausalLM",  # rotation of complex numbers
     "DogeForCausalLM",  # a mask of its own
-    pytest.param("JambaForCausalLM", marks=OTHERS_RUN),  # state-space layers among others
     "LongcatFlashForCausalLM",  # two attentions a layer
-    pytest.param("MambaForCausalLM", marks=OTHERS_RUN),  # state space only
     "MiniMaxForCausalLM",  # a cache of its own
     "MoshiForCausalLM",  # a window in the mask only
     "OPTForCausalLM",  # learned positions
     "PaliGemmaForConditionalGeneration",  # a prompt that is bidirectional
-    pytest.param("Qwen3NextForCausalLM", marks=OTHERS_RUN),  # linear attention
     "RwkvForCausalLM",  # recurrent
     "WhisperForCausalLM",  # half of an encoder-decoder
     "T5Gemma2ForConditionalGeneration",  # an encoder-decoder
@@ -121,7 +111,6 @@ def test_experts_are_more_than_are_chosen():
     ("name", "bulk", "trees"),
     [
         ("Gemma2ForCausalLM", zoo.RIGHT, zoo.RIGHT),
-        pytest.param("MambaForCausalLM", zoo.RIGHT, zoo.REFUSED, marks=OTHERS_RUN),
         ("DogeForCausalLM", zoo.REFUSED, zoo.REFUSED),
     ],
 )
