@@ -86,10 +86,7 @@ def test_greedy_is_identical_with_every_family_of_drafters(kind, family):
 
 @pytest.mark.parametrize(
     ("kind", "batch", "num_draft_tokens"),
-    cases(
-        every := [(kind, *sizes) for kind in DRAFTERS for sizes in ((1, 3), (8, 16))],
-        [("eagle3", 8, 16), ("mtp", 8, 16), ("noisy-copy", 8, 16), ("dspark", 1, 3), ("pard", 1, 3)],
-    ),
+    [("eagle3", 8, 16), ("mtp", 8, 16), ("noisy-copy", 8, 16), ("dspark", 1, 3), ("pard", 1, 3)],
 )
 def test_greedy_is_identical_in_batches_of_every_size(kind, batch, num_draft_tokens):
     target, inputs, plain = prompts_and_plain("gemma3", batch)
@@ -119,9 +116,7 @@ def test_copy_of_the_target_is_accepted_completely(family):
         assert drafter.stats.num_rounds == -(-(MAX_NEW_TOKENS - 1) // (num_draft_tokens + 1))
 
 
-@pytest.mark.parametrize(
-    ("num_draft_tokens", "accuracy"), cases(list(product([1, 3, 6], [0.5, 1.0])), [(1, 1.0), (3, 0.5), (6, 1.0)])
-)
+@pytest.mark.parametrize(("num_draft_tokens", "accuracy"), [(1, 1.0), (3, 0.5), (6, 1.0)])
 def test_end_of_sequence_anywhere_in_a_block(accuracy, num_draft_tokens):
     target, inputs, free = prompts_and_plain("llama", 3)
     answers = continuations(inputs, free)
@@ -131,16 +126,15 @@ def test_end_of_sequence_anywhere_in_a_block(accuracy, num_draft_tokens):
         assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens, **ends), plain), position
 
 
-@pytest.mark.parametrize("accuracy", [0.5, 1.0])
-def test_length_limit_anywhere_in_a_block(accuracy):
+@pytest.mark.parametrize(("num_draft_tokens", "accuracy"), [(4, 0.5), (8, 1.0)])
+def test_length_limit_anywhere_in_a_block(num_draft_tokens, accuracy):
     target, inputs, free = prompts_and_plain("qwen3", 3)
     answers = continuations(inputs, free)
     width = inputs["input_ids"].shape[1]
     for max_new_tokens in range(1, 12):
-        for num_draft_tokens in cases((1, 4, 8), (4,) if accuracy < 1.0 else (8,)):
-            drafter = OracleDrafter(target, answers, PROMPTS[3], accuracy)
-            out = greedy(target, inputs, drafter, num_draft_tokens, max_new_tokens=max_new_tokens)
-            assert torch.equal(out, free[:, : width + max_new_tokens])
+        drafter = OracleDrafter(target, answers, PROMPTS[3], accuracy)
+        out = greedy(target, inputs, drafter, num_draft_tokens, max_new_tokens=max_new_tokens)
+        assert torch.equal(out, free[:, : width + max_new_tokens])
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
