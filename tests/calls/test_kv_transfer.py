@@ -164,7 +164,7 @@ READERS = ["eagle3", "p-eagle", "dflash", "dspark", "dflash2", "domino", "pard2"
     ("kind", "lengths"),
     cases(
         every := [(kind, lengths) for kind in READERS for lengths in ((30,), (30, 12))],
-        [one for one in every if one[0] not in SELDOM and (len(one[1]) == 2 or one[0] in ("eagle3", "dflash", "mtp"))],
+        [one for one in every if one[0] not in SELDOM and (len(one[1]) == 1) == (one[0] in ("mtp", "pard2"))],
     ),
     ids=str,
 )
@@ -201,7 +201,7 @@ def test_keys_that_are_not_those_of_the_tokens_stay():
     assert torch.equal(text.sequences, plain.sequences) and drafter.stats.unread_tokens == 0
 
 
-@pytest.mark.core
+@pytest.mark.core_for(case=["stock"])
 @pytest.mark.parametrize("case", ["window", "rest", "few new tokens", "stock"])
 def test_tokens_that_a_drafter_has_not_read_are_counted(case):
     """A cache without the keys of all tokens, a text that is not given, a short answer, the stock engine."""
@@ -223,8 +223,7 @@ def test_tokens_that_a_drafter_has_not_read_are_counted(case):
     assert drafter.stats.unread_tokens == drafter.stats.rows[0].unread_tokens == unread
 
 
-@pytest.mark.core_for(kind=["eagle3"])
-@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "dflash", "mtp", "mtp-by-target"])
+@pytest.mark.parametrize("kind", cases(["eagle3", "p-eagle", "dflash", "mtp", "mtp-by-target"], ["dflash", "mtp"]))
 def test_drafts_do_not_depend_on_earlier_calls_of_a_session(monkeypatch, kind):
     """Slots of cached positions, whose hidden states nobody has, hold what another call left there."""
     replay_on_cpu(monkeypatch)
@@ -272,7 +271,6 @@ def test_captured_calls(monkeypatch):
     )
 
 
-@pytest.mark.core
 def test_unused_caches_are_not_copied(monkeypatch):
     replay_on_cpu(monkeypatch)
     target, inputs = tiny_target("llama"), padded_prompts([9, 1, 5])
@@ -307,7 +305,7 @@ def test_returned_cache_is_an_ordinary_dynamic_cache():
         assert cache.layers[0].keys.shape[0] == 1
 
 
-@pytest.mark.core_for(length=[30])
+@pytest.mark.core_for(length=[30], family=["llama"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("length", [4, 30])
 def test_static_caches(family, length):
@@ -347,7 +345,7 @@ def test_processors_and_hidden_states(given):
             torch.testing.assert_close(layer, reference, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(family=["gemma3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-next"])
 def test_stock_engine(family):
     target, inputs = tiny_target(family), padded_prompts([9])
@@ -373,7 +371,6 @@ def test_stock_engine(family):
         target.generate(**rest(turn, 20), **OPTIONS, **who, **{OUTPUT_NAME: cache})
 
 
-@pytest.mark.core
 def test_mismatched_caches_are_refused():
     target, inputs = tiny_target("llama"), padded_prompts([9, 4])
     options = OPTIONS | {"assistant_model": random_eagle3(target)}

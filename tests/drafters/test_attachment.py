@@ -8,11 +8,12 @@ import pytest
 import torch
 from adapters import with_adapters
 from assistants import assistant_drafter, gemma4_target, new_assistant
+from case_counts import cases
 from chi_square import Cells, p_value
 from graph_stand_ins import replay_on_cpu
 from lossless import greedy
 from model_state import traces
-from oracle import RANDOM_DRAFTERS, SELDOM, random_eagle3
+from oracle import RANDOM_DRAFTERS, random_eagle3
 from targets import new_target, padded_prompts
 from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, pipeline, set_seed
@@ -62,7 +63,9 @@ def test_calls_use_the_drafter(make):
     assert torch.equal(target.generate(**INPUTS, **GREEDY), plain) and attachment.stats.calls == 4
 
 
-@pytest.mark.parametrize("kind", [*(kind for kind in RANDOM_DRAFTERS if kind not in SELDOM), "assistant"])
+@pytest.mark.parametrize(
+    "kind", cases([*RANDOM_DRAFTERS, "assistant"], ["p-eagle", "pard2", "draft-model", "dspark", "mtp", "assistant"])
+)
 def test_every_kind_of_drafter(kind):
     """In single calls and in bulk, of a target that learns between them."""
     if kind == "assistant":
@@ -84,8 +87,7 @@ def test_every_kind_of_drafter(kind):
     assert attachment.stats.calls == 4 and attachment.stats.drafted
 
 
-@pytest.mark.core_for(mode=[True])
-@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("mode", cases([True, False], [True]))
 def test_drawn_texts_have_the_distribution_of_plain_ones(mode):
     """Of a model in training mode, too, as trainers call it: chi-square test of texts against the target's law."""
     target, attachment, _ = attached()
@@ -322,7 +324,7 @@ def trainer_step(target, optimizer, tokens):
     getattr(target, f"{name}_checkpointing_disable")()
 
 
-@pytest.mark.core
+@pytest.mark.core_for(adapts=[False])
 @pytest.mark.parametrize("adapts", [False, True])
 def test_training_keeps_graphs(monkeypatch, adapts):
     """Gradient checkpointing, steps of fused optimizers, modes and attributes of the model capture nothing again."""

@@ -27,8 +27,6 @@ from hf_specdec.cli import main
 from hf_specdec.drafters import CacheReaderDrafter
 from hf_specdec.host.caches import OUTPUT_NAME
 
-pytestmark = pytest.mark.core
-
 LENGTHS = [2, 13, 7]
 IS_OLD = "input_ids" in inspect.signature(SinglePositionMultiTokenCandidateGenerator).parameters
 
@@ -71,6 +69,7 @@ def drafts_of_transformers(target, assistant, text, num_draft_tokens):
     return found[0, text.shape[1] :].tolist()
 
 
+@pytest.mark.core_for(lengths=[[20]])
 @pytest.mark.parametrize("options", [{}, ORDERED], ids=["head", "ordered"])
 @pytest.mark.parametrize("lengths", [LENGTHS, [20]], ids=str)
 def test_drafts_are_those_of_transformers(monkeypatch, lengths, options):
@@ -167,6 +166,7 @@ def test_accepted_drafts(monkeypatch):
                     assert drafts[row][:1] == drafts_of_transformers(target, assistant, text, 1)
 
 
+@pytest.mark.core_for(sampling=[False])
 @pytest.mark.parametrize("kind", ["gemma4_text", "keys as values"])
 @pytest.mark.parametrize("sampling", [False, True])
 def test_texts(kind, sampling):
@@ -234,6 +234,7 @@ def test_options_of_generate(options):
     assert drafter.stats.engine == "static" and drafter.stats.drafted
 
 
+@pytest.mark.core
 def test_streamers_and_pipelines():
     target, words = gemma4_target(), word_tokenizer()
     drafter = assistant_drafter(new_assistant(), target)
@@ -246,6 +247,7 @@ def test_streamers_and_pipelines():
     assert drafter.stats.engine == "static"
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("model_type", ["gemma4_assistant", "gemma4_unified_assistant"])
 def test_checkpoints_load_as_published(tmp_path, model_type):
     target, assistant = gemma4_target(), new_assistant(model_type=model_type, **ORDERED)
@@ -267,6 +269,7 @@ def test_checkpoints_load_as_published(tmp_path, model_type):
         assert torch.equal(weight, other), name
 
 
+@pytest.mark.core
 def test_conditional_generation():
     """The target's text model is inside of one that reads images."""
     config = AutoConfig.for_model(
@@ -333,6 +336,7 @@ def test_rows_that_come_and_go(rows):
     check_rows(target, drafter, prompts_of((5, 12, 3, 9, 2)), rows=rows)
 
 
+@pytest.mark.core
 def test_text_that_continues_a_cache():
     target, texts = gemma4_target(), []
     drafter = assistant_drafter(new_assistant(), target)

@@ -16,27 +16,22 @@ from zoo_models import instantiate
 
 from hf_specdec import AutoDrafter
 
-# Families and numbers of modules; those with one module in their published form can have more.
-STATIC = [
-    ("deepseek-v3", 1),
-    ("deepseek-v3", 3),
-    ("glm-4.5", 1),
-    ("glm-4.5", 2),
-    ("step-3.5", 3),
-    ("mimo", 1),
-    ("mimo", 2),
-    ("speculators", 1),
-    ("qwen3-next", 1),
-    ("qwen3.5", 2),
-    ("qwen3.5-moe", 1),
-]
 STOCK = [("qwen3-next", 1), ("qwen3.5", 2)]
 CHAININGS = ["modules", "target"]
-# Every family chains its modules as published, by their own output; what changes by the target's is the same for all.
-FAMILIES_AND_CHAININGS = cases(
-    every := [(*one, chaining) for one in STATIC for chaining in CHAININGS],
-    [one for one in every if one[2] == "modules" or one[:2] in (("deepseek-v3", 3), ("step-3.5", 3), ("mimo", 1))],
-)
+# Families and numbers of modules; those with one module in their published form can have more. Every family chains its
+# modules as published, by their own output; what changes by the target's is the same for all.
+FAMILIES_AND_CHAININGS = [
+    ("deepseek-v3", 3, "modules"),
+    ("deepseek-v3", 3, "target"),
+    ("glm-4.5", 2, "modules"),
+    ("step-3.5", 3, "modules"),
+    ("mimo", 1, "target"),
+    ("mimo", 2, "modules"),
+    ("speculators", 1, "modules"),
+    ("qwen3-next", 1, "modules"),
+    ("qwen3.5", 2, "modules"),
+    ("qwen3.5-moe", 1, "modules"),
+]
 every_family = pytest.mark.parametrize(("family", "num_modules", "chaining"), FAMILIES_AND_CHAININGS)
 NEW_TOKENS = num_cases(32, 24)
 
@@ -58,7 +53,7 @@ def published(tmp_path_factory):
     return get
 
 
-@pytest.mark.core_for(chaining=["modules"], num_modules=[2, 3])
+@pytest.mark.core_for(chaining=["modules"], family=["deepseek-v3", "step-3.5", "qwen3.5"])
 @every_family
 def test_greedy_is_identical(published, family, num_modules, chaining):
     at = published(family, num_modules)
@@ -80,7 +75,7 @@ def test_greedy_is_identical_on_the_stock_engine(published, family, num_modules)
     at = published(family, num_modules)
     target = at.target.float()
     drafter, accepted = AutoDrafter.from_pretrained(at.folder, target).configure(engine="stock"), 0
-    for num_draft_tokens in cases((1, 2, 3, 5), (2, 5)):
+    for num_draft_tokens in cases((1, 2, 3, 5), (5,)):
         inputs = padded_prompts([9], seed=num_draft_tokens)
         plain = greedy(target, inputs, max_new_tokens=32)
         assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens, max_new_tokens=32), plain)
@@ -156,9 +151,11 @@ def test_random_patterns_of_a_ragged_batch(monkeypatch, published, family, num_m
     run_script(monkeypatch, published(family, num_modules), chaining, 3, patterns)
 
 
-@pytest.mark.parametrize("chaining", CHAININGS)
 @pytest.mark.parametrize("num_draft_tokens", cases([5, 8], [8]))
-@pytest.mark.parametrize(("family", "num_modules"), [("mimo", 2), ("mimo", 3), ("step-3.5", 3)])
+@pytest.mark.parametrize(
+    ("family", "num_modules", "chaining"),
+    [("mimo", 2, "modules"), ("mimo", 3, "target"), ("step-3.5", 3, "modules")],
+)
 def test_more_drafts_than_modules(monkeypatch, published, family, num_modules, num_draft_tokens, chaining):
     patterns = random_patterns(num_draft_tokens, num_cases(20, 12))
     run_script(monkeypatch, published(family, num_modules), chaining, num_draft_tokens, patterns)
@@ -192,8 +189,10 @@ def test_length_limit(monkeypatch, published, chaining):
 
 
 @pytest.mark.core_for(chaining=["modules"], num_modules=[1])
-@pytest.mark.parametrize("chaining", CHAININGS)
-@pytest.mark.parametrize(("family", "num_modules"), [*STOCK, ("mimo", 3)])
+@pytest.mark.parametrize(
+    ("family", "num_modules", "chaining"),
+    [("qwen3-next", 1, "modules"), ("qwen3.5", 2, "target"), ("mimo", 3, "modules")],
+)
 def test_stock_engine(monkeypatch, published, family, num_modules, chaining):
     """There the target verifies; its own output is drafted, wrong at random places."""
     at = published(family, num_modules)

@@ -21,8 +21,10 @@ from transformers.generation import candidate_generator
 
 from hf_specdec import AutoDrafter
 
+CHECKPOINTS = [("deepseek-v3", 1), ("deepseek-v3", 3), ("glm-4.5", 2)]
 
-@pytest.fixture(scope="module", params=[("deepseek-v3", 1), ("deepseek-v3", 3), ("glm-4.5", 2)], ids=str)
+
+@pytest.fixture(scope="module", params=CHECKPOINTS, ids=str)
 def at(request, tmp_path_factory):
     family, num_modules = request.param
     at = publish(family, tmp_path_factory.mktemp("mtp") / "checkpoint", num_modules)
@@ -62,7 +64,7 @@ def ours(monkeypatch, target, drafter, inputs, options):
         return target.generate(**inputs, **options, assistant_model=drafter), drafted
 
 
-@pytest.mark.core
+@pytest.mark.core_for(at=CHECKPOINTS[1:2])
 def test_prompts_of_fewer_tokens_than_modules(at):
     target = at.target
     drafter = AutoDrafter.from_pretrained(at.folder, target, chaining="modules")
@@ -76,8 +78,13 @@ def test_prompts_of_fewer_tokens_than_modules(at):
 THEIRS = {}
 
 
-@pytest.mark.core_for(engine=["static"])
-@pytest.mark.parametrize("engine", ["static", "stock"])
+@pytest.mark.core_for(at=CHECKPOINTS[1:2], engine=["static"])
+@pytest.mark.parametrize(
+    ("at", "engine"),
+    [*((one, "static") for one in CHECKPOINTS), (CHECKPOINTS[1], "stock")],
+    indirect=["at"],
+    ids=str,
+)
 def test_same_proposals_and_same_text(monkeypatch, at, engine):
     target, count = at.target, len(at.modules)
     drafter = AutoDrafter.from_pretrained(at.folder, target, chaining="modules", engine=engine)

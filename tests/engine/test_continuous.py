@@ -15,7 +15,7 @@ from graph_stand_ins import replay_on_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_state import traces
-from oracle import RANDOM_DRAFTERS, SELDOM, OracleDrafter, copy_of, random_eagle3
+from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of, random_eagle3
 from sampled_calls import MODES, drafter_of
 from targets import STATIC_FAMILIES, STOCK_FAMILY, build_target, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,10 +65,7 @@ def generate_batch(target, drafter, lengths, rows, **options):
 
 @pytest.mark.parametrize(
     ("kind", "rows"),
-    cases(
-        every := [(kind, rows) for kind in KINDS if kind not in SELDOM for rows in (1, 4)],
-        [one for one in every if one[1] == 4 or one[0] in ("eagle3", "dspark", "draft-model", "mtp", "none")],
-    ),
+    [("eagle3", 1), ("mtp", 4), ("dspark", 4), ("noisy-copy", 4), ("none", 1), ("suffix", 4)],
 )
 def test_greedy_is_identical_to_generation_alone(kind, rows):
     target = tiny_target("llama")
@@ -80,13 +77,13 @@ def test_greedy_is_identical_to_generation_alone(kind, rows):
     assert [count.committed for count in counts] == [len(text) - 1 for text in texts]  # the first is of no round
 
 
-@pytest.mark.core_for(family=["llama", "gpt-oss", "qwen3-next"])
+@pytest.mark.core_for(family=["gpt-oss"])
 @pytest.mark.parametrize("family", STATIC_FAMILIES)
 def test_every_family_of_targets(family):
-    target = tiny_target(family)
+    target, lengths = tiny_target(family), LENGTHS[: num_cases(12, 8)]
     for kind in cases(["eagle3", "mtp", "draft-model", "none"], ["eagle3"]):
-        texts, _ = generate_batch(target, KINDS[kind](target), LENGTHS, 3)
-        assert texts == alone(family, LENGTHS)
+        texts, _ = generate_batch(target, KINDS[kind](target), lengths, 3)
+        assert texts == alone(family, lengths)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +112,7 @@ def test_a_request_with_a_seed_says_and_accepts_what_it_does_alone(kind, mode):
         assert sum(count.accepted for count in counts) > 2
 
 
-@settings(deadline=None, max_examples=num_cases(25, 12))
+@settings(deadline=None, max_examples=num_cases(25, 6))
 @given(st.data())
 def test_random_workloads(data):
     """Rows and requests of any number, groups of any size, ends at any time."""

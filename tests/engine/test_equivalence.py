@@ -340,7 +340,7 @@ def test_equivalence_check_has_no_side_effects():
     assert target.config.to_dict() == config and target.generation_config.to_dict() == settings
 
 
-@pytest.mark.core
+@pytest.mark.core_for(place=["instance"])
 @pytest.mark.parametrize("place", ["instance", "class"])
 def test_custom_prepare_inputs_runs_on_the_stock_engine(place):
     """A function that is harmless runs on the stock engine; one that changes what the model reads is not ignored."""
@@ -397,7 +397,7 @@ def tuned(kind):
 
 
 @with_peft
-@pytest.mark.core
+@pytest.mark.core_for(kind=["prefix tuning"])
 @pytest.mark.parametrize("kind", ["prompt tuning", "p-tuning", "prefix tuning"])
 def test_virtual_tokens_are_not_ignored(kind):
     target, model = tuned(kind)

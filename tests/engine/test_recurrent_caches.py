@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from case_counts import cases
+from case_counts import cases, tries_all
 from graph_stand_ins import replay_on_cpu
 from oracle import copy_of, random_eagle3
 from targets import PAD, VOCAB, padded_prompts, tiny_target
@@ -85,13 +85,14 @@ def check_turns(target, inputs, drafter, order, counts, make=None, **options):
         given = next_turn(given, plain, count)
 
 
-@pytest.mark.core_for(family=["qwen3-next", "nemotron-h"])
+@pytest.mark.core_for(family=["nemotron-h"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_turns_of_a_chat(family):
     """With and without a drafter, each after each, the whole text or new tokens only; one new token is a step."""
     target, inputs = tiny_target(family), padded_prompts(LENGTHS)
     check_turns(target, inputs, who(target), (1, 1, 0, 1), [0, 4, 1, 1])
-    check_turns(target, padded_prompts([30]), {"assistant_model": random_eagle3(target)}, (0, 1), [7, 1])
+    if tries_all or family == "qwen3-next":
+        check_turns(target, padded_prompts([30]), {"assistant_model": random_eagle3(target)}, (0, 1), [7, 1])
 
 
 def test_a_state_of_another_token_is_noticed():

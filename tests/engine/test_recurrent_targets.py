@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from bulk import all_alone, in_rows, prompts_of, without_padding
-from case_counts import cases
+from case_counts import cases, tries_all
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, continuations
 from model_state import traces
@@ -61,12 +61,11 @@ def check(family, lengths, drafts, **options):
         assert drafter.stats.engine == "static"
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_greedy_is_identical_for_drafters_of_any_accuracy(family):
     assert len(plain_output(family, tuple(PROMPTS[3])).unique()) > 8, "texts tell states apart"
-    check(family, PROMPTS[1], [(3, 0.6)])
-    check(family, PROMPTS[3], [(1, 0.6), (4, 1.0), (3, 0.0), (8, 0.6)])
+    check(family, PROMPTS[1], [(1, 0.6)])
+    check(family, PROMPTS[3], [(4, 1.0), (3, 0.0), (8, 0.6)])
     check(family, PROMPTS[8], [(3, 0.6)])
 
 
@@ -96,7 +95,7 @@ def test_prompts_of_hundreds_of_tokens(family):
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_copy_of_the_target_is_accepted_completely(family):
     """A draft model whose states were wrong would draft other tokens than the target."""
-    for lengths, num_draft_tokens in ((PROMPTS[1], 1), (PROMPTS[3], 3), (PROMPTS[3], 7)):
+    for lengths, num_draft_tokens in ((PROMPTS[1], 1), (PROMPTS[3], 7)):
         target, inputs, plain = prompts_and_plain(family, lengths)
         drafter = copy_of(target)
         assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens), plain)
@@ -129,8 +128,7 @@ def test_draft_model_with_recurrent_layers_for_another_target():
             assert drafter.stats.engine == engine
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize(("family", "is_whole"), [("llama", False), ("gemma3", True)])
 def test_draft_model_with_recurrent_layers_continues_a_text(family, is_whole):
     """It reads what the target has in its cache, or begins where the tokens are known."""
     target, inputs = tiny_target(family), padded_prompts([12])
@@ -170,7 +168,8 @@ def test_continuous_batching(family):
     target, lengths = tiny_target(family), (5, 1, 9, 20, 3, 30, 2)
     prompts, ends = prompts_of(lengths), list(range(3, 96, 8))
     expected = all_alone(family, prompts, 10, ends)
-    for drafter in (random_eagle3(target), copy_of(target, noise=0.02)):
+    for make in (copy_of, random_eagle3) if tries_all or family == "falcon-h1" else (copy_of,):
+        drafter = copy_of(target, noise=0.02) if make is copy_of else make(target)
         assert in_rows(target, drafter, prompts, 3, max_new_tokens=10, eos_token_id=ends) == expected
 
 
@@ -210,7 +209,7 @@ def test_sessions_are_used_again(family, monkeypatch):
     replay_on_cpu(monkeypatch)
     target = tiny_target(family)
     drafter = copy_of(target, noise=0.02)
-    for seed in range(3):
+    for seed in range(2):
         inputs = padded_prompts([7, 12, 3], seed=seed)
         found = greedy(target, inputs, drafter, 3)
         assert "captured" in drafter.stats.execution or "graph" in drafter.stats.execution
@@ -333,7 +332,7 @@ def test_every_recurrence_of_transformers_is_known():
 def test_models_without_attention(family):
     """There is no position that has a slot, and transformers gives them their cache by another name."""
     lengths = (70, 3, 66)
-    check(family, lengths, [(1, 0.6), (3, 0.0), (7, 1.0)])
+    check(family, lengths, [(3, 0.0), (7, 0.8)])
     target, inputs, plain = prompts_and_plain(family, lengths)
     drafter = copy_of(target)
     found = in_rows(target, drafter, without_padding(inputs), 2, max_new_tokens=MAX_NEW_TOKENS)

@@ -52,7 +52,7 @@ TEXTS = GreedyTexts(target_of, max_new_tokens=20)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("lengths", [PROMPTS[1], [70, 9, 33]], ids=str)
 def test_greedy_is_identical(name, lengths):
-    for accuracy, num in [(0.0, 1), (0.6, 3), (1.0, 7)]:
+    for accuracy, num in [(0.6, 3), (1.0, 7)]:
         TEXTS.check(name, lengths, partial(oracle, accuracy=accuracy), num)
     TEXTS.check(name, lengths, oracle, prefill_chunk_size=7)
     assert len(TEXTS.plain(name, lengths).unique()) > 4
@@ -62,12 +62,12 @@ def test_greedy_is_identical(name, lengths):
 def test_texts_tell_distances(name, monkeypatch):
     """A bias of the next distance, and none, would show."""
     run = attention.biased_attention
+    TEXTS.check(name, PROMPTS[3], oracle)
     for change in (lambda biases: biases.roll(1, dims=-1), torch.zeros_like):
 
         def changed(query, key, value, positions, biases, *args, change=change):
             return run(query, key, value, positions, change(biases), *args)
 
-        TEXTS.check(name, PROMPTS[3], oracle)
         monkeypatch.setattr(attention, "biased_attention", changed)
         with pytest.raises(AssertionError):
             TEXTS.check(name, PROMPTS[3], oracle)

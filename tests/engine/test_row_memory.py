@@ -16,7 +16,7 @@ import pytest
 import torch
 from aliasing_pages import use_aliasing_pages
 from bulk import prompts_of
-from case_counts import num_cases
+from case_counts import cases, num_cases
 from graph_stand_ins import replay_on_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -184,7 +184,8 @@ def test_layers_of_every_family_are_in_memory(monkeypatch, kind):
 
     monkeypatch.setattr("hf_specdec.engine.lease.place_in_memory", noted)
     prompts = prompts_of((5, 9, 1))
-    assert in_rows(KINDS[kind](tiny_target("llama")), prompts, 2)[0] == [alone("llama", tuple(one)) for one in prompts]
+    texts, _ = in_rows(KINDS[kind](tiny_target("llama")), prompts, 2, max_new_tokens=8)
+    assert texts == [alone("llama", tuple(one), 8) for one in prompts]
     (keys,) = found[:1]
     assert len({one.stride()[:2] for one in keys}) == 1 and len({one.data_ptr() for one in keys}) == len(keys)
 
@@ -192,7 +193,8 @@ def test_layers_of_every_family_are_in_memory(monkeypatch, kind):
 @pytest.mark.parametrize("family", ["deepseek-v3", "gemma3", "qwen3-next"])
 def test_layers_of_other_widths(family):
     drafter, prompts = RANDOM_DRAFTERS["eagle3"](tiny_target(family)), prompts_of((5, 9, 1, 20))
-    assert in_rows(drafter, prompts, 2, family)[0] == [alone(family, tuple(one)) for one in prompts]
+    texts, _ = in_rows(drafter, prompts, 2, family, max_new_tokens=8)
+    assert texts == [alone(family, tuple(one), 8) for one in prompts]
 
 
 @settings(deadline=None, max_examples=num_cases(60, 8))
@@ -272,7 +274,7 @@ def test_where_keys_are_is_looked_up_once(monkeypatch):
     assert wide == 2 * narrow
 
 
-@pytest.mark.parametrize("kind", ["noisy-copy", "eagle3", "mtp", "none"])
+@pytest.mark.parametrize("kind", cases(["noisy-copy", "eagle3", "mtp", "none"], ["noisy-copy", "mtp"]))
 def test_texts_that_begin_alike_share_memory(monkeypatch, kind):
     """Texts are the same, nothing that is shared is written, and rows hold less than without sharing."""
     most = []
@@ -287,8 +289,8 @@ def test_texts_that_begin_alike_share_memory(monkeypatch, kind):
         virtual_memory.reset_peak_committed_bytes(CPU)
         before = committed_bytes(CPU)
         for _ in range(2):  # the second call finds rows that have shared memory
-            texts, errors = in_rows(drafter, prompts, 4)
-            assert errors == [None] * 12 and texts == [alone("llama", tuple(one)) for one in prompts]
+            texts, errors = in_rows(drafter, prompts, 4, max_new_tokens=16)
+            assert errors == [None] * 12 and texts == [alone("llama", tuple(one), 16) for one in prompts]
         most.append(virtual_memory.peak_committed_bytes(CPU) - before)
         assert bool(pages.num_aliased) == is_shared
         drafter.release()
@@ -325,7 +327,7 @@ def test_a_text_that_does_not_fit_alone_is_the_only_one_that_fails(monkeypatch):
     assert [texts[row] for row in (0, 2, 3)] == [expected[row] for row in (0, 2, 3)]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "none"])
+@pytest.mark.parametrize("kind", cases(["eagle3", "mtp", "none"], ["mtp"]))
 def test_sampled_requests_with_seeds_do_not_depend_on_memory(monkeypatch, rooms, kind):
     """They say, and accept, what they would have, without memory of their own, with enough of it, and short of it."""
     target = tiny_target("llama")

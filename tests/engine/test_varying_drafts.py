@@ -9,9 +9,9 @@ import itertools
 import bulk
 import pytest
 import torch
-from case_counts import cases, num_cases
+from case_counts import cases, num_cases, tries_all
 from graph_stand_ins import replay_on_cpu, tape_on_cpu
-from hypothesis import example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from lossless import greedy
 from oracle import RANDOM_DRAFTERS, SELDOM, copy_of
@@ -49,7 +49,7 @@ def test_texts_are_those_of_plain_generation(kind):
     inputs = padded_prompts([5, 9, 1])
     plain = greedy(target(), inputs)
 
-    @settings(deadline=None, derandomize=True, max_examples=num_cases(30, 1))
+    @settings(deadline=None, derandomize=True, max_examples=30, phases=list(Phase) if tries_all else [Phase.explicit])
     @example([MOST, 0, 1, 3, 0, 2])
     @given(NUMBERS)
     def check(numbers):
@@ -72,7 +72,7 @@ def test_states_of_a_draft_model_stay_right(family, monkeypatch):
     assert drafter.stats.accepted == drafter.stats.drafted > 0 and len(set(asked)) > 3
 
 
-@settings(deadline=None, derandomize=True, max_examples=num_cases(60, 6))
+@settings(deadline=None, derandomize=True, max_examples=num_cases(60, 3))
 @given(NUMBERS)
 def test_a_drafter_that_is_always_right_stays_so(numbers):
     drafter = drafter_of("copy")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -195,16 +197,25 @@ def test_training_lowers_the_loss_and_resumes_exactly(monkeypatch, tmp_path, fam
 
 
 KILLED = """
-import sys
+import os, sys
 sys.path[:0] = {paths!r}
 import pytest
 from test_training import tiny_target, train
-train(pytest.MonkeyPatch(), tiny_target(), *map({path}, {folders!r}), *{more!r}, family={family!r})
+for more in {more!r}:
+    if (child := os.fork()) == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        train(pytest.MonkeyPatch(), tiny_target(), *map({path}, {folders!r}), *more, family={family!r})
+        os._exit(1)
+    print(child, flush=True)
+    os.wait()
 """
 
 
 def test_a_killed_run_resumes_to_the_same_curve(monkeypatch, tmp_path):
-    """A process is killed somewhere, twice: at any place of a step, or while it writes a checkpoint."""
+    """A process is killed somewhere, twice: at any place of a step, or while it writes a checkpoint.
+
+    Both are forks of one, which has imported what they need.
+    """
     family, more = "dspark", ("--replay-share", "0.5", "--survival-floor", "0.5", "--loss", "dspark")
     target, curve = tiny_target(), []
     folder = write_tiny_data(target, tmp_path / "data")
@@ -212,23 +223,24 @@ def test_a_killed_run_resumes_to_the_same_curve(monkeypatch, tmp_path):
     whole = train(monkeypatch, target, folder, tmp_path / "whole", *steps, *more, family=family)
 
     out = tmp_path / "killed"
-    for points, resume in ((2, ()), (6, ("--resume",))):
-        program = KILLED.format(
-            paths=[str(Path(__file__).parent), str(Path(targets.__file__).parent)],
-            path="__import__('pathlib').Path",
-            folders=(str(folder), str(out)),
-            more=(*steps, *more, *resume),
-            family=family,
-        )
-        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    program = KILLED.format(
+        paths=[str(Path(__file__).parent), str(Path(targets.__file__).parent)],
+        path="__import__('pathlib').Path",
+        folders=(str(folder), str(out)),
+        more=[(*steps, *more, *resume) for resume in ((), ("--resume",))],
+        family=family,
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for points in (2, 6):
+        child = int(process.stdout.readline())
         while len(curve) < points:
             assert process.poll() is None, process.stderr.read().decode()[-2000:]
             time.sleep(0.002)
             with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
                 curve = json.loads((out / "training.json").read_text())["curve"]
         time.sleep(random.Random(points).random() * 0.1)
-        process.kill()
-        process.communicate()
+        os.kill(child, signal.SIGKILL)
+    process.communicate()
     assert len(curve) < len(whole)
     resumed = train(monkeypatch, target, folder, out, *steps, "--resume", *more, family=family)
     for a, b in zip(whole, resumed, strict=True):
@@ -256,7 +268,7 @@ def test_parts_of_a_run_go_on_where_the_one_before_ended(monkeypatch, tmp_path):
 def test_trained_drafters_load_from_shards_and_draft_losslessly(monkeypatch, tmp_path, family):
     target, out = tiny_target(), tmp_path / "out"
     folder = write_tiny_data(target, tmp_path / "data")
-    train(monkeypatch, target, folder, out, "--steps", "40", "--max-shard-size", "8KB", family=family)
+    train(monkeypatch, target, folder, out, "--steps", "24", "--max-shard-size", "8KB", family=family)
     shards = list(out.glob("model-*.safetensors"))
     assert len(shards) > 1 and not (out / "model.safetensors").exists()
     text = (out / "README.md").read_text()
@@ -1026,11 +1038,11 @@ def test_texts_are_those_of_generate_each_at_its_temperature(monkeypatch):
     temperatures = [0.0, 0.0, 0.0, 1.0, 1e-4]
 
     def write(seeds, min_p=0.0):
-        return writing.generate(target, NoDrafter(target), rows, temperatures, 40, [STOP], min_p, seeds, 2)
+        return writing.generate(target, NoDrafter(target), rows, temperatures, 16, [STOP], min_p, seeds, 2)
 
     written = write([*range(5)])
     for row, tokens in zip(rows[:3], written[:3], strict=True):
-        inputs = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": STOP, "repetition_penalty": 1.0}
+        inputs = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": STOP, "repetition_penalty": 1.0}
         assert tokens == target.generate(torch.tensor([row]), **inputs)[0, len(row) :].tolist()
     assert written[3] != written[0] == written[4]
     assert write([*range(5)]) == written != write([*range(5, 10)])

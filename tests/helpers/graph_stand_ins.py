@@ -82,8 +82,14 @@ class Recorder(TorchDispatchMode):
         return out
 
 
+def tensors(values):
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
 def storages(values):
-    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
+    return {one.untyped_storage().data_ptr() for one in tensors(values)}
 
 
 class Tape:
@@ -105,20 +111,18 @@ class Tape:
         function()  # as a CUDA graph is captured after warm-ups
         with Recorder() as recorder:
             self.result = function()
-        self._operations = recorder.operations
-        self._reads = self._find_reads()
-
-    def _find_reads(self):
-        """References to the storages that it reads and does not make, by the operation that does."""
-        own, reads = set(), []
-        for function, args, kwargs, out in self._operations:
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor) and function != torch.ops.aten.lift_fresh.default:
-                    storage = leaf.untyped_storage()
-                    if storage.data_ptr() not in own:
-                        reads.append((f"{function} of {leaf.dtype} {list(leaf.shape)}", StorageWeakRef(storage)))
+        # What is to be done again, with the tensors that it makes anew; and storages that are read and not made here.
+        self._operations, self._reads = [], []
+        own = set()
+        for function, args, kwargs, out in recorder.operations:
+            for one in (read := tensors((args, kwargs))):
+                storage = one.untyped_storage()
+                if storage.data_ptr() not in own and function != torch.ops.aten.lift_fresh.default:
+                    self._reads.append((f"{function} of {one.dtype} {list(one.shape)}", StorageWeakRef(storage)))
             own |= storages(out)
-        return reads
+            is_shared = not storages(out).isdisjoint(storages(read))
+            if function._schema.is_mutable or not is_shared:  # else a view, which stays one
+                self._operations.append((function, args, kwargs, [] if is_shared else tensors(out)))
 
     def forget(self):
         """Keep nothing of what it reads, as a CUDA graph keeps nothing; it cannot be called any more."""
@@ -129,13 +133,10 @@ class Tape:
         return [name for name, one in self._reads if one.expired()]
 
     def __call__(self):
-        for function, args, kwargs, out in self._operations:
-            is_in_place = not storages(out).isdisjoint(storages((args, kwargs)))  # or a view
+        for function, args, kwargs, made in self._operations:
             again = function(*args, **kwargs)
-            if not is_in_place:
-                for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                    if isinstance(old, torch.Tensor):
-                        old.copy_(new)
+            for old, new in zip(made, tensors(again) if made else made, strict=True):
+                old.copy_(new)
         return self.result
 
 
@@ -174,12 +175,16 @@ def replay_on_cpu(monkeypatch: pytest.MonkeyPatch, stand_in=Replay) -> type[Repl
     return Replay
 
 
-def tape_on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Tape]:
-    """Let calls on a CPU capture and replay what was captured; returns `Tape`, whose count begins anew."""
+def show_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what is launched not depend on the host's bound, as where kernels run; else each round is compiled anew."""
     advance = RaggedCache.advance
     monkeypatch.setattr(RaggedCache, "advance", lambda cache, positions, live, _=None: advance(cache, positions, live))
-    # Where kernels run, what is launched does not depend on the host's bound of live slots.
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
+
+
+def tape_on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[Tape]:
+    """Let calls on a CPU capture and replay what was captured; returns `Tape`, whose count begins anew."""
+    show_all_slots(monkeypatch)
     set_policy(monkeypatch, "cpu", cuda_graphs=True)
     monkeypatch.setattr(cuda_graphs, "CudaGraph", Tape)
     monkeypatch.setattr(Tape, "count", 0)

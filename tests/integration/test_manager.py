@@ -195,51 +195,6 @@ def test_a_long_prompt_is_prefilled_between_rounds(running, monkeypatch):
     torch.testing.assert_close(kept[0], kept[1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_many_requests_lose_nothing(monkeypatch):
-    """Thousands from several threads, a part of them cancelled: every one ends once, and nothing is left."""
-    rows = []
-    made = Run.__init__
-
-    def noted(self, *args):
-        rows.append(self)
-        made(self, *args)
-
-    monkeypatch.setattr(Run, "__init__", noted)
-    target = tiny_target("llama")
-    manager = manager_of(target, copy_of(target, noise=0.05), rows=16)
-    manager.start()
-    failures, ended = [], []
-
-    def ask(seed):
-        draw = random.Random(seed)
-        names = {}
-        for _ in range(500):
-            index, new = draw.randrange(12), draw.randint(1, 12)
-            names[manager.add_request(prompts()[index], max_new_tokens=new)] = index, new
-            if draw.random() < 0.2:
-                manager.cancel_request(draw.choice(list(names)))
-            if draw.random() < 0.05:
-                time.sleep(0.02)
-        for name, (index, new) in names.items():
-            result, expected = manager.get_result(name, timeout=120), alone(index, new=new)
-            if result.generated_tokens != (
-                expected if result.error is None else expected[: len(result.generated_tokens)]
-            ):
-                failures.append(result)
-            ended.append(name)
-
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    manager.stop()
-    assert not failures and len(set(ended)) == len(ended) == 2000
-    assert not (manager._queue.active or manager._queue.has_news) and manager._queue.results.is_empty
-    assert all(one.is_complete and sorted(one._free) == list(range(len(one._occupants))) for one in rows)
-
-
 # Of methods that transformers' managers have, too.
 OWN_PARAMETERS = {("warmup", "block")}
 
@@ -405,7 +360,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.core
+@pytest.mark.core_for(is_captured=[True])
 @pytest.mark.parametrize(("is_captured", "changes"), [(False, list(CHANGES)), (True, ["adapter"])])
 def test_a_target_that_is_changed_while_no_round_runs(running, monkeypatch, is_captured, changes):
     """Tokens after a change are those of the target as it is, of requests that had begun, too."""
@@ -466,7 +421,7 @@ def test_waiting_costs_no_time(running, monkeypatch):
     assert texts_of(manager, [manager.add_request(prompts()[1])]) == [alone(1)]
 
 
-@pytest.mark.core
+@pytest.mark.core_for(is_hard=[True])
 @pytest.mark.parametrize("is_hard", [False, True])
 def test_stop_in_the_middle(is_hard):
     target = copy.deepcopy(tiny_target("llama"))
@@ -656,7 +611,7 @@ def test_requests_without_positions_fail_alone(running):
         manager.check_room(40)
 
 
-@pytest.mark.core
+@pytest.mark.core_for(is_captured=[False])
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_a_request_has_its_own_sampling(running, monkeypatch, is_captured):
     """Sampled with a seed or greedy, beside others, it says what it says alone."""

@@ -1,14 +1,15 @@
 """Requests of managers and of `generate_batch()` have all logits processors of plain `generate()`."""
 
+import copy
 import functools
 
 import pytest
 import torch
-from case_counts import cases
+from case_counts import cases, tries_all
 from graph_stand_ins import replay_on_cpu
 from oracle import RANDOM_DRAFTERS, random_eagle3
 from processor_settings import SETTINGS, WARPERS
-from targets import build_target, tiny_target
+from targets import tiny_target
 from transformers import ContinuousBatchingConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.continuous_batching.requests import RequestStatus
 
@@ -29,11 +30,9 @@ def target_of(family="llama"):
     return tiny_target(family)
 
 
-def alone(target, prompt, new=NEW, seed=None, **options):
-    """What plain `generate()` says; with a seed what it says with a drafter that drafts nothing."""
+def alone(target, prompt, new=NEW, **options):
+    """What plain `generate()` says."""
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": END, **options}
-    if seed is not None:
-        options |= {"do_sample": True, "seeds": [seed], "assistant_model": NoDrafter(target)}
     return target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
 
 
@@ -55,19 +54,24 @@ def texts_of(manager, names):
 def all_settings():
     """Requests: number of the prompt, settings. Of each setting one whose greedy text it changes, if there is one."""
     target, found = target_of(), []
-    for name, value in SETTINGS.items():
-        changed = [
-            number
-            for number, prompt in enumerate(PROMPTS)
-            if name not in WARPERS and alone(target, prompt, **{name: value}) != alone(target, prompt)
-        ]
-        assert changed or name in WARPERS, name
-        found += [((changed or [len(found) % len(PROMPTS)])[0], {name: value}), (len(found) % len(PROMPTS), {})]
+    for turn, (name, value) in enumerate(SETTINGS.items()):
+        number = turn % len(PROMPTS)
+        if name not in WARPERS:
+            turns = ((number + one) % len(PROMPTS) for one in range(len(PROMPTS)))
+            number = next(one for one in turns if alone(target, PROMPTS[one], **{name: value}) != expected_of()[one])
+        found += [(number, {name: value}), (turn % len(PROMPTS), {})][: 2 - turn % 2]
     together = {"repetition_penalty": 1.3, "min_new_tokens": 6, "suppress_tokens": [9]}
-    return [*found, *((number, together) for number in range(len(PROMPTS)))]
+    return [*found, *((number, together) for number in range(0, len(PROMPTS), 2))]
 
 
-@pytest.mark.core
+@functools.cache
+def expected_of(family="llama", with_settings=False):
+    """Texts of the prompts; or of all settings."""
+    asked = all_settings() if with_settings else [(number, {}) for number in range(len(PROMPTS))]
+    return [alone(target_of(family), PROMPTS[number], **options) for number, options in asked]
+
+
+@pytest.mark.core_for(captures=[False])
 @pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize(
     ("family", "kind"), cases([("llama", "eagle3"), ("qwen3-next", "mtp"), ("gemma3", "pard")], [("llama", "eagle3")])
@@ -81,23 +85,23 @@ def test_requests_have_settings_of_their_own(monkeypatch, family, kind, captures
     with running(target, drafter) as manager:
         names = [manager.add_request(PROMPTS[number], **options) for number, options in all_settings()]
         texts = texts_of(manager, names)
-    expected = [alone(target, PROMPTS[number], **options) for number, options in all_settings()]
-    assert texts == expected
+    assert texts == expected_of(family, with_settings=True)
 
 
-@pytest.mark.core
 def test_sampled_requests_have_settings_of_their_own():
     target = target_of()
     sampled = {"do_sample": True, "temperature": 0.9, "top_k": 30, "top_p": 0.95}
     drafter = random_eagle3(target).configure(num_assistant_tokens=2)
+    every = all_settings()
     for draft_probs in (True, False):
+        asked = every if tries_all else [one for one in every if one[1]][draft_probs::2]
         drafter.draft_probs = draft_probs
         with running(target, drafter) as manager:
-            names = [manager.add_request(PROMPTS[one], seed=7, **sampled, **options) for one, options in all_settings()]
+            names = [manager.add_request(PROMPTS[one], seed=7, **sampled, **options) for one, options in asked]
             texts = texts_of(manager, names)
         reference = random_eagle3(target).configure(num_assistant_tokens=2)
         reference.draft_probs = draft_probs
-        for (number, options), text in zip(all_settings(), texts, strict=True):
+        for (number, options), text in zip(asked, texts, strict=True):
             prompt = PROMPTS[number]
             out = target.generate(
                 torch.tensor([prompt]), assistant_model=reference, seeds=[7], max_new_tokens=NEW, eos_token_id=END,
@@ -106,7 +110,7 @@ def test_sampled_requests_have_settings_of_their_own():
             assert text == out[0, len(prompt) :].tolist(), options
 
 
-@pytest.mark.core
+@pytest.mark.core_for(name=["min_new_tokens"])
 @pytest.mark.parametrize("name", cases(list(SETTINGS), ["repetition_penalty", "min_new_tokens", "forced_eos_token_id"]))
 def test_settings_of_all_requests(name):
     """Of a manager that is made with them, of one whose model has them in its own settings, and of bulk calls."""
@@ -116,7 +120,7 @@ def test_settings_of_all_requests(name):
         with running(target, random_eagle3(target), per_request=per_request, **options) as manager:
             names = [manager.add_request(one, max_new_tokens=new) for one, new in zip(PROMPTS, lengths, strict=True)]
             assert texts_of(manager, names) == expected
-    owner = build_target("llama")
+    owner = copy.deepcopy(target)
     setattr(owner.generation_config, name, SETTINGS[name])
     expected = [alone(owner, prompt) for prompt in PROMPTS]
     with running(owner, random_eagle3(owner)) as manager:
@@ -126,7 +130,6 @@ def test_settings_of_all_requests(name):
             PROMPTS, None, ContinuousBatchingConfig(max_requests_per_batch=2), assistant_model=random_eagle3(model),
             max_new_tokens=NEW, do_sample=False, eos_token_id=END, **own,
         )  # fmt: skip
-        expected = [alone(model, prompt, **own) for prompt in PROMPTS]
         assert [one.generated_tokens for one in out.values()] == expected
 
 

@@ -4,9 +4,11 @@ On a machine without a GPU the kernels run in Triton's interpreter.
 """
 
 import heapq
+from itertools import product
 
 import pytest
 import torch
+from case_counts import cases
 from chi_square import p_value
 from targets import set_policy
 
@@ -89,9 +91,16 @@ def paths_of(parents, tokens):
     return paths
 
 
-@pytest.mark.parametrize("num_rows", [1, 5])
 @pytest.mark.parametrize(
-    ("depth", "width", "num_nodes"), [(1, 4, 3), (3, 2, 7), (7, 8, 32), (15, 16, 63), (5, 16, 127)]
+    ("depth", "width", "num_nodes", "num_rows"),
+    cases(
+        every := [
+            (*sizes, num_rows)
+            for sizes in ((1, 4, 3), (3, 2, 7), (7, 8, 32), (15, 16, 63), (5, 16, 127))
+            for num_rows in (1, 5)
+        ],
+        [one for one in every if one[2:] in ((3, 1), (7, 5), (32, 1), (63, 5), (127, 1))],
+    ),
 )
 def test_the_likeliest_paths(depth, width, num_nodes, num_rows):
     """Of drafts that do not depend on each other, and of ones that do."""
@@ -238,8 +247,10 @@ def random_trees(batch, num_drafts, vocabulary, seed=0):
     return parents.to(DEVICE), depths.to(DEVICE), drafts.to(DEVICE)
 
 
-@pytest.mark.parametrize("is_drawn", [False, True])
-@pytest.mark.parametrize("num_drafts", [1, 12, 80])
+@pytest.mark.parametrize(
+    ("num_drafts", "is_drawn"),
+    cases(list(product([1, 12, 80], [False, True])), [(1, False), (12, True), (12, False), (80, True)]),
+)
 def test_verification_follows_the_targets_tokens(num_drafts, is_drawn):
     vocabulary, batch, depth = 90, 9, 4
     parents, depths, drafts = random_trees(batch, num_drafts, vocabulary, num_drafts)
@@ -436,9 +447,13 @@ def sorted_tokens(logits, target_ids, count):
     return logprobs, index[..., :count] if target_ids is None else target_ids[index[..., :count]]
 
 
-@pytest.mark.parametrize("vocabulary", [5, 512, 1500])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("has_ids", [False, True])
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype", "has_ids"),
+    cases(
+        every := list(product([5, 512, 1500], [torch.float32, torch.bfloat16], [False, True])),
+        [one for one in every if (one[1] is torch.float32) == (one[2] == (one[0] == 512))],
+    ),
+)
 def test_likeliest_tokens(vocabulary, dtype, has_ids):
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(2, 3, vocabulary + 3, generator=generator).mul(2).to(dtype)[..., :vocabulary]

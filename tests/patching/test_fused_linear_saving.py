@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,11 @@ WRITERS = [write_pretrained, write_state_dict, write_model, write_by_accelerate,
 
 
 @pytest.mark.core_for(write=[write_pretrained, write_by_accelerate], dtype=[torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+@pytest.mark.parametrize(
+    ("write", "dtype"),
+    [*product(WRITERS, [torch.bfloat16]), (write_pretrained, torch.float32), (write_pretrained, torch.float16)],
+    ids=lambda one: getattr(one, "__name__", str(one)),
+)
 def test_files_are_the_same_byte_for_byte(tmp_path, write, dtype):
     target, written = fresh(dtype=dtype, bias=True), []
     for folder in (tmp_path / "before", tmp_path / "after"):
