@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec import AutoDrafter
 from hf_specdec.prompt_sources import encode, load_prompts, pad_on_the_left
+from hf_specdec.serving.manager_requests import end_tokens
 from hf_specdec.stats import RowStats, add_up
 
 PROMPTS = Path(__file__).parent / "prompts"
@@ -92,8 +93,7 @@ def generate_texts(
     args: argparse.Namespace,
 ) -> list[Text]:
     """The texts that `prompts` are continued with, drafts of `shape` in a round."""
-    results, ends = [], model.generation_config.eos_token_id  # a tokenizer of a GGUF file may name another one
-    ends = {ends} if isinstance(ends, int) else set(ends or ())
+    results, ends = [], end_tokens(model.generation_config, None)  # a GGUF file's tokenizer may name another one
     for start in tqdm(range(0, len(prompts), args.batch_size), desc=f"K = {shape}", unit="batch"):
         batch = prompts[start : start + args.batch_size]
         inputs = encode(tokenizer, batch, as_chat=True, padding=True, return_tensors="pt").to(model.device)

@@ -104,11 +104,11 @@ def choose_tiles(rows: int, size_out: int, size_in: int) -> LinearTiles | None:
 
 def choose_gated_tiles(rows: int, size_out: int, size_in: int) -> LinearTiles | None:
     """Tiles of `linear` for gate and up, `size_out` features together, with their activation; see `choose_tiles`."""
-    if rows <= MAX_ROWS or rows > MAX_GATED_ROWS:
-        tiles = choose_tiles(rows, size_out, size_in)
-        return _GATED_TILES if tiles is not None and tiles[:2] == _GATED_TILES[:2] else tiles
-    # Wider tiles have too many results for the registers that the activation takes.
-    return LinearTiles(128, 128, *_MEDIUM_TILES[128, 128]) if choose_tiles(MAX_ROWS, size_out, size_in) else None
+    if MAX_ROWS < rows <= MAX_GATED_ROWS:
+        # Wider tiles have too many results for the registers that the activation takes.
+        return LinearTiles(128, 128, *_MEDIUM_TILES[128, 128]) if choose_tiles(MAX_ROWS, size_out, size_in) else None
+    tiles = choose_tiles(rows, size_out, size_in)
+    return _GATED_TILES if tiles is not None and tiles[:2] == _GATED_TILES[:2] else tiles
 
 
 def choose_invariant_tiles(rows: int, size_out: int, size_in: int, itemsize: int) -> LinearTiles:

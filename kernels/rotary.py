@@ -280,8 +280,8 @@ def _launch(
     """Launch the kernel for `first` and `second`, what is rotated, `[B, heads, n, D]`, and where to; either may be
     None.
 
-     The first goes to `[B, n, heads, D]`, contiguous, the second likewise, or, with `stored` (new values, their cache,
-    positions and scales), to a cache.
+    The first goes to `[B, n, heads, D]`, contiguous, the second likewise, or to a cache with `stored`: new values `[B,
+    heads, n, Dv]`, their cache, the positions of both caches, and scales or None.
     """
     assert kind.shared_angles or not kind.half_angles, "half as many angles as elements are shared"
     given = [one[0] for one in (first, second) if one is not None]

@@ -58,16 +58,19 @@ def generate_batch(
     """`ContinuousMixin.generate_batch` with a drafter.
 
     Args:
+        inputs: token ids of every prompt, lists or one-dimensional int64 tensors.
         continuous_batching_config: `max_requests_per_batch` is the most rows of a round; without `allow_block_sharing`
             every prompt is prefilled whole. What else it says of memory and of CUDA graphs is transformers' own
             engine's.
         persistent_manager, warmup: buffers and CUDA graphs of a call are kept by the drafter in any case.
         on_begin: called when the call was checked.
         attachment: of a call that names no drafter.
+        adapter_names: the LoRA adapter of each prompt, or `"__base__"`; None for those that are active.
         kwargs: settings of `generate()`, such as `num_assistant_tokens` and `seeds` (one for each request).
 
     Returns:
-        by request id, in the order of the prompts; further sequences of a prompt come before it.
+        by request id, `req_0`, `req_1` and so on, in the order of the prompts; further sequences of a prompt
+        (`num_return_sequences`) have `__child#0` and so on appended and come before it.
 
     Raises:
         ValueError: a prompt is not a list of token ids, or continuous batching does not support the call.

@@ -239,15 +239,15 @@ class BlockObjective(Objective):
         inputs, head = drafter.head_inputs(normed, before)
         alive, total, counts = is_anchor.flatten(), 0.0, []
         num_accepted = torch.zeros_like(alive, dtype=torch.int64)
-        step_weights = self.step_weights[:num_steps]
-        for step, weight in enumerate(step_weights):
+        all_weights = sum(self.step_weights[:num_steps])
+        for step, weight in enumerate(self.step_weights[:num_steps]):
             here, rows = exists[..., step].flatten(), number[..., step].flatten().clamp(min=0)
             reached = here & alive
             weights = torch.where(reached, 1.0, self.survival_floor) * (here & target_outputs.covered[rows])
             hidden = inputs[..., step, :].flatten(0, 1)
             losses, drafts = self._losses(hidden, head, target_outputs.probs[rows])
             loss = (losses * weights).sum()
-            total = total + weight / sum(step_weights) * loss / weights.sum().clamp(min=1)
+            total = total + weight / all_weights * loss / weights.sum().clamp(min=1)
 
             hits = drafts == target_outputs.best[rows]
             accepted = reached & hits
