@@ -69,15 +69,14 @@ def _attend_to_slots(
 ):
     """Continue the online softmax of a block of queries with the slots from `begin` to `stop - 1`.
 
-    With two words of `ancestors`, the second of which may be None, these are slots of nodes, from that of the `root`
-    on. With the words of one node, `line`, its ancestors are read as if they were in the slots of their positions, as
-    those of a text are.
+    With words of `ancestors`, these are slots of nodes, from that of the `root` on. With the words of one node, `line`,
+    its ancestors are read as if they were in the slots of their positions, as those of a text are.
 
     Args:
         cache: pointers to keys, values and scales of the row and of the head, and their strides of slots.
         scoring: window, scaling and softcap.
         running: maxima, sums, and sums of values, which are returned.
-        FORM: DIM, VALUE_DIM, SLOT_BLOCK and IS_CHUNKED of `_attention_kernel`.
+        FORM: DIM, VALUE_DIM, SLOT_BLOCK, IS_CHUNKED and NUM_WORDS of `_attention_kernel`.
     """
     key_ptr, value_ptr, scale_ptr, key_stride_s, value_stride_s, scale_stride_s = cache
     window, scaling, softcap = scoring
@@ -86,6 +85,7 @@ def _attend_to_slots(
     VALUE_DIM: tl.constexpr = FORM[1]
     SLOT_BLOCK: tl.constexpr = FORM[2]
     IS_CHUNKED: tl.constexpr = FORM[3]
+    NUM_WORDS: tl.constexpr = FORM[4]
     dim = tl.arange(0, query.shape[1])
     value_dim = tl.arange(0, acc.shape[1])
     key_ptr += begin.to(tl.int64) * key_stride_s
@@ -99,7 +99,7 @@ def _attend_to_slots(
         number = tl.arange(0, 64)
         is_ancestor = ((line[0] >> number) & 1).to(tl.int32)
         rank = tl.where(is_ancestor != 0, tl.cumsum(is_ancestor, axis=0) - 1, -1)
-        if line[1] is not None:
+        if NUM_WORDS > 1:
             before = tl.sum(is_ancestor, axis=0)
             is_ancestor = ((line[1] >> number) & 1).to(tl.int32)
             more_rank = tl.where(is_ancestor != 0, before + tl.cumsum(is_ancestor, axis=0) - 1, -1)
@@ -111,7 +111,7 @@ def _attend_to_slots(
         if line is not None:
             steps = (slot - root)[:, None]
             node = tl.sum(tl.where(rank[None, :] == steps, number[None, :], 0), axis=1)
-            if line[1] is not None:
+            if NUM_WORDS > 1:
                 node += tl.sum(tl.where(more_rank[None, :] == steps, 64 + number[None, :], 0), axis=1)
             moved = tl.where(slot < root, 0, root + node - slot).to(tl.int64)
             keys_ptr += moved[:, None] * key_stride_s
@@ -134,7 +134,7 @@ def _attend_to_slots(
         if ancestors is not None:
             node = (slot - root)[None, :]
             word = ancestors[0][:, None]
-            if ancestors[1] is not None:
+            if NUM_WORDS > 1:
                 word = tl.where(node < 64, word, ancestors[1][:, None])
             visible = visible & (((word >> (node & 63).to(tl.int64)) & 1) != 0)
         scores = tl.where(visible, scores, float("-inf"))
@@ -286,10 +286,9 @@ def _attention_kernel(
         if SPLIT == 0:
             last = tl.where(position >= 0, root + query_index, -1)
             lines = lines_ptr + query_index * ancestors_stride_n
-            first_words, more_words = tl.load(lines, mask=is_row, other=0), None
+            ancestors = (tl.load(lines, mask=is_row, other=0),)
             if NUM_WORDS > 1:
-                more_words = tl.load(lines + ancestors_stride_w, mask=is_row, other=0)
-            ancestors = first_words, more_words
+                ancestors = ancestors[0], tl.load(lines + ancestors_stride_w, mask=is_row, other=0)
     if not HAS_SEGMENTS:
         begin, stop = split_range(position, last, start, num_slots, window, split, num_parts, SLOT_BLOCK, IS_CHUNKED)
         if IS_SPLIT:  # noqa: SIM102 (a constexpr branch)
@@ -323,7 +322,7 @@ def _attention_kernel(
         scale_ptr += batch * scale_stride_b + kv_head
     cache = key_ptr, value_ptr, scale_ptr, key_stride_s, value_stride_s, scale_stride_s
     scoring, outputs = (window, scaling, softcap), (out_ptr, partial_ptr, stats_ptr)
-    FORM: tl.constexpr = (DIM, VALUE_DIM, SLOT_BLOCK, IS_CHUNKED)
+    FORM: tl.constexpr = (DIM, VALUE_DIM, SLOT_BLOCK, IS_CHUNKED, NUM_WORDS)
     none = none_max, none_sum, none_acc
     if HAS_SEGMENTS:
         # The queries of one prompt after those of the other; the rest of the block sees nothing meanwhile, and gets
@@ -357,10 +356,9 @@ def _attention_kernel(
                         if edge < stop:
                             for node in range(tl.min(query_index, axis=0), num_nodes):
                                 line_ptr = lines_ptr + node * ancestors_stride_n
-                                first_word, more_word = tl.load(line_ptr), None
+                                line = (tl.load(line_ptr),)
                                 if NUM_WORDS > 1:
-                                    more_word = tl.load(line_ptr + ancestors_stride_w)
-                                line = first_word, more_word
+                                    line = line[0], tl.load(line_ptr + ancestors_stride_w)
                                 split_max, split_sum, split_acc = _attend_to_slots(
                                     query,
                                     cache,

@@ -1,8 +1,9 @@
 """Compiles the Triton kernels for GPUs on a machine without one: `python tests/helpers/compile_kernels.py`.
 
 Triton's interpreter, which tests of kernels use there, takes what the compiler refuses. So the tests of kernels run
-once more, with a launch that compiles to PTX and launches nothing; their results are ignored. Of each kernel the first
-few variants are compiled (`--most`), for sm_90 (`--arch`). Exit code 1 if any is refused.
+once more, with a launch that compiles to PTX and launches nothing; their results are ignored. Of each kernel, and of
+each set of arguments that are given and flags that are set, the first few variants are compiled (`--most`), for sm_90
+(`--arch`). Exit code 1 if any is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Compiling:
     """A plugin of pytest in whose runs launches compile.
 
     Args:
-        most: variants of each kernel.
+        most: variants of each kernel with the same branches: arguments that are None, and flags.
 
     Attributes:
         refused: what the compiler said of a variant, by kernel.
@@ -47,15 +48,19 @@ class Compiling:
         self.refused: dict[str, str] = {}
         self.variants: Counter[str] = Counter()
         self._seen: set[tuple] = set()
+        self._branches: Counter[tuple] = Counter()
         run = JITFunction.run
 
         def compile_only(kernel: JITFunction, *args: Any, grid: Any, warmup: bool = True, **options: Any) -> None:
             name = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
             kinds = tuple(one.dtype if isinstance(one, torch.Tensor) else one is None for one in args)
             variant = name, kinds, tuple(sorted((key, str(value)) for key, value in options.items()))
-            if variant in self._seen or self.variants[name] >= most or kernel.fn.__module__.startswith("test"):
+            flags = tuple(sorted((key, min(value, 2)) for key, value in options.items() if isinstance(value, int)))
+            branches = name, tuple(one is None for one in args), flags
+            if variant in self._seen or self._branches[branches] >= most or kernel.fn.__module__.startswith("test"):
                 return
             self._seen.add(variant)
+            self._branches[branches] += 1
             self.variants[name] += 1
             options.pop("launch_pdl", None)
             try:
