@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, set_seed
+from huggingface_hub import save_torch_state_dict
 from tqdm import tqdm
 from training.card import write_card
 from training.data import Documents, draft_vocabulary, shard_counts, written_options
@@ -160,6 +161,8 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     add("--resume", action="store_true", help=about)
     add("--estimate", action="store_true", help="say what training takes, time, memory and disk, and stop")
     add("--max-shard-size", default="50GB", help="of the drafter's files, such as 15MB; no tensor is split")
+    about = "of the drafter's matrices in its files; 8: integers with a scale for each row"
+    add("--weight-bits", type=int, choices=(8, 16), default=16, help=about)
     add("--compile", action="store_true", help="compile layers and the loss")
 
 
@@ -387,7 +390,7 @@ class Trainer:
                 self.checkpoint.rename(self._before)
             partial.rename(self.checkpoint)
             shutil.rmtree(self._before, ignore_errors=True)
-            save_drafter(self.drafter, self.args.out, self.args.max_shard_size)
+            save_drafter(self.drafter, self.args.out, self.args.max_shard_size, self.args.weight_bits)
             places = ("target", "data", "out")
             arguments = {key: value for key, value in vars(self.args).items() if key not in places}
             arguments["held_out_prompts"] = [path.name for path in self.args.held_out_prompts]
@@ -415,12 +418,32 @@ def schedule(share: float) -> float:
     return FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * (share - WARMUP) / (1 - WARMUP))) / 2
 
 
-def save_drafter(drafter: CachedDrafter, folder: Path, max_shard_size: str) -> None:
-    """Save in bfloat16, in the format of `save_pretrained`; training goes on with the random numbers it would have."""
+def save_drafter(drafter: CachedDrafter, folder: Path, max_shard_size: str, weight_bits: int = 16) -> None:
+    """Save as `save_pretrained` does, in bfloat16, or `in_8_bits`; training goes on with the random numbers it would
+    have."""
     with torch.random.fork_rng(devices=[]):
         saved = type(drafter)(copy.deepcopy(drafter.config))
-    saved.load_state_dict(folded_weights(drafter))
+    weights = folded_weights(drafter)
+    saved.load_state_dict(weights)
     saved.to(torch.bfloat16).save_pretrained(folder, max_shard_size=max_shard_size)
+    if weight_bits == 8:
+        for path in folder.glob("model*.safetensors*"):
+            path.unlink()
+        save_torch_state_dict(in_8_bits(weights), folder, max_shard_size=max_shard_size)
+
+
+def in_8_bits(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of `weights` matrices as int8, with a float32 scale `[rows, 1]` for each, `<name>_scale` as compressed-tensors
+    names it, other floating-point tensors as bfloat16."""
+    found = {}
+    for name, weight in weights.items():
+        weight = weight.detach().cpu()
+        if weight.ndim == 2:
+            scale = (weight.float().abs().amax(dim=1, keepdim=True) / 127).clamp(min=1e-30)
+            found |= {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale}
+        else:
+            found[name] = weight.bfloat16() if weight.is_floating_point() else weight
+    return found
 
 
 def main(arguments: list[str] | None = None) -> None:
