@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 tests/helpers/trl_trainings.py FOLDER
 
-trains by GRPO, plainly and with a drafter attached, and writes `<rank>.pt` into the folder: texts and final weights.
+trains by GRPO, plainly and with a drafter attached, all weights and a LoRA adapter, and writes `<rank>.pt` into the
+folder: texts and final weights.
 """
 
 import itertools
@@ -13,6 +14,7 @@ import datasets
 import torch
 import trl
 from oracle import random_eagle3
+from peft import LoraConfig
 from targets import new_target
 from transformers import TrainerCallback
 from word_tokenizer import word_tokenizer
@@ -173,6 +175,7 @@ def eagle3(model):
     return random_eagle3(model, aux_hidden_state_layer_ids=[0, 1, 2])
 
 
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 CONTINUOUS = {
     "use_transformers_continuous_batching": True,
     "transformers_continuous_batching_config": {"num_blocks": 64, "max_batch_tokens": 128},
@@ -180,16 +183,19 @@ CONTINUOUS = {
 
 
 def main(folder):
-    found = {}
-    for name, make in (("plain", None), ("attached", eagle3)):
-        training = Training("grpo", make, output_dir=folder / name, bf16=False, ddp_backend="gloo")
-        assert training.trainer.accelerator.num_processes == 2
-        found[name] = training.texts, training.weights
-    stats = training.callback.attachment.stats
-    torch.save(
-        (found, stats.calls, sum(training.callback.attachment.refusals.values())),
-        folder / f"{training.trainer.args.process_index}.pt",
-    )
+    lora = {"beta": 0.1, "peft_config": LoraConfig(**LORA)}
+    found = []
+    # transformers' own continuous batching draws random numbers for greedy texts, too, so TRL shuffles rows otherwise.
+    for plainly, with_drafter in (({}, {}), (lora, lora | CONTINUOUS)):
+        trainings = [
+            Training("grpo", make, output_dir=folder / "run", bf16=False, ddp_backend="gloo", **settings)
+            for make, settings in ((None, plainly), (eagle3, with_drafter))
+        ]
+        args, attachment = trainings[1].trainer.args, trainings[1].callback.attachment
+        assert args.world_size == 2
+        counts = attachment.stats.calls, sum(attachment.refusals.values())
+        found.append(([(one.texts, one.weights) for one in trainings], *counts))
+    torch.save(found, folder / f"{args.process_index}.pt")
 
 
 if __name__ == "__main__":

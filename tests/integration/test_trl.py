@@ -11,12 +11,10 @@ from hf_specdec import NoDrafter
 from hf_specdec.hosting import equivalence
 
 trl_trainings = pytest.importorskip("trl_trainings", exc_type=ImportError)
-CONTINUOUS, STEPS = trl_trainings.CONTINUOUS, trl_trainings.STEPS
+CONTINUOUS, LORA, STEPS = trl_trainings.CONTINUOUS, trl_trainings.LORA, trl_trainings.STEPS
 Training, eagle3 = trl_trainings.Training, trl_trainings.eagle3
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about arguments of TRL
-
-LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 
 
 @pytest.mark.parametrize(
@@ -36,7 +34,7 @@ LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type"
 def test_rollouts_are_those_without_a_drafter(name, make, adapts, settings, tmp_path):
     settings = {"output_dir": str(tmp_path), "bf16": False, **settings}
     if adapts:
-        settings["peft_config"] = pytest.importorskip("peft").LoraConfig(**LORA)
+        settings["peft_config"] = trl_trainings.LoraConfig(**LORA)
     # transformers' own continuous batching draws random numbers for greedy texts, too, so TRL shuffles rows otherwise.
     plain = Training(name, **{key: value for key, value in settings.items() if key not in CONTINUOUS})
     attached = Training(name, make, **settings)
@@ -84,14 +82,13 @@ def test_a_drafter_that_learns_changes_no_training(tmp_path):
 
 
 def test_two_processes(tmp_path):
-    """As those of one: texts of each process and weights are those of training without a drafter. With `--slow` they
-    are started by `accelerate launch`."""
+    """As those of one: texts of each process and weights are those of training without a drafter, of all weights by
+    `generate()` and of adapters by `generate_batch()`. With `--slow` they are started by `accelerate launch`."""
     finish(launch(Path(trl_trainings.__file__), tmp_path, slow_launcher=ACCELERATE))
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    for found, calls, num_refused in ranks:
-        (plain, weights), (texts, attached) = found["plain"], found["attached"]
-        assert len(plain) == STEPS and texts == plain and (calls, num_refused) == (STEPS, 0)
-        assert all(torch.equal(attached[key], one) for key, one in weights.items())
-    of_first, of_second = (found["attached"][1] for found, *_ in ranks)
-    assert all(torch.equal(of_second[key], one) for key, one in of_first.items())
-    assert ranks[0][0]["plain"][0] != ranks[1][0]["plain"][0], "each has prompts of its own"
+    for ranks in zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(2)), strict=True):
+        for ((plain, weights), (texts, attached)), calls, num_refused in ranks:
+            assert len(plain) == STEPS and texts == plain and (calls, num_refused) == (STEPS, 0)
+            assert all(torch.equal(attached[key], one) for key, one in weights.items())
+        first, second = (trainings[1] for trainings, *_ in ranks)
+        assert all(torch.equal(second[1][key], one) for key, one in first[1].items())
+        assert first[0] != second[0], "each has prompts of its own"
