@@ -164,6 +164,10 @@ to the most likely token. """
 BEGAN = """Training began
 with the weights of `{init_from}`. """
 
+IN_8_BITS = """Its matrices are stored
+as integers of 8 bits with a scale for each row.
+"""
+
 NO_WEIGHTS = """
 No weights are included. To train them, in a checkout of `hf-specdec`:
 
@@ -226,7 +230,7 @@ def write_card(folder: Path) -> None:
         base_model=training["target"],
         repo_id=arguments["repo_id"],
         parameters=training["parameters"] / 1e6,
-        weights="" if any(folder.glob("*.safetensors")) else missing_weights(training),
+        weights=about_weights(folder, training),
         acceptance=acceptance_section(folder / "acceptance.json"),
         remarks=f"\n{remarks.read_text(encoding='utf-8')}" if (remarks := folder / "remarks.md").exists() else "",
         prompts=prompts_sentence(arguments, data),
@@ -277,6 +281,13 @@ def prompts_sentence(arguments: dict, data: dict) -> str:
     if not given["given_prompts"]:
         return OWN_PROMPTS.format(**given)
     return (GIVEN_PROMPTS + (OWN_BESIDE_GIVEN if given["prompts"] else "")).format(**given)
+
+
+def about_weights(folder: Path, training: dict) -> str:
+    """How the weights in `folder` are stored, if not as usual, or how to get them."""
+    if not any(folder.glob("*.safetensors")):
+        return missing_weights(training)
+    return IN_8_BITS if training["arguments"].get("weight_bits") == 8 else ""
 
 
 def missing_weights(training: dict) -> str:

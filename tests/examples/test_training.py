@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import targets
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import (
     GPT2Config,
@@ -283,6 +284,28 @@ def test_trained_drafters_load_from_shards_and_draft_losslessly(monkeypatch, tmp
     drafted = target.generate(**inputs, pad_token_id=STOP, assistant_model=drafter)
     assert torch.equal(drafted, expected)
     assert drafter.stats.acceptance_length > 1
+
+
+@pytest.mark.parametrize("family", ["eagle3", "dspark"])
+def test_weights_in_8_bits(monkeypatch, tmp_path, family):
+    """They are those of 16 bits to half a step of their rows' scales, and load with or without shards."""
+    target = tiny_target()
+    folder = write_tiny_data(target, tmp_path / "data")
+    loaded = []
+    for bits, more in (("16", ()), ("8", ("--max-shard-size", "8KB"))):
+        out = tmp_path / bits
+        train(monkeypatch, target, folder, out, "--steps", "2", "--weight-bits", bits, *more, family=family)
+        loaded.append(AutoDrafter.from_pretrained(out, target=target, dtype=torch.float32).state_dict())
+        assert ("integers of 8 bits" in (out / "README.md").read_text()) == (bits == "8")
+    stored = {name: one for path in out.glob("*.safetensors") for name, one in load_file(path).items()}
+    assert len(list(out.glob("*.safetensors"))) > 1
+    for name, weight in loaded[0].items():
+        if weight.ndim == 2:
+            step = weight.abs().amax(dim=1, keepdim=True) / 127
+            assert stored[name].dtype == torch.int8
+            assert ((weight - loaded[1][name]).abs() <= 0.51 * step + 2**-7 * weight.abs()).all()
+        else:
+            assert torch.equal(weight, loaded[1][name])
 
 
 def test_card_of_a_folder_without_weights(monkeypatch, tmp_path):
