@@ -265,7 +265,6 @@ rounded_inputs = kernel_op(
     "rounded_inputs.rounded_inputs",
     f"(Tensor inputs, {_STORED}) -> Tensor",
     lambda inputs, *_: torch.empty_like(inputs, memory_format=torch.contiguous_format),
-    reference="stored_weight_reference.rounded_inputs",
     groups={1: StoredWeight},
 )
 _expert_linear_of_stored = kernel_op(

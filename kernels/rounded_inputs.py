@@ -1,4 +1,4 @@
-"""Triton rounding of the inputs of a layer; the reference is `stored_weight_reference.rounded_inputs`.
+"""Triton rounding of the inputs of a layer; the reference is `rounded_inputs_reference.rounded_inputs`.
 
 Shapes: inputs and result `[n, in]`. Numbers are rounded in float32, by integers and additions that every GPU has.
 """
@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from . import stored_weight_reference
+from . import rounded_inputs_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .jit import implements, kernel
-from .stored_weight_reference import LARGEST, LEAST_SCALE
+from .rounded_inputs_reference import LARGEST, LEAST_SCALE
 
 # Inputs of a program whose groups are smaller.
 _INPUTS = 2048
@@ -66,9 +66,9 @@ def _round_kernel(
     tl.store(out_ptr + row * size_in + column, (rounded * scale).to(inputs.dtype), mask=is_column)
 
 
-@implements(stored_weight_reference.rounded_inputs)
+@implements(rounded_inputs_reference.rounded_inputs)
 def rounded_inputs(inputs, weight):
-    """See `stored_weight_reference.rounded_inputs`. One launch that depends on shapes and strides only."""
+    """See `rounded_inputs_reference.rounded_inputs`. One launch that depends on shapes and strides only."""
     size_in = inputs.shape[-1]
     rows = inputs.reshape(-1, size_in)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
