@@ -32,7 +32,6 @@ from .kernels.linear_tiles import (
 from .kernels.low_rank_reference import low_rank_places
 from .kernels.random_reference import exponential_sample, row_seeds, uniform
 from .kernels.stored_weight_reference import dequantise as dequantise_weight
-from .kernels.stored_weight_reference import round_inputs
 from .kernels.types import WORD_BITS, DraftInputs, LinearTiles, RecurrenceRing, StoredWeight, VerificationResult
 from .op_choice import (
     batch_invariant,
@@ -72,10 +71,10 @@ def _gated_linear(inputs, weight, bias, activation):
 def _stored_linear(inputs, weight, bias, activation):
     from .kernels.linear import linear
 
-    if weight.rounds_inputs and weight.group >= inputs.shape[1]:  # no program has a whole row
-        inputs, weight = round_inputs(inputs, weight).to(inputs.dtype), weight._replace(rounds_inputs=False)
-    wide = _wide_stored_tiles(inputs, weight)
-    if wide is not None and activation is None:
+    wide = _wide_stored_tiles(inputs, weight) if activation is None else None
+    if weight.rounds_inputs and (wide is not None or weight.group >= inputs.shape[1]):  # no program has a whole row
+        inputs, weight = rounded_inputs(inputs, weight), weight._replace(rounds_inputs=False)
+    if wide is not None:
         from .kernels import linear_stored
 
         return linear_stored.linear(inputs, weight, bias, *wide)
@@ -261,6 +260,12 @@ _plain_expert_linear = kernel_op(
 _STORED = (
     "Tensor values, Tensor scales, Tensor? zeros, int rows, int group, bool rounds_inputs, str? codes, Tensor? outer, "
     "Tensor? scale_codes, Tensor? shift"
+)
+rounded_inputs = kernel_op(
+    "rounded_inputs.rounded_inputs",
+    f"(Tensor inputs, {_STORED}) -> Tensor",
+    lambda inputs, *_: torch.empty_like(inputs, memory_format=torch.contiguous_format),
+    groups={1: StoredWeight},
 )
 _expert_linear_of_stored = kernel_op(
     "experts.stored_expert_linear",

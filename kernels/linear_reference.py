@@ -7,7 +7,8 @@ from __future__ import annotations
 import torch
 
 from .gated_activation_reference import gated_activation
-from .stored_weight_reference import dequantise, round_inputs
+from .rounded_inputs_reference import round_inputs
+from .stored_weight_reference import dequantise
 from .types import StoredWeight
 
 

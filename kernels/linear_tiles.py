@@ -189,8 +189,7 @@ def choose_wide_stored_tiles(rows: int, weight: StoredWeight) -> tuple[LinearTil
     size_out, size_in = weight.shape
     few = FEWEST_ROWS if weight.values.shape[-1] < size_in else 32
     depth = _WIDE_DEPTH if weight.zeros is None else min(_WIDE_DEPTH, weight.group)
-    rounds_groups = weight.rounds_inputs and weight.group < size_in
-    if not few < rows <= MAX_WIDE_STORED_ROWS or size_in % depth or rounds_groups:
+    if not few < rows <= MAX_WIDE_STORED_ROWS or size_in % depth:
         return None
     num_blocks = -(-size_out // _WIDE_FEATURES)
     num_parts = 1 if num_blocks > _ONE_WAVE else 2 if num_blocks >= _ENOUGH_PROGRAMS else 4

@@ -28,9 +28,6 @@ CODES = {
         *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ),
 }
-# What the largest number of a row's inputs becomes, by the format that they are rounded to.
-LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127.5}
-_LEAST_SCALE = 1e-12
 
 
 def dequantise(weight: StoredWeight, dtype: torch.dtype) -> torch.Tensor:
@@ -61,15 +58,3 @@ def _spread(scales: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
     for dim, size in ((-2, weight.rows), (-1, weight.group)):
         scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
     return scales
-
-
-def round_inputs(inputs: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
-    """`inputs` `[..., in]` as groups of numbers in the format of `weight` with a scale each are, computed in float32 at
-    least."""
-    values, kind = inputs.to(torch.promote_types(inputs.dtype, torch.float32)), weight.values.dtype
-    size, group = values.shape[-1], weight.group
-    groups = torch.nn.functional.pad(values, (0, -size % group)).unflatten(-1, (-1, group))
-    scale = (groups.abs().amax(-1, keepdim=True) / LARGEST[kind]).clamp(min=_LEAST_SCALE)
-    rounded = groups / scale
-    rounded = rounded.round().clamp(-128, 127) if kind == torch.int8 else rounded.to(kind).to(values.dtype)
-    return (rounded * scale).flatten(-2)[..., :size]

@@ -38,7 +38,7 @@ class StoredLinear(nn.Linear):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         stored = _stored(self, *self.form)
         if stored.rounds_inputs:
-            inputs = ops.round_inputs(inputs, stored).to(inputs.dtype)
+            inputs = ops.rounded_inputs(inputs, stored)
         dtype = torch.float32 if stored.scales.itemsize == 1 else stored.scales.dtype
         return F.linear(inputs, ops.dequantise_weight(stored, dtype).to(inputs.dtype), self.bias)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..host.quantised import FP8_BLOCK, FP8_INPUTS, FP8_LINEAR, FP8_SCALES
@@ -24,6 +25,17 @@ PLAIN_WEIGHTS = frozenset({nn.Parameter, torch.Tensor})
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of `tensor`, sharing its memory; `tensor` itself if it is not a `DTensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def tensors_of(layer: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of `layer` by name; in the place of a subclass of tensors, those that it consists of."""
+    found = {}
+    for name, one in layer._parameters.items():  # `Module.__getattr__` is slow
+        if type(one) not in PLAIN_WEIGHTS and is_traceable_wrapper_subclass(one):
+            found |= {f"{name}.{inner}": getattr(one, inner) for inner in one.__tensor_flatten__()[0]}
+        elif one is not None:
+            found[name] = one
+    return found
 
 
 # Zero points, and whether they were all zero, with the version of the tensor that was looked at.

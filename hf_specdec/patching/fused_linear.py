@@ -7,18 +7,20 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..device_policy import policy_of
+from ..kernels.types import StoredWeight
 from ..modules.adapters import base_layer
 from ..modules.hidden_states import modules_of
 from ..modules.module_hooks import has_hooks
 from ..modules.patch import Patch, replaced, runs_engine
-from ..modules.weights import PLAIN_WEIGHTS, weight_of
-from .linear import linear, runs_linear
+from ..modules.weights import tensors_of, weight_of
+from .linear import computes, linear, runs_linear
 
 # Names of children of one module that are called with the same input, in the order in which they are called.
 GROUPS = (
@@ -31,17 +33,22 @@ GROUPS = (
 
 
 class FusedLinear:
-    """Several `nn.Linear` of one input as one matmul; each layer returns its slice of the output when it is called.
+    """Several linear layers of one input as one matmul; each layer returns its slice of the output when it is called.
 
     The layers, in the order in which they are called, have adjacent storages (see `adjacent_storages`): `weight`
     `[sum of out, in]` is the memory of all weights, `bias` `[sum of out]` that of all biases, if they have some.
+    `sizes` are the outputs of each, under tensor parallelism of this rank's shards.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], weight: torch.Tensor, bias: torch.Tensor | None):
+    def __init__(
+        self,
+        layers: Sequence[nn.Linear],
+        weight: torch.Tensor | StoredWeight,
+        bias: torch.Tensor | None,
+        sizes: Sequence[int],
+    ):
         self.layers = layers
-        self.weight, self.bias = weight, bias
-        # Under tensor parallelism those of this rank's shards.
-        self._sizes = [layer._parameters["weight"].shape[0] for layer in layers]
+        self.weight, self.bias, self._sizes = weight, bias, sizes
         # Adds to outputs `[..., sum of out]` of inputs `[..., in]` what `low_rank_updates` do; None if there are none.
         self.update: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         # One attribute, so that a thread never sees the input of one thread's call with the outputs of another's.
@@ -52,13 +59,14 @@ class FusedLinear:
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
             if not runs_engine():
-                return nn.Linear.forward(layer, inputs)
+                return type(layer).forward(layer, inputs)
             if index == 0:
                 self._last = inputs, self._outputs(inputs)
             last_input, outputs = self._last
             if last_input is not inputs:  # the module called its layers with different inputs, or in another order
-                is_updated = self.update is not None
-                return self._outputs(inputs)[index] if is_updated else linear(inputs, layer.weight, layer.bias)
+                weight = weight_of(layer)
+                is_alone = self.update is None and computes(inputs, weight)
+                return linear(inputs, weight, layer.bias) if is_alone else self._outputs(inputs)[index]
             if index == len(self.layers) - 1:
                 self._last = None, ()
             return outputs[index]
@@ -67,7 +75,10 @@ class FusedLinear:
         return forward
 
     def _outputs(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        out = linear(inputs, self.weight, self.bias)
+        if computes(inputs, self.weight):
+            out = linear(inputs, self.weight, self.bias)
+        else:
+            out = torch.cat([type(layer).forward(layer, inputs) for layer in self.layers], -1)
         if self.update is not None:
             self.update(out, inputs)
         return out.split(self._sizes, -1)
@@ -77,7 +88,7 @@ class FusedLinear:
         return len(set(self._sizes)) == 1 and list(map(id, self.layers)) == list(map(id, layers))
 
 
-def fused_parameters(gate: nn.Module, up: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def fused_parameters(gate: nn.Module, up: nn.Module) -> tuple[torch.Tensor | StoredWeight, torch.Tensor | None] | None:
     """Weight `[2 N, in]` and bias of the matmul that computes `gate` and then `up`, which may be one layer; or None."""
     if gate is up:
         weight = weight_of(gate) if runs_linear(gate) and not has_hooks([gate]) else None
@@ -163,7 +174,9 @@ def adjacent_storages(*groups: Sequence[torch.Tensor]) -> list[torch.Tensor] | N
 
 
 def _move(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    fused = torch.cat([tensor.detach() for tensor in tensors])
+    parts = [tensor.detach() for tensor in tensors]
+    # As bytes, since torch does not concatenate all types of 8 bits on all devices.
+    fused = torch.cat([part.view(torch.uint8) if part.itemsize == 1 else part for part in parts]).view(parts[0].dtype)
     storage, start = fused.untyped_storage(), 0
     for tensor in tensors:
         end = start + tensor.nbytes
@@ -174,16 +187,18 @@ def _move(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _can_be_fused(layers: Sequence[nn.Module]) -> bool:
-    """Whether all are plain linear layers of one input width, dtype and device, without hooks or patched forwards."""
+    """Whether all are linear layers of one input width, dtype and device, without hooks or patched forwards."""
     for layer in layers:
-        if type(layer) is not nn.Linear or layer._parameters.keys() != {"weight", "bias"}:
+        if not isinstance(layer, nn.Linear) or weight_of(layer) is None:
+            return False
+        if type(layer) is nn.Linear and layer._parameters.keys() != {"weight", "bias"}:
             return False
         is_patched = "forward" in vars(layer) and not hasattr(layer.forward, "fused")
-        if type(layer.weight) not in PLAIN_WEIGHTS or is_patched or layer._forward_hooks or layer._forward_pre_hooks:
+        if is_patched or layer._forward_hooks or layer._forward_pre_hooks:
             return False
     kinds = {
-        (layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None, layer.weight.dim())
-        for layer in layers
+        (type(layer), type(one), layer.in_features, one.dtype, one.device, layer.bias is None, one.dim())
+        for layer, one in ((layer, layer.weight) for layer in layers)
     }
     return len(kinds) == 1 and policy_of(layers[0].weight.device).fused_linear
 
@@ -198,18 +213,80 @@ def _groups(models: Sequence[nn.Module]) -> Iterator[list[nn.Linear]]:
                     yield layers
 
 
-def _parameters_of(layers: Sequence[nn.Linear]) -> list[list[torch.Tensor]]:
-    parameters = [layer._parameters for layer in layers]  # `Module.__getattr__` is slow
-    names = ("weight",) if parameters[0]["bias"] is None else ("weight", "bias")
-    return [[one[name] for one in parameters] for name in names]
+def _memory_of(stored: StoredWeight) -> dict[str, torch.Tensor]:
+    return {name: part for name, part in stored._asdict().items() if isinstance(part, torch.Tensor)}
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Layers that are fused, held weakly.
+
+    Attributes:
+        layers: in the order in which they are called.
+        sizes: outputs of each.
+        names: of the tensors of a layer (see `tensors_of`) that are the parts of its weight, and of its bias.
+        form: the first layer's weight on the meta device; None if weights are plain.
+    """
+
+    layers: tuple[weakref.ref, ...]
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
+    form: StoredWeight | None
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Linear]) -> _Group | None:
+        """None if weights are stored in several forms, by blocks that end in another layer, or with scales of scales,
+        or are no whole tensors of the layers."""
+        weights, biases = [weight_of(layer) for layer in layers], () if layers[0].bias is None else ("bias",)
+        found = tuple(map(weakref.ref, layers)), tuple(weight.shape[0] for weight in weights)
+        if not isinstance(weights[0], StoredWeight):
+            return cls(*found, ("weight", *biases), None)
+        forms, names = [], set()
+        for layer, weight in zip(layers, weights, strict=True):
+            memory = _memory_of(weight)
+            whole = {(one.data_ptr(), one.nbytes): name for name, one in tensors_of(layer).items()}
+            names.add(tuple(whole.get((part.data_ptr(), part.nbytes)) for part in memory.values()))
+            forms.append(
+                weight._replace(**{name: torch.empty_like(part, device="meta") for name, part in memory.items()})
+            )
+        is_divided = all(weight.shape[0] % weight.rows == 0 and weight.outer is None for weight in weights)
+        kinds = {
+            tuple([(one.dtype, one.shape[1:]) if isinstance(one, torch.Tensor) else one for one in form])
+            for form in forms
+        }
+        if len(kinds) > 1 or len(names) > 1 or any(None in one for one in names) or not is_divided:
+            return None
+        return cls(*found, (*names.pop(), *biases), forms[0])
+
+    def tensors(self, layers: Sequence[nn.Linear]) -> list[list[torch.Tensor]]:
+        """Of each name those of all layers."""
+        found = [tensors_of(layer) for layer in layers]
+        return [[one[name] for one in found] for name in self.names]
+
+    def fused(self) -> FusedLinear | None:
+        """None if a layer is no more, or their memory is not adjacent."""
+        layers = [layer() for layer in self.layers]
+        if None in layers:
+            return None
+        found = [_find_fused(tensors) for tensors in self.tensors(layers)]
+        if any(one is None for one in found):
+            return None
+        bias = found.pop() if self.names[-1] == "bias" else None
+        return FusedLinear(layers, self._weight(found), bias, self.sizes)
+
+    def _weight(self, found: list[torch.Tensor]) -> torch.Tensor | StoredWeight:
+        if self.form is None:
+            return found[0]
+        parts = zip(_memory_of(self.form).items(), found, strict=True)
+        return self.form._replace(**{name: one.view(part.dtype).view(-1, part.shape[1]) for (name, part), one in parts})
 
 
 class fused_linears(Patch):
     """Context in which each group of layers (`GROUPS`) of `models` computes as one matmul.
 
     The weights of such layers, of LoRA layers those of the base layers, are moved next to each other when it is
-    constructed, and stay there (see `adjacent_storages`). Layers that are not plain `nn.Linear` and those with hooks
-    are left as they are.
+    constructed, and stay there (see `adjacent_storages`); those of quantised layers with their scales, where the
+    kernels know how they are stored. Other layers and those with hooks are left as they are.
     """
 
     def __init__(self, *models: nn.Module):
@@ -217,20 +294,14 @@ class fused_linears(Patch):
         uses = Counter(id(layer.weight) for layers in groups for layer in layers)
         # A tied weight can be adjacent to one group only.
         groups = [layers for layers in groups if all(uses[id(layer.weight)] == 1 for layer in layers)]
+        found = ((layers, _Group.of(layers)) for layers in groups)
         self._groups = [
-            tuple(map(weakref.ref, layers))
-            for layers in groups
-            if adjacent_storages(*_parameters_of(layers)) is not None
+            group
+            for layers, group in found
+            if group is not None and adjacent_storages(*group.tensors(layers)) is not None
         ]
 
     def _enter(self, stack: ExitStack) -> None:
-        forwards: list[tuple[nn.Linear, Callable]] = []
-        for group in self._groups:
-            layers = [layer() for layer in group]
-            if None in layers:
-                continue
-            weight, *bias = (_find_fused(parameters) for parameters in _parameters_of(layers))
-            if weight is not None and not any(one is None for one in bias):
-                fused = FusedLinear(layers, weight, *(bias or [None]))
-                forwards += ((layer, fused.forward_of(index)) for index, layer in enumerate(layers))
+        every = [fused for group in self._groups if (fused := group.fused()) is not None]
+        forwards = [(layer, fused.forward_of(index)) for fused in every for index, layer in enumerate(fused.layers)]
         stack.enter_context(replaced("forward", forwards))

@@ -3,6 +3,7 @@
 Where a kernel knows how a library stores weights, the same is asked of it, in Triton's interpreter or the reference.
 """
 
+import copy
 import gc
 import itertools
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import with_adapters
 from case_counts import cases
 from compressed import arguments, save_compressed
 from graph_stand_ins import tape_on_cpu
@@ -36,9 +38,10 @@ from hf_specdec.kernels.types import StoredWeight
 from hf_specdec.loading import load_target
 from hf_specdec.modules.signature import _plain_parts
 from hf_specdec.modules.stored_linear import keep_stored
-from hf_specdec.modules.weights import PLAIN_WEIGHTS, quantised_class, register_weight_kind, weight_of
+from hf_specdec.modules.weights import PLAIN_WEIGHTS, quantised_class, register_weight_kind, tensors_of, weight_of
 from hf_specdec.modules.weights import _readers as readers
 from hf_specdec.patching.experts import copies_experts
+from hf_specdec.patching.fused_linear import fused_linears, fused_parameters
 from hf_specdec.patching.stored_experts import StoredExperts
 
 SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
@@ -166,6 +169,8 @@ def targets(tmp_path_factory):
                 options["quantization_config"] = settings
             model = keep_stored(AutoModelForCausalLM.from_pretrained(folder, **options).eval())
             model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+            for one in itertools.chain(*(tensors_of(layer).values() for layer in layers_of(model))):
+                one.data = one.data.clone()  # not the memory of the file, which cannot be moved
             loaded[library, family] = model
         return loaded[library, family]
 
@@ -247,6 +252,48 @@ def test_kernels_take_the_place_of_the_library(library, triton, targets, monkeyp
     assert rows and max(rows) <= 8
     rows.clear()
     assert torch.equal(greedy(target, inputs, **new), plain) and not rows
+
+
+# Their scales have scales of their own, or are no tensors of the layer.
+NOT_FUSED = {"bitsandbytes nf4", "bitsandbytes nf4, scales too", "compressed-tensors NVFP4"}
+
+
+@pytest.mark.parametrize("library", [name for name, (_, _, is_known) in LIBRARIES.items() if is_known])
+def test_gate_and_up_are_one_weight(library, targets, monkeypatch):
+    """In the memory of the layers, which stays the library's."""
+    set_policy(monkeypatch, "cpu", fused_linear=True)
+    target = targets(library, "llama")
+    layers = [target.model.layers[1].mlp.gate_proj, target.model.layers[1].mlp.up_proj]
+    expected = torch.cat([dequantise(weight_of(one), torch.float32) for one in layers])
+    with fused_linears(target):
+        found = fused_parameters(*layers)
+        again = fused_linears(target)
+    assert (found is None) == (library in NOT_FUSED)
+    if found is not None:
+        assert torch.equal(dequantise(found[0], torch.float32), expected)
+        parts = [weight_of(one) for one in layers]
+        ends = parts[0].values.data_ptr() + parts[0].values.nbytes, parts[0].scales.data_ptr() + parts[0].scales.nbytes
+        assert (found[0].values.data_ptr(), found[0].scales.data_ptr()) == (
+            parts[0].values.data_ptr(),
+            parts[0].scales.data_ptr(),
+        )
+        assert ends == (parts[1].values.data_ptr(), parts[1].scales.data_ptr())
+        with again:
+            assert fused_parameters(*layers)[0].values.data_ptr() == found[0].values.data_ptr()
+
+
+def test_adapters_over_stored_layers(targets, monkeypatch):
+    """Updates are added to what the kernels give in rounds and the layers themselves for the prompts."""
+    set_policy(monkeypatch, "cpu", few_row_linear=True, fused_linear=True, transposed_linear=False)
+    target, inputs = copy.deepcopy(targets("compressed-tensors W4A16", "llama")), prompts_for(PROMPTS[1])
+    base = greedy(target, inputs, max_new_tokens=6)
+    with_adapters(target)
+    plain = greedy(target, inputs, max_new_tokens=6)
+    assert not torch.equal(plain, base)
+    monkeypatch.setattr(ops, "has_fast_linear", lambda inputs, _: len(inputs) <= 8)
+    drafter = random_eagle3(target)
+    assert torch.equal(greedy(target, inputs, drafter, 3, max_new_tokens=6), plain)
+    assert drafter.stats.engine == "static"
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

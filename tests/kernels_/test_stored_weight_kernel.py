@@ -10,13 +10,15 @@ from interpreter import same_bits
 from targets import set_policy
 
 from hf_specdec import ops
-from hf_specdec.kernels import experts_reference, linear_reference, linear_stored
+from hf_specdec.kernels import experts_reference, linear_reference, linear_stored, rounded_inputs_reference
 from hf_specdec.kernels.experts import expert_linear, plan_experts
 from hf_specdec.kernels.gated_activation import gated_activation
 from hf_specdec.kernels.linear import linear
 from hf_specdec.kernels.linear_tiles import choose_stored_tiles, choose_wide_stored_tiles
+from hf_specdec.kernels.rounded_inputs import rounded_inputs
+from hf_specdec.kernels.rounded_inputs_reference import round_inputs
 from hf_specdec.kernels.stored_weight import look_up
-from hf_specdec.kernels.stored_weight_reference import CODES, dequantise, round_inputs
+from hf_specdec.kernels.stored_weight_reference import CODES, dequantise
 from hf_specdec.kernels.types import LinearTiles, StoredWeight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -132,8 +134,7 @@ def test_which_products_have_wide_tiles():
     ]
     halves = stored_weight("int4 groups", 512, 256)
     assert [choose_wide_stored_tiles(rows, halves) is not None for rows in (16, 17)] == [False, True]
-    assert choose_wide_stored_tiles(64, weight._replace(rounds_inputs=True)) is not None
-    assert choose_wide_stored_tiles(64, stored_weight("e4m3 blocks and inputs", 512, 256)) is None
+    assert choose_wide_stored_tiles(64, stored_weight("e4m3 blocks and inputs", 512, 256)) is not None
     assert choose_wide_stored_tiles(64, stored_weight("e4m3 rows", 512, 192)) is None
     assert choose_wide_stored_tiles(64, stored_weight("int4 zero points", 512, 256)) == (
         LinearTiles(64, 64, 64, 4, 3),
@@ -185,6 +186,37 @@ def test_inputs_are_rounded_by_the_largest_of_a_row(kind, monkeypatch):
         assert torch.equal(ops.linear(inputs[2:3], weight), expected[2:3])
         gated = gated_activation(*expected.chunk(2, dim=-1), "silu")
         assert same_bits(ops.gated_linear(inputs, weight, None, "silu"), gated)
+
+
+@pytest.mark.parametrize("kind", ["e4m3 rows", "int8 rows", "e4m3 blocks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"))
+def test_rounded_inputs(kind, dtype):
+    """The bits of the reference, for numbers of all sizes, groups of zeros, parts of groups, rows between NaN."""
+    for size_in in (64, 320, 4096):
+        weight = stored_weight(kind, 8, size_in)
+        inputs = inputs_for(6, size_in, torch.float32) * torch.logspace(-4, 1, 6, device=DEVICE)[:, None]
+        inputs[:, ::3] /= 300  # below the least normal number of e4m3
+        inputs[2, 40:170], inputs[3] = 0, torch.arange(size_in, device=DEVICE) / 2  # halves between two numbers
+        between = torch.full((8, size_in + 32), float("nan"), device=DEVICE, dtype=dtype)
+        view = between[1:-1, 16:-16]
+        view.copy_(inputs)
+        expected = rounded_inputs_reference.rounded_inputs(view, weight)
+        found = rounded_inputs(view, weight)
+        assert found.dtype == dtype and torch.equal(found, expected) and not torch.equal(found, view)
+        assert torch.equal(rounded_inputs(view.reshape(2, 3, -1), weight), expected.view(2, 3, -1))
+
+
+def test_inputs_of_wide_tiles_are_rounded_by_groups(monkeypatch):
+    set_policy(monkeypatch, DEVICE, triton=True)
+    weight, dtype = stored_weight("e4m3 blocks and inputs", *SHAPE), DTYPES[-1]
+    inputs = inputs_for(40, SHAPE[1], dtype)
+    expected = round_inputs(inputs, weight).double() @ dequantise(weight, torch.float64).T
+    atol = EPSILON[dtype] * expected.abs().max().item()
+    torch.testing.assert_close(ops.linear(inputs, weight).double(), expected, rtol=0, atol=atol)
+    rounded, tiles = rounded_inputs(inputs, weight), choose_wide_stored_tiles(40, weight)
+    assert torch.equal(
+        ops.linear(inputs, weight), linear_stored.linear(rounded, weight._replace(rounds_inputs=False), None, *tiles)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
