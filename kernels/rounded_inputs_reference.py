@@ -18,7 +18,9 @@ def round_inputs(inputs: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
     values, kind = inputs.to(torch.promote_types(inputs.dtype, torch.float32)), weight.values.dtype
     size, group = values.shape[-1], weight.group
     groups = torch.nn.functional.pad(values, (0, -size % group)).unflatten(-1, (-1, group))
-    scale = (groups.abs().amax(-1, keepdim=True) / LARGEST[kind]).clamp(min=LEAST_SCALE)
+    largest = groups.abs().amax(-1, keepdim=True)
+    # Not by a Python number: on a GPU torch multiplies by the reciprocal of that.
+    scale = (largest / torch.full_like(largest, LARGEST[kind])).clamp(min=LEAST_SCALE)
     rounded = groups / scale
     rounded = rounded.round().clamp(-128, 127) if kind == torch.int8 else rounded.to(kind).to(values.dtype)
     return (rounded * scale).flatten(-2)[..., :size]
