@@ -1,14 +1,19 @@
 """On a GPU: targets whose layers or positions are unlike Llama's generate what plain `generate()` generates."""
 
+import copy
+
 import pytest
 import torch
 import transformers
+from assistants import ORDERED, assistant_drafter, gemma4_target, new_assistant
 from oracle import OracleDrafter, copy_of, random_eagle3
 from targets import HYBRIDS, WITHOUT_ATTENTION, padded_prompts
 from targets import on_gpu as family_on_gpu
 from torch.nn.functional import pad
 from zoo import is_refusal
 from zoo_models import MAX_NEW_TOKENS, build, class_names, generate, prompts, rows_of
+
+from hf_specdec import NoDrafter
 
 pytestmark = [
     pytest.mark.gpu,
@@ -93,6 +98,46 @@ def test_recurrent_layers(family, is_compiled):
             stats = drafter.stats
             assert stats.execution == f"captured in one graph, {'compiled' if is_compiled else 'not compiled'}"
             assert make is not copy_of or stats.accepted == stats.drafted
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("options", [{}, ORDERED], ids=["head", "ordered"])
+def test_assistants_of_gemma_4(options, is_compiled):
+    """Greedy texts are plain ones, drawn ones those of the seeds alone, also of rounds that are replayed."""
+    target = copy.deepcopy(gemma4_target()).to("cuda")
+    drafter = assistant_drafter(new_assistant(**options).to("cuda"), target).configure(compile_rounds=is_compiled)
+    lengths = [2, 13, 7]
+    inputs = {name: tensor.to("cuda") for name, tensor in padded_prompts(lengths).items()}
+
+    def generate(rows: list[int], **options) -> torch.Tensor:
+        width = max(lengths[row] for row in rows)
+        some = {name: tensor[rows, -width:] for name, tensor in inputs.items()}
+        out = target.generate(**some, max_new_tokens=24, assistant_model=drafter, **options)
+        assert drafter.stats.execution == f"captured in one graph, {'compiled' if is_compiled else 'not compiled'}"
+        return out[:, -24:]
+
+    plain = target.generate(**inputs, max_new_tokens=24)[:, -24:]
+    for num_drafts in (4, 4, 1):
+        assert torch.equal(generate([0, 1, 2], num_assistant_tokens=num_drafts), plain)
+    drawn = generate([0, 1, 2], do_sample=True, seeds=[1, 2, 3])
+    assert torch.equal(drawn, generate([0, 1, 2], do_sample=True, seeds=[1, 2, 3])) and not torch.equal(drawn, plain)
+    for row in range(3):
+        assert torch.equal(generate([row], do_sample=True, seeds=[row + 1])[0], drawn[row])
+
+
+def test_batch_invariant_calls_with_an_assistant_of_gemma_4():
+    target = copy.deepcopy(gemma4_target()).to("cuda").bfloat16()
+    drafter = assistant_drafter(new_assistant().to("cuda").bfloat16(), target).configure(batch_invariant=True)
+    lengths = [2, 13, 7, 5]
+    inputs = {name: tensor.to("cuda") for name, tensor in padded_prompts(lengths).items()}
+    together = target.generate(**inputs, max_new_tokens=24, assistant_model=drafter)[:, -24:]
+    for row, length in enumerate(lengths):
+        some = {name: tensor[row : row + 1, -length:] for name, tensor in inputs.items()}
+        alone = target.generate(
+            **some, max_new_tokens=24, assistant_model=NoDrafter(target, batch_invariant=True), do_sample=False
+        )
+        assert torch.equal(alone[0, -24:], together[row])
+    assert drafter.stats.batch_invariant
 
 
 @pytest.mark.zoo
