@@ -151,7 +151,7 @@ class Runner:
 
         Returns `prefixes`; those of rows that keep what they hold may be shorter.
         """
-        memory, margin = self.memory, self.prefix_margin or 0
+        memory = self.memory
         kept = {one.row: one.length if one.row == one.source else 0 for one in prefixes}
         # What the rows of the group hold may be given back before others have copied it.
         copies = [
@@ -160,12 +160,8 @@ class Runner:
         if copies or any(memory.is_shared(*one) for one in kept.items()):
             self._wait_for_device()
         shared = {one.row for one in copies if memory.share(one.row, one.source, one.length)}
-        found = []
-        for one in prefixes:
-            left = one.length if one.row in shared else memory.unshare(one.row, kept[one.row])
-            is_shorter = one.row == one.source and left < one.length
-            found.append(one._replace(length=max(left - margin, 0)) if is_shorter else one)
-        return found
+        left = {row: memory.unshare(row, length) for row, length in kept.items() if row not in shared}
+        return [one._replace(length=left[one.row]) if one.row == one.source else one for one in prefixes]
 
     def room(self, rows: Sequence[int]) -> int:
         """Bytes that rows may get, those that `rows` hold included."""

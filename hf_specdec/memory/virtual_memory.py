@@ -266,20 +266,20 @@ class RowMemory:
         return True
 
     def unshare(self, row: int, slots: int) -> int:
-        """Let `row` give back memory from `slots` on that it shares, and all after that, which the device must not use;
-        returns how many of the leading `slots` slots it still has."""
-        shared = self._shared(row, slots)
-        if shared:
+        """If `row` shares memory from `slots` on, let it give back all that it shares, since a piece may end within a
+        slot, and all after that, which the device must not use; returns how many of the leading `slots` slots it still
+        has."""
+        shared = self._shared(row)
+        if shared and self.is_shared(row, slots):
             self._take(row, shared[0].start)
         return min(slots, self.committed_slots(row))
 
     def is_shared(self, row: int, slots: int) -> bool:
         """Whether `row` shares memory from `slots` on."""
-        return bool(self._shared(row, slots))
+        return any(one.start + one.size > slots * self.token_bytes for one in self._shared(row))
 
-    def _shared(self, row: int, slots: int) -> list[_Piece]:
-        end = slots * self.token_bytes
-        return [one for one in self._pieces[row] if one.memory.users > 1 and one.start + one.size > end]
+    def _shared(self, row: int) -> list[_Piece]:
+        return [one for one in self._pieces[row] if one.memory.users > 1]
 
     def _shareable(self, row: int, source: int, slots: int) -> list[_Piece]:
         """The pieces of `source` within its leading `slots` slots, behind what `row` always has memory for."""

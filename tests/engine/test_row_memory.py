@@ -29,6 +29,7 @@ from transformers import ContinuousBatchingConfig
 from hf_specdec import NoDrafter, SuffixDrafter, ops
 from hf_specdec.calls.request import Arrived, ContinuousBatching, Request
 from hf_specdec.engine import lease
+from hf_specdec.engine.prefix_cache import Prefix
 from hf_specdec.engine.run import Run, _Launched
 from hf_specdec.engine.runner import Runner
 from hf_specdec.graphs import buckets
@@ -139,10 +140,10 @@ def test_rows_share_memory(monkeypatch):
     keys[2, 100:200] = -1.0
     assert memory.is_shared(1, 99) and not memory.is_shared(1, 100) and keys[1, 100:256].min() == 100
     assert memory.unshare(1, 128) == 128 and memory.committed_slots(1) == 256
-    assert memory.unshare(1, 50) == 48 and memory.committed_slots(1) == 48 and keys[2, 99, 0, 0] == 99
-    assert not memory.is_shared(2, 48) and memory.is_shared(2, 47)
-    memory.trim(2)
-    assert memory.held([1]) == 48 * 1024 and keys[1, 47, 1, 7] == 47
+    assert memory.unshare(1, 50) == 0 and memory.committed_slots(1) == 0 and keys[2, 99, 0, 0] == 99
+    assert not memory.is_shared(2, 0) and memory.held([2]) == 256 * 1024
+    # What row 0 has of its own stays.
+    assert memory.unshare(0, 50) == 4 and memory.committed_slots(0) == 4 and keys[3, 99, 0, 0] == 99
     memory.trim(0)
     assert memory.share(0, 3, 50) and memory.committed_slots(0) == 48 and torch.equal(keys[0, 4:48], keys[3, 4:48])
     memory.free()
@@ -277,15 +278,22 @@ def test_where_keys_are_is_looked_up_once(monkeypatch):
 @pytest.mark.parametrize("kind", cases(["noisy-copy", "eagle3", "mtp", "none"], ["noisy-copy", "mtp"]))
 def test_texts_that_begin_alike_share_memory(monkeypatch, kind):
     """Texts are the same, nothing that is shared is written, and rows hold less than without sharing."""
-    most = []
+    most, share = [], Runner.share
+
+    def checked(runner: Runner, prefixes: list[Prefix]) -> list[Prefix]:
+        found = share(runner, prefixes)
+        assert not any(runner.memory.is_shared(one.row, one.length) for one in found), "a prefill writes shared memory"
+        return found
+
+    monkeypatch.setattr(Runner, "share", checked)
     for is_shared in (False, True):
         monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 8)
-        monkeypatch.setattr(virtual_memory, "_MOST_PIECE", 8192)
+        monkeypatch.setattr(virtual_memory, "_MOST_PIECE", 4096)
         pages = use_aliasing_pages(monkeypatch)
         monkeypatch.setattr(pages, "can_alias", is_shared)
         drafter = KINDS[kind](tiny_target("llama"))
         beginning = prompts_of((300,))[0]
-        prompts = [beginning[:length] + one for length in (300, 290, 300, 200) for one in prompts_of((1, 3, 30))]
+        prompts = [beginning[:length] + one for length in (300, 280, 290, 296) for one in prompts_of((1, 3, 30))]
         virtual_memory.reset_peak_committed_bytes(CPU)
         before = committed_bytes(CPU)
         for _ in range(2):  # the second call finds rows that have shared memory
