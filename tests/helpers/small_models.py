@@ -7,7 +7,7 @@ import torch
 
 def prepare() -> None:
     """Make calls of small operations cheaper; call it before much is imported."""
-    # Calls make and drop many objects without cycles: Python's 700 of them would have it look for cycles all the time.
+    # Calls make many objects without cycles, for which Python would look again after every few hundred of them.
     gc.set_threshold(50_000, 20, 20)
-    # oneDNN takes twice as long for a matmul of a few rows as torch's other library.
+    # A matmul of a few rows and columns takes oneDNN about twice as long as the library that torch uses without it.
     torch.backends.mkldnn.enabled = False
