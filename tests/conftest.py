@@ -33,10 +33,12 @@ def prepare_torch(is_worker: bool) -> None:
     # Several workers with a thread for every core each would only get in each other's way; so would what they start.
     if is_worker:
         os.environ["OMP_NUM_THREADS"] = "1"
+    import small_models
     import torch
 
     if is_worker:
         torch.set_num_threads(1)
+    small_models.prepare()
     os.environ["HF_SPECDEC_CACHE"] = "off"  # what a test has measured is nothing for others
     # Without a GPU Triton kernels run in its interpreter; Triton reads this when it is imported.
     if not torch.cuda.is_available():

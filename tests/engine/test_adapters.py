@@ -304,15 +304,16 @@ def test_compiled(monkeypatch):
 
 def test_triton_kernels(monkeypatch):
     set_policy(monkeypatch, "cpu", triton=True, fused_linear=True)
-    target, adapted = adapted_target()
+    target, adapted = adapted_target(target=copy.deepcopy(tiny_target("llama", num_layers=1)))
+    drafter = random_eagle3(target, aux_hidden_state_layer_ids=[0, 1])
     expected = say(adapted, adapter_names=NAMES, max_new_tokens=4)
     calls = []
     add = ops.add_low_rank
     monkeypatch.setattr(ops, "add_low_rank", lambda *args: (calls.append(len(args[-1])), add(*args))[1])
-    assert say(adapted, random_eagle3(target), adapter_names=NAMES, max_new_tokens=4) == expected
+    assert say(adapted, drafter, adapter_names=NAMES, max_new_tokens=4) == expected
     alone = {name: one[:1] for name, one in padded_prompts([9]).items()}
     expected = say(adapted, inputs=alone, adapter_names=["b"], max_new_tokens=4)
-    assert say(adapted, random_eagle3(target), inputs=alone, adapter_names=["b"], max_new_tokens=4) == expected
+    assert say(adapted, drafter, inputs=alone, adapter_names=["b"], max_new_tokens=4) == expected
     assert {1, 2, 3} == set(calls)  # of query, key and value at once, of gate and up, of others
 
 

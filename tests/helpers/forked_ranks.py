@@ -5,6 +5,7 @@
 Ends with the status of the first process that fails, which ends the others.
 """
 
+import gc
 import importlib
 import os
 import runpy
@@ -13,6 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import small_models
 from torch.distributed import TCPStore
 
 
@@ -30,7 +32,9 @@ def run(program: str, arguments: list[str]) -> int:
 
 
 def main(processes: int, program: str, arguments: list[str]) -> int:
+    small_models.prepare()
     importlib.import_module(Path(program).stem)
+    gc.freeze()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",

@@ -177,9 +177,8 @@ def error_of(call) -> str:
 
 
 def generate_briefly(target: PreTrainedModel) -> list:
-    """What `target` generates with a drafter that shares its embedding and head."""
-    drafter = uncompiled(target, "borrower")
-    return [generate(target, drafter), generate(target, drafter, **SAMPLING)]
+    """What `target` samples with a drafter that shares its embedding and head; greedily no drafts would be accepted."""
+    return generate(target, uncompiled(target, "borrower"), **SAMPLING)
 
 
 def generate_with_images(target: PreTrainedModel) -> list:
