@@ -1,5 +1,6 @@
 """Log-probabilities of new tokens: those of `output_scores` and `output_logits`, whatever was drafted."""
 
+import copy
 from itertools import product
 
 import pytest
@@ -68,7 +69,7 @@ def processed(target, prompt, new, temperature):
 @torch.no_grad()
 def test_those_of_requests(drafts):
     """Of bulk generation and of a manager, on fewer rows than requests; none where they are not asked for."""
-    target = tiny_target("llama")
+    target = copy.deepcopy(tiny_target("llama")).double()
     drafter = copy_of(target, noise=0.03) if drafts else NoDrafter(target)
     prompts = [[5, 6, 7], [9] * 5, [4], [6, 6], [5, 6, 8, 9, 1]]
     options = {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": 9, "eos_token_id": -1}
