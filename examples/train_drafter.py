@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, set_seed
-from huggingface_hub import save_torch_state_dict
 from tqdm import tqdm
 from training.card import write_card
 from training.data import Documents, draft_vocabulary, shard_counts, written_options
@@ -425,11 +424,8 @@ def save_drafter(drafter: CachedDrafter, folder: Path, max_shard_size: str, weig
         saved = type(drafter)(copy.deepcopy(drafter.config))
     weights = folded_weights(drafter)
     saved.load_state_dict(weights)
-    saved.to(torch.bfloat16).save_pretrained(folder, max_shard_size=max_shard_size)
-    if weight_bits == 8:
-        for path in folder.glob("model*.safetensors*"):
-            path.unlink()
-        save_torch_state_dict(in_8_bits(weights), folder, max_shard_size=max_shard_size)
+    stored = in_8_bits(weights) if weight_bits == 8 else None
+    saved.to(torch.bfloat16).save_pretrained(folder, state_dict=stored, max_shard_size=max_shard_size)
 
 
 def in_8_bits(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
