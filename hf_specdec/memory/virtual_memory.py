@@ -266,12 +266,24 @@ class RowMemory:
         return True
 
     def unshare(self, row: int, slots: int) -> int:
-        """If `row` shares memory from `slots` on, let it give back all that it shares, since a piece may end within a
-        slot, and all after that, which the device must not use; returns how many of the leading `slots` slots it still
-        has."""
-        shared = self._shared(row)
-        if shared and self.is_shared(row, slots):
-            self._take(row, shared[0].start)
+        """Let `row` write from `slots` on: a piece that it shares there, and has a part of the leading `slots` slots,
+        becomes a copy of its own, and what lies behind is given back. Without memory for the copy the row gives back
+        all that it shares. The device must not use the row; returns how many of the leading slots it still has."""
+        shared, kept = self._shared(row), slots * self.token_bytes
+        first = next((one for one in shared if one.start + one.size > kept), None)
+        if first is not None:
+            start = row * self._row_bytes + first.start
+            blank = torch.empty(0, dtype=torch.uint8, device=self._device)
+            part = blank.set_(self._pages.storage(start), 0, (max(kept - first.start, 0),))
+            copy = part.to("cpu", copy=True)
+            self._take(row, first.start)
+            if len(copy):
+                try:
+                    _take_bytes(self._device, first.size)
+                    self._put(row, first.size)
+                    part.copy_(copy)
+                except torch.OutOfMemoryError:
+                    self._take(row, shared[0].start)
         return min(slots, self.committed_slots(row))
 
     def is_shared(self, row: int, slots: int) -> bool:

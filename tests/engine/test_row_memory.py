@@ -140,10 +140,14 @@ def test_rows_share_memory(monkeypatch):
     keys[2, 100:200] = -1.0
     assert memory.is_shared(1, 99) and not memory.is_shared(1, 100) and keys[1, 100:256].min() == 100
     assert memory.unshare(1, 128) == 128 and memory.committed_slots(1) == 256
-    assert memory.unshare(1, 50) == 0 and memory.committed_slots(1) == 0 and keys[2, 99, 0, 0] == 99
-    assert not memory.is_shared(2, 0) and memory.held([2]) == 256 * 1024
-    # What row 0 has of its own stays.
-    assert memory.unshare(0, 50) == 4 and memory.committed_slots(0) == 4 and keys[3, 99, 0, 0] == 99
+    # A piece of which a part is kept becomes a copy.
+    assert memory.unshare(1, 50) == 50 and memory.committed_slots(1) == 52 and not memory.is_shared(1, 50)
+    assert memory.is_shared(1, 47) and memory.held([1]) == 4 * 1024 and torch.equal(keys[1, :50], keys[2, :50])
+    keys[1, 50:52] = -2.0
+    assert keys[2, 50:100].min() == 50
+    with monkeypatch.context() as patch:  # no memory for a copy: what row 0 has of its own stays
+        set_policy(patch, "cpu", cache_bytes=0)
+        assert memory.unshare(0, 50) == 4 and memory.committed_slots(0) == 4 and keys[3, 99, 0, 0] == 99
     memory.trim(0)
     assert memory.share(0, 3, 50) and memory.committed_slots(0) == 48 and torch.equal(keys[0, 4:48], keys[3, 4:48])
     memory.free()
