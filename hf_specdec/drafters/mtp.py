@@ -208,25 +208,15 @@ class MtpDrafter(CachedDrafter):
         return max(num_draft_tokens + 1, 2 * num_draft_tokens if has_trees and self.chains_passes else 0)
 
     def run(
-        self,
-        state: DecodeState,
-        step: int,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        hidden: torch.Tensor,
-        embeds: torch.Tensor | None = None,
-        columns: Columns | None = None,
+        self, state: DecodeState, step: int, columns: Columns, embeds: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the module of `step` over `[B, n]` slots.
+        """Run the module of `step` over columns of `[B, n]` slots, nodes of a tree or tokens of a text.
 
         Args:
             state: a cache of `state.memory` is written.
             step: of the round, 0 to K - 1.
-            tokens: `[B, n]` int64 to embed.
-            slots: `[B, n]` int64 of the cache to write.
-            hidden: `[B, n, H]` hidden states at the slots.
+            columns: tokens, slots and hidden states; of a tree all.
             embeds: `[B, n, H]`, embeddings that take the place of those of the tokens.
-            columns: of a tree, if the slots are those of one.
 
         Returns:
             inputs of the head and of the next module (feedback), both `[B, n, H]`.
@@ -234,18 +224,17 @@ class MtpDrafter(CachedDrafter):
         cycle, index = divmod(step, self.config.num_modules)
         memory = state.memory
         cache = memory.later_caches[cycle - 1] if cycle > 0 and self.chains_passes else memory.cache
+        slots, nodes = columns.slots, columns.nodes
         cache.advance(slots, state.live)
-        if columns is None:
-            nodes, places, positions = None, slots, self.position_ids(state, slots)
-        else:
-            nodes, places, positions = columns.nodes, columns.places, columns.positions
+        if columns.ancestors is None:
+            columns, nodes = columns._replace(places=slots, positions=self.position_ids(state, slots)), None
         with cache.running(nodes):
             return self._run_module(
                 index,
-                tokens,
-                places,
-                positions,
-                hidden,
+                columns.tokens,
+                columns.places,
+                columns.positions,
+                columns.hidden,
                 embeds,
                 attention_mask=cache.attention_mask(slots),
                 **{self._cache_name: cache},
@@ -259,7 +248,7 @@ class MtpDrafter(CachedDrafter):
     def run_nodes(
         self, state: DecodeState, step: int, columns: Columns, num_logits: int
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        normed, feedback = self.run(state, step, columns.tokens, columns.slots, columns.hidden, columns=columns)
+        normed, feedback = self.run(state, step, columns)
         logits = self.logits(step, normed[:, -num_logits:]) if num_logits else None
         return logits, feedback if self.chains_passes else feedback[:, -max(num_logits, 1) :]
 
@@ -391,7 +380,7 @@ class MtpDrafter(CachedDrafter):
             ahead = step if self.chains_passes else 0
             tokens = state.tokens.gather(1, (positions + self.shift + ahead).clamp(max=state.dummy_slot))
             embeds = None if state.records is None else state.records.embeddings(positions + self.shift + ahead)
-            _, feedback = self.run(state, step, tokens, positions, hidden, embeds)
+            _, feedback = self.run(state, step, Columns(tokens, slots=positions, hidden=hidden), embeds)
             if self.chains_passes:
                 hidden = feedback
         self._remember(state, aux_hidden_states, positions)
@@ -420,7 +409,7 @@ class MtpDrafter(CachedDrafter):
 
     def _draft_tree(self, state: DecodeState, inputs: DraftInputs) -> Proposal:
         tokens, hidden = inputs.tokens, state.memory.hidden[:, -inputs.tokens.shape[1] :]
-        normed, feedback = self.run(state, 0, tokens, inputs.slots, hidden)
+        normed, feedback = self.run(state, 0, Columns(tokens, slots=inputs.slots, hidden=hidden))
         logits = self.logits(0, normed[:, -1:])
         if self.chains_passes:
             return self._grow(state, logits, feedback, tokens, hidden, state.most_draft_tokens)
@@ -434,7 +423,7 @@ class MtpDrafter(CachedDrafter):
         drafts = []
         # Steps that draft nothing in this round run for their caches; tokens that they lack are read in the next round.
         for step in range(state.most_draft_tokens):
-            normed, hidden = self.run(state, step, tokens, slots, hidden)
+            normed, hidden = self.run(state, step, Columns(tokens, slots=slots, hidden=hidden))
             if step < state.num_draft_tokens:
                 drafts.append(self.draw(state, self.logits(step, normed[:, -1:]), first=step))
             following = drafts[-1].tokens if step < state.num_draft_tokens else torch.zeros_like(tokens[:, :1])
@@ -446,12 +435,13 @@ class MtpDrafter(CachedDrafter):
         width, num_modules = tokens.shape[1], self.config.num_modules
         # Modules that draft nothing in this round run for their caches.
         for step in range(state.num_draft_tokens, min(state.most_draft_tokens, num_modules)):
-            self.run(state, step, tokens, slots, hidden)
+            self.run(state, step, Columns(tokens, slots=slots, hidden=hidden))
         drafts = []
         for step in range(state.num_draft_tokens):
             # A module that has run in this round runs only the slots that were added since, other modules run all.
             new = slice(0 if step < num_modules else width + step - num_modules, None)
-            normed, feedback = self.run(state, step, tokens[:, new], slots[:, new], hidden[:, new])
+            columns = Columns(tokens[:, new], slots=slots[:, new], hidden=hidden[:, new])
+            normed, feedback = self.run(state, step, columns)
             drafts.append(self.draw(state, self.logits(step, normed[:, -1:]), first=step))
             tokens = torch.cat([tokens, drafts[-1].tokens], dim=1)
             slots = torch.cat([slots, state.next_slots(step - self.shift)], dim=1)
