@@ -8,22 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from ..checkpoints import detection
 from ..checkpoints.checkpoint import Checkpoint, Selection
-from ..checkpoints.detection import (
-    Published,
-    check_not_refused,
-    is_block_drafter,
-    is_cache_reader,
-    is_dflash2,
-    is_domino,
-    is_dspark,
-    is_dspine,
-    is_eagle3,
-    is_language_model,
-    is_mtp,
-    is_pard2,
-    is_peagle,
-)
+from ..checkpoints.detection import Published, check_not_refused
 from ..checkpoints.interpretation import Decisions, without_none
 from ..checkpoints.mtp_layouts import needed_tensors
 from ..checkpoints.read_blocks import DFlash2Reader, DFlashReader, DominoReader, DSparkReader, DSpineReader
@@ -71,17 +58,17 @@ class Family:
 
 
 FAMILIES = [
-    Family(Pard2Drafter, is_pard2, read_pard2),
-    Family(DominoDrafter, is_domino, DominoReader.read),
-    Family(DFlash2Drafter, is_dflash2, DFlash2Reader.read),
-    Family(DSpineDrafter, is_dspine, DSpineReader.read),
-    Family(DSparkDrafter, is_dspark, DSparkReader.read),
-    Family(DFlashDrafter, is_block_drafter, DFlashReader.read),
-    Family(CacheReaderDrafter, is_cache_reader, read_cache_reader),
-    Family(PEagleDrafter, is_peagle, PEagleReader.read),
-    Family(Eagle3Drafter, is_eagle3, Eagle3Reader.read),
-    Family(MtpDrafter, is_mtp, read_mtp, _module_tensors),
-    Family(DraftModelDrafter, is_language_model, read_draft_model),
+    Family(Pard2Drafter, detection.is_pard2, read_pard2),
+    Family(DominoDrafter, detection.is_domino, DominoReader.read),
+    Family(DFlash2Drafter, detection.is_dflash2, DFlash2Reader.read),
+    Family(DSpineDrafter, detection.is_dspine, DSpineReader.read),
+    Family(DSparkDrafter, detection.is_dspark, DSparkReader.read),
+    Family(DFlashDrafter, detection.is_block_drafter, DFlashReader.read),
+    Family(CacheReaderDrafter, detection.is_cache_reader, read_cache_reader),
+    Family(PEagleDrafter, detection.is_peagle, PEagleReader.read),
+    Family(Eagle3Drafter, detection.is_eagle3, Eagle3Reader.read),
+    Family(MtpDrafter, detection.is_mtp, read_mtp, _module_tensors),
+    Family(DraftModelDrafter, detection.is_language_model, read_draft_model),
     Family(SuffixDrafter),
 ]
 _registered: list[Family] = []  # the ones of others, which are tried first
