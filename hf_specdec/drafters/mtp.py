@@ -351,28 +351,25 @@ class MtpDrafter(CachedDrafter):
         slots, outputs = torch.arange(tokens.shape[1], device=tokens.device)[None], []
         for step, count in enumerate(rows):
             tokens, hidden, index = shift_left(tokens[:count]), hidden[:count], step % self.config.num_modules
-            normed, hidden = self._unroll_module(index, tokens, slots, hidden, UnrolledAttention())
+            attention = {"attention_mask": None, "attend": UnrolledAttention()}
+            normed, hidden = self._run_module(index, tokens, slots, slots, hidden, **attention)
             outputs.append(normed)
         return outputs
 
     def _unroll_by_target(self, tokens: torch.Tensor, hidden: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
         """`unroll` with `chaining="target"`: a step's module first runs the steps whose slots its keys still lack."""
         slots, outputs = torch.arange(tokens.shape[1], device=tokens.device)[None], []
-        attend, inputs = UnrolledAttention(), []  # tokens and hidden states of each step
+        attention = {"attention_mask": None, "attend": UnrolledAttention()}
+        inputs = []  # tokens and hidden states of each step
         for step, count in enumerate(rows):
             tokens = shift_left(tokens[:count])
             inputs = [(ids[:count], states[:count]) for ids, states in (*inputs, (tokens, hidden))]
             for ahead in range(max(step - self.config.num_modules + 1, 0), step + 1):
                 ids, states = inputs[ahead]
                 index = step % self.config.num_modules
-                normed, hidden = self._unroll_module(index, ids, slots + ahead, states, attend)
+                normed, hidden = self._run_module(index, ids, slots + ahead, slots + ahead, states, **attention)
             outputs.append(normed)
         return outputs
-
-    def _unroll_module(
-        self, index: int, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor, attend: UnrolledAttention
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._run_module(index, tokens, slots, slots, hidden, attention_mask=None, attend=attend)
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
         hidden, num_drafts = aux_hidden_states.to(self.dtype), state.most_draft_tokens
