@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .checkpoints.checkpoint import Checkpoint, HubOptions, open_checkpoint
 from .checkpoints.detection import Published
-from .checkpoints.interpretation import Decision, Decisions, Overrides, check_rope_overrides, without_none
+from .checkpoints.interpretation import Decision, Decisions, Overrides, check_rope_overrides, overridden, without_none
 from .checkpoints.tensors import plain_weight
 from .config import DrafterConfig
 from .drafters.base import Drafter
@@ -83,19 +83,12 @@ def read_config(
 
 def _read_normal_form(checkpoint: Checkpoint, family: type[Drafter], given: Mapping[str, Any]) -> NormalizedCheckpoint:
     """Read a checkpoint that `save_pretrained` wrote: it is complete, so only overrides are decisions."""
-    settings = dict(checkpoint.config)
     for keyword, field in (("share_embedding", "own_embedding"), ("share_head", "own_head")):
-        if given.get(keyword) is False and not settings.get(field, True):
+        if given.get(keyword) is False and not checkpoint.config.get(field, True):
             raise ValueError(f"{keyword} is False, but {checkpoint.name} has none of its own to use instead.")
-    for name, value in given.items():
-        if name == "rope_theta":
-            settings["rope_parameters"] = settings.get("rope_parameters", {}) | {name: float(value)}
-        elif name not in ("share_embedding", "share_head"):
-            settings[name] = value
-    if "anchor_first" in given:  # it changes how many tokens a block drafts
-        settings.pop("num_assistant_tokens", None)
     decisions = tuple(Decision(name, value, "given by the caller") for name, value in given.items())
-    return NormalizedCheckpoint(family, family.config_class.from_dict(settings), decisions)
+    config = family.config_class.from_dict(overridden(checkpoint.config, given))
+    return NormalizedCheckpoint(family, config, decisions)
 
 
 class AutoDrafter:

@@ -23,10 +23,10 @@ class RowStats:
             `past_key_values`, whose hidden states are not known.
     """
 
-    rounds: int
-    drafted_per_position: list[int]
-    accepted_per_position: list[int]
-    committed: int
+    rounds: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    committed: int = 0
     cached_tokens: int = 0
     unread_tokens: int = 0
 
@@ -60,7 +60,7 @@ class RowStats:
 
 def add_up(rows: Sequence[RowStats]) -> RowStats:
     """Sums of the counts of `rows`; further positions of some count as 0 in others."""
-    total = RowStats(0, [], [], 0)
+    total = RowStats()
     for row in rows:
         total.add_counts(row)
     return total
@@ -124,10 +124,6 @@ class TotalStats(RowStats):
         seconds: wall time of them, with prefills and checks.
     """
 
-    rounds: int = 0
-    drafted_per_position: list[int] = field(default_factory=list)
-    accepted_per_position: list[int] = field(default_factory=list)
-    committed: int = 0
     calls: int = 0
     captures: int = 0
     seconds: float = 0.0

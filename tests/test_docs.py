@@ -77,7 +77,8 @@ def test_every_module_has_a_place_for_its_tests():
 
 
 def test_table_of_families():
-    """Each record has its row in docs/checkpoints.md."""
+    """Each family has one row in docs/checkpoints.md, which begins with its name."""
     page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
-    table = page[page.index("| family |") :].split("\n\n")[0].splitlines()
-    assert sorted(table[2:]) == sorted(f"| {family.row} |" for family in FAMILIES)
+    rows = page[page.index("| family |") :].split("\n\n")[0].lower().replace("-", "").splitlines()[2:]
+    names = [family.drafter.config_class.family.lower().replace("-", "") for family in FAMILIES]
+    assert [sum(re.match(rf"\| {name}\b", row) is not None for row in rows) for name in names] == [1] * len(rows)

@@ -19,7 +19,6 @@ import threading
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -124,7 +123,8 @@ class CostTable:
                 written.write_text(json.dumps({"identity": self._identity, "rounds": rounds}, indent=1), "utf-8")
                 os.replace(written, self._file)
         except OSError as error:
-            _warn(f"Times of rounds cannot be kept in {folder} ({error}); set {FOLDER_VARIABLE} to a folder.")
+            what = f"Times of rounds cannot be kept in {folder} ({error}); set {FOLDER_VARIABLE} to a folder."
+            logger.warning_once(what)
             self._file = None
 
 
@@ -169,8 +169,3 @@ def _version(name: str) -> str:
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
     return "none"
-
-
-@functools.cache
-def _warn(message: str) -> Any:
-    logger.warning(message)

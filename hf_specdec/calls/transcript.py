@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
+from ..host.generation import BaseStreamer
 from ..kernels.types import NO_TOKEN
 from ..modules.patch import user_code
 from .prompts import Prompts
-
-if TYPE_CHECKING:
-    from ..host.generation import BaseStreamer
 
 # Criteria that the generated tokens decide, without being called.
 DECIDED_BY_TOKENS = (EosTokenCriteria, MaxLengthCriteria)
@@ -35,6 +32,13 @@ def no_distribution(text: str, step: int) -> str:
         "target's weights and for a logits processor that rules out every token (a grammar without a way to go on), or "
         "decode greedily (do_sample=False)."
     )
+
+
+class CallersStreamer(BaseStreamer):
+    """A streamer that runs as the caller's code."""
+
+    def __init__(self, streamer: BaseStreamer):
+        self.put, self.end = user_code()(streamer.put), user_code()(streamer.end)
 
 
 class Transcript:
@@ -74,7 +78,7 @@ class Transcript:
         lengths = [rule.max_length for rule in criteria if type(rule) is MaxLengthCriteria]
         self._max_length = min(lengths, default=self._width + max_new_tokens)
         self._pad_token = pad_token
-        self._streamer = streamer
+        self._streamer = None if streamer is None else CallersStreamer(streamer)
         self._device = prompts.device
         self._sequences = torch.nn.functional.pad(prompts.cpu(), (0, max_new_tokens))
         # What `self._criteria` are shown: in the memory that the prompts are in, as in plain `generate()`.
@@ -122,8 +126,7 @@ class Transcript:
 
     def finish(self) -> None:
         if self._streamer is not None:
-            with user_code():
-                self._streamer.end()
+            self._streamer.end()
 
     def _finalise(self) -> None:
         step = self.steps
@@ -153,8 +156,7 @@ class Transcript:
         if self._pad_token is not None:
             self.done = self.stopped
         if self._streamer is not None:
-            with user_code():
-                self._streamer.put(tokens)
+            self._streamer.put(tokens)
 
     def _stops_by_criteria(self) -> list[list[bool]]:
         """Whether each row stops, by each group of criteria that is called."""

@@ -33,6 +33,18 @@ def without_none(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: value for name, value in (overrides or {}).items() if value is not None}
 
 
+def overridden(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a configuration in normal form, with `given` overrides in the place of its own."""
+    others = ("rope_theta", "share_embedding", "share_head")
+    changed = {name: value for name, value in given.items() if name not in others}
+    if "rope_theta" in given:
+        base = {"rope_theta": float(given["rope_theta"])}
+        changed["rope_parameters"] = settings.get("rope_parameters", {}) | base
+    if "anchor_first" in given:  # it changes how many tokens a block drafts
+        changed["num_assistant_tokens"] = None
+    return {**settings, **changed}
+
+
 def check_rope_overrides(overrides: Mapping[str, Any]) -> None:
     """Raise `ValueError` unless `rope_parameters` are complete, and given without `rope_theta`."""
     rope = overrides.get("rope_parameters")

@@ -18,6 +18,7 @@ from ..state import DecodeState
 from .base import MATCH, Drafter
 from .none import no_drafts
 from .trees import WIDEST_FRONT, GrowingTree, likeliest_tokens, tree_of_independent
+from .unrolled import UnrolledAttention, shift_left
 
 
 @dataclass
@@ -56,7 +57,7 @@ class CachedDrafter(Drafter):
 
     A family sets `shift`, and `follows_target_positions` to False if it reads tokens only. It implements
     `extend_cache`, `num_cached_layers` and, if it reads hidden states, `combine_hidden_states` and
-    `gather_hidden_states`. To be trained it also implements `unroll` and `head_weight`. `MtpDrafter` overrides
+    `gather_hidden_states`. To be trained it also implements `unroll_step` and `head_weight`. `MtpDrafter` overrides
     `propose`, since each of its modules runs a first pass.
     """
 
@@ -121,22 +122,13 @@ class CachedDrafter(Drafter):
         return None
 
     def extend_cache(
-        self,
-        state: DecodeState,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor | None,
-        num_logits: int,
+        self, state: DecodeState, columns: Columns, num_logits: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Run tokens through the layers, writing their keys and values into the cache.
 
         Args:
-            state: `state.memory.cache` is written.
-            tokens: `[B, n]` int64 to embed.
-            slots: `[B, n]` int64 of the cache to write.
-            positions: `[B, n]` int64 for RoPE.
-            hidden: `[B, n, H]` from `combine_hidden_states`, `gather_hidden_states` or the step before; or None.
+            state: `state.memory.cache` is written, and knows of the nodes if `columns` are those of a tree.
+            columns: its hidden states are from `combine_hidden_states`, `gather_hidden_states` or the step before.
             num_logits: how many of the last columns to compute logits for; 0 for none.
 
         Returns:
@@ -175,7 +167,42 @@ class CachedDrafter(Drafter):
             the draft head's inputs of each step: `num_steps` tensors `[rows[s], S - first, H]`, after the final norm.
             Slots whose tokens are beyond the end of the row are undefined.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not implement unroll().")
+        attend, hidden = UnrolledAttention(), self.unrolled_hidden_states(aux_hidden_states)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        tokens, outputs, num_outputs = shift_left(input_ids) if self.shift else input_ids, [], len(positions[0]) - first
+        for step in range(num_steps):
+            if rows is not None:
+                tokens, hidden = tokens[: rows[step]], None if hidden is None else hidden[: rows[step]]
+            normed, feedback = self.unroll_step(tokens, hidden, positions + step, attend, num_outputs)
+            outputs.append(normed)
+            if step == 0:  # later steps run at the slots that draft
+                tokens, positions = tokens[:, first:], positions[:, first:]
+                hidden = None if hidden is None else hidden[:, first:]
+            if not self.config.parallel_drafting:
+                tokens, hidden = shift_left(tokens), feedback
+            elif step == 0:
+                tokens, hidden = torch.full_like(tokens, self.config.mask_token_id), self.masked_hidden_states(hidden)
+        return outputs
+
+    def unroll_step(
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor | None,
+        positions: torch.Tensor,
+        attend: UnrolledAttention,
+        num_outputs: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A step of `unroll`: inputs of the head and hidden states of the next step, of the last `num_outputs` slots of
+        `tokens` `[B, S]` int64, `hidden` `[B, S, H]` and `positions` `[1, S]` int64."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement unroll_step(), which training needs.")
+
+    def unrolled_hidden_states(self, aux_hidden_states: torch.Tensor | None) -> torch.Tensor | None:
+        """What goes with each slot of `unroll`'s sequences; None for nothing."""
+        return self.combine_hidden_states(aux_hidden_states)
+
+    def masked_hidden_states(self, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        """What goes with mask tokens at slots of `unroll` which had `hidden` `[B, S, H]`."""
+        return hidden
 
     def new_memory(self, state: DecodeState) -> DraftMemory:
         batch, num_drafts = state.lengths.shape[0], state.most_draft_tokens
@@ -209,7 +236,8 @@ class CachedDrafter(Drafter):
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
         tokens = state.tokens.gather(1, (positions + self.shift).clamp(max=state.dummy_slot))
         hidden = self.combine_hidden_states(aux_hidden_states)
-        self.extend_cache(state, tokens, positions, self.position_ids(state, positions), hidden, num_logits=0)
+        ids = self.position_ids(state, positions)
+        self.extend_cache(state, Columns(tokens, slots=positions, positions=ids, hidden=hidden), num_logits=0)
 
     def prepare_inputs(
         self, state: DecodeState, inputs: DraftInputs, committed: torch.Tensor, limits: torch.Tensor, num_masks: int
@@ -229,7 +257,8 @@ class CachedDrafter(Drafter):
         positions = inputs.positions
         if self.follows_target_positions:
             positions = positions + state.position_offsets[:, None]
-        logits, feedback = self.extend_cache(state, inputs.tokens, inputs.slots, positions, hidden, num_logits)
+        columns = Columns(inputs.tokens, slots=inputs.slots, positions=positions, hidden=hidden)
+        logits, feedback = self.extend_cache(state, columns, num_logits)
         if state.num_draft_tokens == 0:
             return no_drafts(state)
         if state.num_nodes and not self.config.parallel_drafting:
@@ -241,8 +270,9 @@ class CachedDrafter(Drafter):
             # `[steps, B, 1]`: those of a step are adjacent in memory.
             places = [one.t().contiguous()[..., None] for one in (slots, self.position_ids(state, slots))]
             for step, slots, positions in zip(steps, *places, strict=True):
-                feedback = None if feedback is None else feedback[:, -1:]
-                logits, feedback = self.extend_cache(state, drafts[-1].tokens, slots, positions, feedback, num_logits=1)
+                hidden = None if feedback is None else feedback[:, -1:]
+                columns = Columns(drafts[-1].tokens, slots=slots, positions=positions, hidden=hidden)
+                logits, feedback = self.extend_cache(state, columns, num_logits=1)
                 drafts.append(self.draw(state, logits, first=step))
         return self.join(state, drafts)
 
@@ -299,9 +329,7 @@ class CachedDrafter(Drafter):
             `chains_passes` of all.
         """
         with state.memory.cache.running(columns.nodes):
-            return self.extend_cache(
-                state, columns.tokens, columns.slots, columns.positions, columns.hidden, num_logits
-            )
+            return self.extend_cache(state, columns, num_logits)
 
     def limit_attention(self, state: DecodeState, window: int | None) -> None:
         starts = None if window is None else torch.maximum(state.lengths - window, state.draft_starts)

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from ..config import DFlash2Config
-from .base import Reads
 from .walking import Places, WalkingDrafter
 
 
@@ -47,16 +46,13 @@ class DFlash2Drafter(WalkingDrafter):
     """
 
     config_class = DFlash2Config
+    # Of the codebooks few rows are read.
+    read_once = (*WalkingDrafter.read_once, "candidate_selector.hidden_projection.")
 
     def __init__(self, config: DFlash2Config):
         super().__init__(config)
         self.candidate_selector = CandidateSelector(config)
         self.post_init()
-
-    def round_reads(self, num_draft_tokens: int) -> Reads:
-        passes, reads = super().round_reads(num_draft_tokens)
-        # Of the codebooks few rows are read.
-        return passes, [*reads, (1, self.candidate_selector.hidden_projection.parameters())]
 
     def read(self, normed: torch.Tensor, candidates: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         return (self.candidate_selector.hidden_projection(normed),)

@@ -7,7 +7,6 @@ from torch import nn
 
 from ..config import DominoConfig
 from ..patching.linear import linear
-from .base import Reads
 from .walking import Places, WalkingDrafter, project
 
 
@@ -47,6 +46,7 @@ class DominoDrafter(WalkingDrafter):
 
     config_class = DominoConfig
     remembers = True
+    read_by_draft = ("prefix_gru.", "embed_proj.")
 
     def __init__(self, config: DominoConfig):
         super().__init__(config)
@@ -58,11 +58,6 @@ class DominoDrafter(WalkingDrafter):
             nn.Linear(config.emb_dim, config.draft_vocab_size, bias=False),
         )
         self.post_init()
-
-    def round_reads(self, num_draft_tokens: int) -> Reads:
-        passes, reads = super().round_reads(num_draft_tokens)
-        steps = [*self.prefix_gru.parameters(), *self.embed_proj.parameters()]
-        return passes, [*reads, (num_draft_tokens, steps)]
 
     def follow(
         self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None

@@ -26,6 +26,9 @@ class DraftLayersDrafter(CachedDrafter):
 
     config_class = DraftLayersConfig
     layers: nn.ModuleList
+    # How names of weights begin that a round reads once, and those that it reads for each draft.
+    read_once: tuple[str, ...] = ("fc.", "input_norm.", "fc_norm.", "hidden_norm.")
+    read_by_draft: tuple[str, ...] = ()
     # Tensors of published files that are used in training only; `check_tensors` checks what else a file may hold.
     _keys_to_ignore_on_load_unexpected = [r"^t2d$", r"^d2t$", r"rotary_emb\.", r"^verifier_", r"^norm\.weight$"]
 
@@ -117,11 +120,12 @@ class DraftLayersDrafter(CachedDrafter):
         return self.config
 
     def round_reads(self, num_draft_tokens: int) -> Reads:
-        inputs = [getattr(self, name, None) for name in ("fc", "input_norm", "fc_norm", "hidden_norm")]
-        once = [one for module in inputs if module is not None for one in module.parameters()]
-        each = [*self.layers.parameters(), *self.norm.parameters(), self.head_weight]
+        def weights(prefixes: tuple[str, ...]) -> list[torch.Tensor]:
+            return [one for name, one in self.named_parameters() if name.startswith(prefixes)]
+
         passes = self.num_passes(num_draft_tokens)
-        return passes, [(1, once), (passes, each)]
+        each = [*weights(("layers.", "norm.")), self.head_weight]
+        return passes, [(1, weights(self.read_once)), (num_draft_tokens, weights(self.read_by_draft)), (passes, each)]
 
     def gather_hidden_states(self, hidden: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
         return layer_ops.gather_rows(hidden, sources, self.mask_state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.mtp_layouts import module_names
 from ..checkpoints.read_models import auto_class
 from ..config import DraftModelConfig
+from ..kernels.types import Columns
 from ..modules.hidden_states import decoder_of
 from ..modules.stored_linear import keep_stored
 from ..patching.attention import set_ragged_attention
@@ -33,7 +34,7 @@ from ..state import DecodeState
 from .base import Reads
 from .cached import CachedDrafter
 from .target_checks import generating_model
-from .unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
+from .unrolled import UNROLLED_NAME, UnrolledAttention
 
 # Largest difference of logits of a draft model whose attention takes a mask; rounding in any precision is below.
 DIFFERENCE_LIMIT = 0.25
@@ -162,29 +163,18 @@ class DraftModelDrafter(CachedDrafter):
         """What the model reads at `tokens` `[B, n]` int64 and at the `hidden` states that go with them."""
         return {"input_ids": tokens}
 
-    def unrolled_hidden_states(self, aux_hidden_states: torch.Tensor | None) -> torch.Tensor | None:
-        """What goes with each slot of `unroll`'s sequences; None for nothing."""
-        return None
-
-    def extend_cache(
-        self,
-        state: DecodeState,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor | None,
-        num_logits: int,
-    ) -> tuple[torch.Tensor | None, None]:
+    def extend_cache(self, state: DecodeState, columns: Columns, num_logits: int) -> tuple[torch.Tensor | None, None]:
         cache = state.memory.cache
-        cache.advance(slots, state.live)
+        cache.advance(columns.slots, state.live)
+        positions = columns.positions
         if self._num_positions is not None:  # the target may support more positions; draft tokens beyond are worse
             positions = positions.clamp(max=self._num_positions - 1)
         for mark in self._position_markers:
             positions = mark(positions, state.prompt_lengths, state.prompt_length_gap)
         logits = self.model(
             # The target may have tokens that this model cannot embed; which one stands in for them does not matter.
-            **self.model_inputs(tokens.clamp(max=self._num_embeddings - 1), hidden),
-            attention_mask=cache.attention_mask(slots),
+            **self.model_inputs(columns.tokens.clamp(max=self._num_embeddings - 1), columns.hidden),
+            attention_mask=cache.attention_mask(columns.slots),
             position_ids=positions,
             use_cache=True,
             logits_to_keep=num_logits or 1,
@@ -213,35 +203,24 @@ class DraftModelDrafter(CachedDrafter):
         return head.weight[: self.config.draft_vocab_size]
 
     def unroll(
-        self,
-        input_ids: torch.Tensor,
-        aux_hidden_states: torch.Tensor | None,
-        num_steps: int,
-        rows: Sequence[int] | None = None,
-        first: int = 0,
+        self, input_ids: torch.Tensor, aux_hidden_states: torch.Tensor | None, num_steps: int, *args: Any, **kwargs: Any
     ) -> list[torch.Tensor]:
         if num_steps > 1 and (reason := self.cached_layers.why_not(Use.UNROLLED_STEPS)) is not None:
             raise ValueError(f"{type(self.model).__name__} cannot be trained in {num_steps} steps: it has {reason}.")
-        attend, decoder = UnrolledAttention(), decoder_of(self.model)
-        hidden = self.unrolled_hidden_states(aux_hidden_states)
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        tokens, outputs = input_ids, []
+        return super().unroll(input_ids, aux_hidden_states, num_steps, *args, **kwargs)
+
+    def unroll_step(
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor | None,
+        positions: torch.Tensor,
+        attend: UnrolledAttention,
+        num_outputs: int,
+    ) -> tuple[torch.Tensor, None]:
         with registered_attention(self.model, UNROLLED_NAME):
-            for step in range(num_steps):
-                if rows is not None:
-                    tokens = tokens[: rows[step]]
-                    hidden = hidden if hidden is None else hidden[: rows[step]]
-                inputs = self.model_inputs(tokens, hidden)
-                output = decoder(**inputs, position_ids=positions + step, use_cache=False, attend=attend)
-                outputs.append(output.last_hidden_state[:, first if step == 0 else 0 :])
-                if step == 0:  # later steps run at the slots that draft
-                    tokens, positions = tokens[:, first:], positions[:, first:]
-                    hidden = hidden if hidden is None else hidden[:, first:]
-                if not self.config.parallel_drafting:
-                    tokens = shift_left(tokens)
-                elif step == 0:
-                    tokens = torch.full_like(tokens, self.config.mask_token_id)
-        return outputs
+            inputs = self.model_inputs(tokens, hidden)
+            output = decoder_of(self.model)(**inputs, position_ids=positions, use_cache=False, attend=attend)
+        return output.last_hidden_state[:, -num_outputs:], None
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Save the model as transformers does, so that AutoModelForCausalLM loads it, too.

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from ..config import DSparkConfig
-from .base import Reads
 from .dflash import DFlashDrafter
 from .walking import Places, WalkingDrafter, project
 
@@ -66,6 +65,7 @@ class DSparkDrafter(WalkingDrafter):
     """
 
     config_class = DSparkConfig
+    read_by_draft = ("markov_head.markov_w2.", "markov_head.gate_proj.", "markov_head.joint_proj.")
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
@@ -84,11 +84,6 @@ class DSparkDrafter(WalkingDrafter):
             return normed, None
         memory = self.markov_head.features(anchors, normed[..., :1, :], None)[1]
         return normed[..., 1:, :], memory[..., None, :]
-
-    def round_reads(self, num_draft_tokens: int) -> Reads:
-        passes, reads = super().round_reads(num_draft_tokens)
-        parts = self.markov_head.named_parameters()
-        return passes, [*reads, (num_draft_tokens, [one for name, one in parts if not name.startswith("markov_w1")])]
 
     def follow(
         self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None

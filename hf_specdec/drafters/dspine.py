@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from ..config import DSpineConfig
-from .base import Reads
 from .dflash2 import widened
 from .layers import Attend
 from .walking import Places, WalkingDrafter
@@ -60,6 +59,7 @@ class DSpineDrafter(WalkingDrafter):
     """
 
     config_class = DSpineConfig
+    read_once = (*WalkingDrafter.read_once, "injection.")
     _keys_to_ignore_on_load_unexpected = [*WalkingDrafter._keys_to_ignore_on_load_unexpected, r"^transfer_ready$"]
 
     def __init__(self, config: DSpineConfig):
@@ -69,12 +69,11 @@ class DSpineDrafter(WalkingDrafter):
         nn.init.normal_(self.transfer_codes, std=config.transfer_rank**-0.5)
         self.post_init()
 
-    def round_reads(self, num_draft_tokens: int) -> Reads:
-        passes, reads = super().round_reads(num_draft_tokens)
-        injection = self.injection
-        by_step = [one.weight for one in (injection.message, injection.predecessor_gate, injection.writes[-1])]
+    @property
+    def read_by_draft(self) -> tuple[str, ...]:
         # Of codes and head few rows are read by a step.
-        return passes, [*reads, (1, injection.parameters()), (num_draft_tokens, by_step)]
+        last = len(self.layers) - 1
+        return "injection.message.", "injection.predecessor_gate.", f"injection.writes.{last}."
 
     def run(
         self, context: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, block_length: int

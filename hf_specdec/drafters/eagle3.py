@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import Eagle3Config, PEagleConfig
 from ..host.modeling import LlamaRMSNorm
+from ..kernels.types import Columns
 from ..patching.attention import cached_attend
 from ..state import DecodeState
 from .draft_layers import DraftLayersDrafter
 from .layers import Attend, DraftDecoderLayer
-from .unrolled import UnrolledAttention, shift_left
 
 
 class Eagle3Drafter(DraftLayersDrafter):
@@ -90,21 +88,17 @@ class Eagle3Drafter(DraftLayersDrafter):
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 
+    unroll_step = run
+
     def extend_cache(
-        self,
-        state: DecodeState,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        num_logits: int,
+        self, state: DecodeState, columns: Columns, num_logits: int
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         cache = state.memory.cache
-        cache.advance(slots, state.live)
-        attend = cached_attend(cache, slots)
+        cache.advance(columns.slots, state.live)
+        attend = cached_attend(cache, columns.slots)
         count = max(num_logits, 1)
         num_outputs = count if cache.nodes is None else None  # attention over a tree takes all nodes
-        normed, feedback = self.run(tokens, hidden, positions, attend, num_outputs)
+        normed, feedback = self.run(columns.tokens, columns.hidden, columns.positions, attend, num_outputs)
         return self.logits(normed[:, -count:]) if num_logits else None, feedback[:, -count:]
 
     def forward(
@@ -112,35 +106,6 @@ class Eagle3Drafter(DraftLayersDrafter):
     ) -> list[torch.Tensor]:
         """Logits `[B, S, V_d]` of each of `num_steps` steps of `unroll`."""
         return [self.logits(normed) for normed in self.unroll(input_ids, aux_hidden_states, num_steps)]
-
-    def unroll(
-        self,
-        input_ids: torch.Tensor,
-        aux_hidden_states: torch.Tensor,
-        num_steps: int,
-        rows: Sequence[int] | None = None,
-        first: int = 0,
-    ) -> list[torch.Tensor]:
-        attend = UnrolledAttention()
-        hidden = self.combine_hidden_states(aux_hidden_states)
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        tokens, outputs, num_outputs = shift_left(input_ids), [], input_ids.shape[1] - first
-        for step in range(num_steps):
-            if rows is not None:
-                tokens, hidden = tokens[: rows[step]], hidden[: rows[step]]
-            normed, feedback = self.run(tokens, hidden, positions + step, attend, num_outputs)
-            outputs.append(normed)
-            if step == 0:  # later steps run at the slots that draft
-                tokens, hidden, positions = tokens[:, first:], hidden[:, first:], positions[:, first:]
-            tokens, hidden = self.next_unroll_inputs(step, tokens, hidden, feedback)
-        return outputs
-
-    def next_unroll_inputs(
-        self, step: int, tokens: torch.Tensor, hidden: torch.Tensor, feedback: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the step of `unroll` after `step` reads, given what that has read, `tokens` `[B, S]` int64 and `hidden`
-        states `[B, S, H]`, and its `feedback` `[B, S, H]`."""
-        return shift_left(tokens), feedback
 
 
 class PEagleDrafter(Eagle3Drafter):
@@ -171,13 +136,6 @@ class PEagleDrafter(Eagle3Drafter):
         """`mask_hidden` as the layers read it, `[H]`."""
         return self.combine_hidden_states(self.mask_hidden.view(-1))
 
-    def next_unroll_inputs(
-        self, step: int, tokens: torch.Tensor, hidden: torch.Tensor, feedback: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.config.parallel_drafting:
-            return super().next_unroll_inputs(step, tokens, hidden, feedback)
-        if step > 0:  # These are mask tokens already.
-            return tokens, hidden
+    def masked_hidden_states(self, hidden: torch.Tensor) -> torch.Tensor:
         # Compiled layers compute wrong gradients of inputs that overlap in memory (seen with torch 2.13).
-        mask_state = self.project_mask().expand_as(feedback).contiguous()
-        return torch.full_like(tokens, self.config.mask_token_id), mask_state
+        return self.project_mask().expand_as(hidden).contiguous()

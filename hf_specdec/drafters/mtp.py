@@ -208,25 +208,15 @@ class MtpDrafter(CachedDrafter):
         return max(num_draft_tokens + 1, 2 * num_draft_tokens if has_trees and self.chains_passes else 0)
 
     def run(
-        self,
-        state: DecodeState,
-        step: int,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        hidden: torch.Tensor,
-        embeds: torch.Tensor | None = None,
-        columns: Columns | None = None,
+        self, state: DecodeState, step: int, columns: Columns, embeds: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the module of `step` over `[B, n]` slots.
+        """Run the module of `step` over columns of `[B, n]` slots, nodes of a tree or tokens of a text.
 
         Args:
             state: a cache of `state.memory` is written.
             step: of the round, 0 to K - 1.
-            tokens: `[B, n]` int64 to embed.
-            slots: `[B, n]` int64 of the cache to write.
-            hidden: `[B, n, H]` hidden states at the slots.
+            columns: tokens, slots and hidden states; of a tree all.
             embeds: `[B, n, H]`, embeddings that take the place of those of the tokens.
-            columns: of a tree, if the slots are those of one.
 
         Returns:
             inputs of the head and of the next module (feedback), both `[B, n, H]`.
@@ -234,18 +224,17 @@ class MtpDrafter(CachedDrafter):
         cycle, index = divmod(step, self.config.num_modules)
         memory = state.memory
         cache = memory.later_caches[cycle - 1] if cycle > 0 and self.chains_passes else memory.cache
+        slots, nodes = columns.slots, columns.nodes
         cache.advance(slots, state.live)
-        if columns is None:
-            nodes, places, positions = None, slots, self.position_ids(state, slots)
-        else:
-            nodes, places, positions = columns.nodes, columns.places, columns.positions
+        if columns.ancestors is None:
+            columns, nodes = columns._replace(places=slots, positions=self.position_ids(state, slots)), None
         with cache.running(nodes):
             return self._run_module(
                 index,
-                tokens,
-                places,
-                positions,
-                hidden,
+                columns.tokens,
+                columns.places,
+                columns.positions,
+                columns.hidden,
                 embeds,
                 attention_mask=cache.attention_mask(slots),
                 **{self._cache_name: cache},
@@ -259,7 +248,7 @@ class MtpDrafter(CachedDrafter):
     def run_nodes(
         self, state: DecodeState, step: int, columns: Columns, num_logits: int
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        normed, feedback = self.run(state, step, columns.tokens, columns.slots, columns.hidden, columns=columns)
+        normed, feedback = self.run(state, step, columns)
         logits = self.logits(step, normed[:, -num_logits:]) if num_logits else None
         return logits, feedback if self.chains_passes else feedback[:, -max(num_logits, 1) :]
 
@@ -362,28 +351,25 @@ class MtpDrafter(CachedDrafter):
         slots, outputs = torch.arange(tokens.shape[1], device=tokens.device)[None], []
         for step, count in enumerate(rows):
             tokens, hidden, index = shift_left(tokens[:count]), hidden[:count], step % self.config.num_modules
-            normed, hidden = self._unroll_module(index, tokens, slots, hidden, UnrolledAttention())
+            attention = {"attention_mask": None, "attend": UnrolledAttention()}
+            normed, hidden = self._run_module(index, tokens, slots, slots, hidden, **attention)
             outputs.append(normed)
         return outputs
 
     def _unroll_by_target(self, tokens: torch.Tensor, hidden: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
         """`unroll` with `chaining="target"`: a step's module first runs the steps whose slots its keys still lack."""
         slots, outputs = torch.arange(tokens.shape[1], device=tokens.device)[None], []
-        attend, inputs = UnrolledAttention(), []  # tokens and hidden states of each step
+        attention = {"attention_mask": None, "attend": UnrolledAttention()}
+        inputs = []  # tokens and hidden states of each step
         for step, count in enumerate(rows):
             tokens = shift_left(tokens[:count])
             inputs = [(ids[:count], states[:count]) for ids, states in (*inputs, (tokens, hidden))]
             for ahead in range(max(step - self.config.num_modules + 1, 0), step + 1):
                 ids, states = inputs[ahead]
                 index = step % self.config.num_modules
-                normed, hidden = self._unroll_module(index, ids, slots + ahead, states, attend)
+                normed, hidden = self._run_module(index, ids, slots + ahead, slots + ahead, states, **attention)
             outputs.append(normed)
         return outputs
-
-    def _unroll_module(
-        self, index: int, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor, attend: UnrolledAttention
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._run_module(index, tokens, slots, slots, hidden, attention_mask=None, attend=attend)
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
         hidden, num_drafts = aux_hidden_states.to(self.dtype), state.most_draft_tokens
@@ -391,7 +377,7 @@ class MtpDrafter(CachedDrafter):
             ahead = step if self.chains_passes else 0
             tokens = state.tokens.gather(1, (positions + self.shift + ahead).clamp(max=state.dummy_slot))
             embeds = None if state.records is None else state.records.embeddings(positions + self.shift + ahead)
-            _, feedback = self.run(state, step, tokens, positions, hidden, embeds)
+            _, feedback = self.run(state, step, Columns(tokens, slots=positions, hidden=hidden), embeds)
             if self.chains_passes:
                 hidden = feedback
         self._remember(state, aux_hidden_states, positions)
@@ -420,7 +406,7 @@ class MtpDrafter(CachedDrafter):
 
     def _draft_tree(self, state: DecodeState, inputs: DraftInputs) -> Proposal:
         tokens, hidden = inputs.tokens, state.memory.hidden[:, -inputs.tokens.shape[1] :]
-        normed, feedback = self.run(state, 0, tokens, inputs.slots, hidden)
+        normed, feedback = self.run(state, 0, Columns(tokens, slots=inputs.slots, hidden=hidden))
         logits = self.logits(0, normed[:, -1:])
         if self.chains_passes:
             return self._grow(state, logits, feedback, tokens, hidden, state.most_draft_tokens)
@@ -434,7 +420,7 @@ class MtpDrafter(CachedDrafter):
         drafts = []
         # Steps that draft nothing in this round run for their caches; tokens that they lack are read in the next round.
         for step in range(state.most_draft_tokens):
-            normed, hidden = self.run(state, step, tokens, slots, hidden)
+            normed, hidden = self.run(state, step, Columns(tokens, slots=slots, hidden=hidden))
             if step < state.num_draft_tokens:
                 drafts.append(self.draw(state, self.logits(step, normed[:, -1:]), first=step))
             following = drafts[-1].tokens if step < state.num_draft_tokens else torch.zeros_like(tokens[:, :1])
@@ -446,12 +432,13 @@ class MtpDrafter(CachedDrafter):
         width, num_modules = tokens.shape[1], self.config.num_modules
         # Modules that draft nothing in this round run for their caches.
         for step in range(state.num_draft_tokens, min(state.most_draft_tokens, num_modules)):
-            self.run(state, step, tokens, slots, hidden)
+            self.run(state, step, Columns(tokens, slots=slots, hidden=hidden))
         drafts = []
         for step in range(state.num_draft_tokens):
             # A module that has run in this round runs only the slots that were added since, other modules run all.
             new = slice(0 if step < num_modules else width + step - num_modules, None)
-            normed, feedback = self.run(state, step, tokens[:, new], slots[:, new], hidden[:, new])
+            columns = Columns(tokens[:, new], slots=slots[:, new], hidden=hidden[:, new])
+            normed, feedback = self.run(state, step, columns)
             drafts.append(self.draw(state, self.logits(step, normed[:, -1:]), first=step))
             tokens = torch.cat([tokens, drafts[-1].tokens], dim=1)
             slots = torch.cat([slots, state.next_slots(step - self.shift)], dim=1)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.checkpoint import PROJECTION_FILE, Checkpoint
 from ..config import Pard2Config
+from ..kernels.types import Columns
 from ..modules.hidden_states import check_aux_hidden_states, decoder_layers
 from ..state import DecodeState
 from .base import Reads
@@ -119,7 +120,10 @@ class Pard2Drafter(DraftModelDrafter):
         slots = torch.where(is_first, state.draft_starts[:, None], torch.cat([none, later], dim=1))
         states = _after_nothing(aux_hidden_states).masked_fill(is_first[..., None], 0)
         hidden = self.combine_hidden_states(states)
-        self.extend_cache(state, state.tokens.gather(1, slots), slots, state.position_ids(slots), hidden, num_logits=0)
+        columns = Columns(
+            state.tokens.gather(1, slots), slots=slots, positions=state.position_ids(slots), hidden=hidden
+        )
+        self.extend_cache(state, columns, num_logits=0)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Save the model as transformers does, and the projection beside it, as AMD's own code reads them; raises

@@ -8,22 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from ..checkpoints import detection
 from ..checkpoints.checkpoint import Checkpoint, Selection
-from ..checkpoints.detection import (
-    Published,
-    check_not_refused,
-    is_block_drafter,
-    is_cache_reader,
-    is_dflash2,
-    is_domino,
-    is_dspark,
-    is_dspine,
-    is_eagle3,
-    is_language_model,
-    is_mtp,
-    is_pard2,
-    is_peagle,
-)
+from ..checkpoints.detection import Published, check_not_refused
 from ..checkpoints.interpretation import Decisions, without_none
 from ..checkpoints.mtp_layouts import needed_tensors
 from ..checkpoints.read_blocks import DFlash2Reader, DFlashReader, DominoReader, DSparkReader, DSpineReader
@@ -61,100 +48,28 @@ class Family:
             Families are tried in the order of the list.
         read: reads its config.json, and the shapes of its tensors if there are any, into the normal form, given the
             target's text configuration, or None, and the caller's `Decisions`.
-        row: of the table in docs/checkpoints.md: the family, publishers' forms, what it reads, its draft pass.
         select: which of a checkpoint's tensors are needed.
     """
 
     drafter: type[Drafter]
     detect: Callable[[Published], bool] | None = None
     read: Callable[[Checkpoint, PreTrainedConfig | None, Decisions], DrafterConfig] | None = None
-    row: str = ""
     select: Callable[[Published], Collection[str]] = lambda found: found.tensors
 
 
 FAMILIES = [
-    Family(
-        Pard2Drafter,
-        is_pard2,
-        read_pard2,
-        "PARD-2 | AMD's | tokens and hidden states of any layers, the last one's after the final norm | "
-        "one pass, K - 1 mask tokens",
-    ),
-    Family(
-        DominoDrafter,
-        is_domino,
-        DominoReader.read,
-        "Domino | SpecForge, NVIDIA ModelOpt | auxiliary hidden states | one pass over a block, then K steps of a GRU",
-    ),
-    Family(
-        DFlash2Drafter,
-        is_dflash2,
-        DFlash2Reader.read,
-        "DFlash-2 | z-lab, speculators | auxiliary hidden states | "
-        "one pass over a block, then K steps over 16 candidates each",
-    ),
-    Family(
-        DSpineDrafter,
-        is_dspine,
-        DSpineReader.read,
-        "DSpine | SpecForge | auxiliary hidden states | one pass over a block, then K steps over 16 candidates each",
-    ),
-    Family(
-        DSparkDrafter,
-        is_dspark,
-        DSparkReader.read,
-        "DSpark | DeepSpec, SpecForge, speculators, NVIDIA ModelOpt | auxiliary hidden states | "
-        "one pass over a block, then K steps of a Markov head",
-    ),
-    Family(
-        DFlashDrafter,
-        is_block_drafter,
-        DFlashReader.read,
-        "DFlash, JetSpec | z-lab, SpecForge, speculators, NVIDIA ModelOpt, DeepSpec, transformers (Muse Glimmer's "
-        "assistant); hao-ai-lab, NeMo Automodel | "
-        "auxiliary hidden states | one pass over a block",
-    ),
-    Family(
-        CacheReaderDrafter,
-        is_cache_reader,
-        read_cache_reader,
-        "Gemma 4 assistant | Google (`google/gemma-4-*-it-assistant`), transformers | "
-        "last hidden state, keys and values | K steps of layers without keys of their own",
-    ),
-    Family(
-        PEagleDrafter,
-        is_peagle,
-        PEagleReader.read,
-        "P-EAGLE | Amazon, SpecForge, speculators, NeMo Automodel | auxiliary hidden states | "
-        "one pass, K - 1 mask tokens",
-    ),
-    Family(
-        Eagle3Drafter,
-        is_eagle3,
-        Eagle3Reader.read,
-        "EAGLE-3 | SafeAILab, SpecForge, speculators, NVIDIA ModelOpt, DeepSpec | auxiliary hidden states | "
-        "K steps of one layer or more",
-    ),
-    Family(
-        MtpDrafter,
-        is_mtp,
-        read_mtp,
-        "MTP modules | DeepSeek-V3, GLM-4.5, Step-3.5, MiMo-7B, Qwen3-Next, Qwen3.5, speculators | "
-        "last hidden state | K steps, module k drafts token k",
-        select=_module_tensors,
-    ),
-    Family(
-        DraftModelDrafter,
-        is_language_model,
-        read_draft_model,
-        "draft model, PARD | any `AutoModelForCausalLM` with the target's vocabulary; AMD's PARD | tokens | "
-        "K steps; PARD: one pass, K - 1 mask tokens",
-    ),
-    Family(
-        SuffixDrafter,
-        row="suffix decoding, prompt lookup | `SuffixDrafter(model)`, no checkpoint | tokens | no model: "
-        "what followed the last tokens before",
-    ),
+    Family(Pard2Drafter, detection.is_pard2, read_pard2),
+    Family(DominoDrafter, detection.is_domino, DominoReader.read),
+    Family(DFlash2Drafter, detection.is_dflash2, DFlash2Reader.read),
+    Family(DSpineDrafter, detection.is_dspine, DSpineReader.read),
+    Family(DSparkDrafter, detection.is_dspark, DSparkReader.read),
+    Family(DFlashDrafter, detection.is_block_drafter, DFlashReader.read),
+    Family(CacheReaderDrafter, detection.is_cache_reader, read_cache_reader),
+    Family(PEagleDrafter, detection.is_peagle, PEagleReader.read),
+    Family(Eagle3Drafter, detection.is_eagle3, Eagle3Reader.read),
+    Family(MtpDrafter, detection.is_mtp, read_mtp, _module_tensors),
+    Family(DraftModelDrafter, detection.is_language_model, read_draft_model),
+    Family(SuffixDrafter),
 ]
 _registered: list[Family] = []  # the ones of others, which are tried first
 

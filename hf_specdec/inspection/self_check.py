@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from ..checkpoints.interpretation import Overrides
+from ..checkpoints.interpretation import Overrides, overridden
 from ..checkpoints.rope import rope_by_layer_type
 from ..config import DEFAULT_ROPE_THETA, DraftLayersConfig
 from ..drafters.draft_layers import DraftLayersDrafter
@@ -90,13 +90,7 @@ def with_interpretation(
     drafter: DraftLayersDrafter, target: PreTrainedModel, interpretation: Overrides
 ) -> DraftLayersDrafter:
     """A drafter with the same weights, not copied, under another interpretation, bound to `target`."""
-    settings = drafter.config.to_dict() | interpretation
-    if "anchor_first" in interpretation:
-        settings["num_assistant_tokens"] = None  # how many there may be depends on the convention
-    if "rope_theta" in interpretation:
-        theta = settings.pop("rope_theta")
-        settings["rope_parameters"] = drafter.config.rope_parameters | {"rope_theta": theta}
-    config = type(drafter.config).from_dict(settings)
+    config = type(drafter.config).from_dict(overridden(drafter.config.to_dict(), interpretation))
     with torch.device("meta"):
         other = type(drafter)(config)
     weights = drafter.state_dict()

@@ -16,14 +16,14 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from ..auto_k.auto_drafts import CANDIDATES
 from ..calls.call import Call
 from ..calls.first_pass import for_static_engine
-from ..calls.prompts import read_prompts
+from ..calls.prompts import Prompts, read_prompts
 from ..calls.request import ContinuousBatching, Request
 from ..config import AUTO
 from ..drafters.base import MATCH, Drafter
 from ..engine.continuous import check_continuous, decode_continuously
 from ..engine.static_engine import decode
 from ..graphs.cuda_graphs import on_device
-from ..host.caches import given_cache, is_of_caller
+from ..host.caches import Cache, given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
 from ..hosting.eligibility import (
     check_batch_invariant,
@@ -88,18 +88,6 @@ def _call_of(call: Call, engine: str, prompts: Sequence[torch.Tensor] | None) ->
     }
 
 
-@functools.cache
-def _log_engine(engine: str, reason: str) -> None:
-    """Say once which engine runs and why; loudly if it is the slow one and nobody asked for it."""
-    level = logging.WARNING if engine == "stock" and not reason.startswith("forced") else logging.INFO
-    logger.log(level, "hf_specdec runs the %s engine: %s", engine, reason)
-
-
-@functools.cache
-def _warn(message: str) -> None:
-    logger.warning("hf_specdec: %s", message)
-
-
 def _fitted_to_static_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Call, str | None]:
     """`call` as the static engine is to run it, and the reason why it cannot; None if it can."""
     with _rows_in_state(call):
@@ -158,15 +146,19 @@ def _choose_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool
         libraries = computed_by_libraries(call.model) if obstacle is None else ()
         if libraries:
             reason += f"; {', '.join(libraries)} of it compute as they do by themselves"
-    _log_engine(engine, reason)
+    # Loudly if it is the slow one and nobody asked for it.
+    say = logger.warning_once if engine == "stock" and drafter.engine == "auto" else logger.info_once
+    say("hf_specdec runs the %s engine: %s", engine, reason)
     if engine == "stock" and drafter.verification != "token":
-        _warn(f"verification={drafter.verification!r} has no effect on the stock engine, which judges token by token.")
+        what = f"verification={drafter.verification!r}"
+        logger.warning_once("hf_specdec: %s has no effect on the stock engine, which judges token by token.", what)
     reason = f"{reason}; {call.reason}" if call.reason else reason
     call = replace(on_static if engine == "static" else call, reason=reason)
     if call.chooses_trees and (obstacle := why_no_tree(call, engine)) is not None:
         call = replace(call, chooses_trees=False, reason=f"{reason}; drafts are chains, since {obstacle}")
     if engine == "stock" and call.is_auto:
-        _warn('num_assistant_tokens="auto" has no effect on the stock engine, where all rounds have the same K.')
+        what = 'num_assistant_tokens="auto"'
+        logger.warning_once("hf_specdec: %s has no effect on the stock engine, whose rounds have the same K.", what)
         call = replace(call, num_draft_tokens=drafter.num_own_draft_tokens, is_auto=False)
     return call, engine
 
@@ -198,16 +190,8 @@ def generate_with_drafter(
     `SpeculativeOutput.logprobs`), `adapter_names` (as of PEFT's own `generate()`) and `tree` (see `Drafter.configure`)
     besides. Raises `ValueError` if no engine can run the call, or what was given is wrong.
     """
-    mask = model_kwargs.get("attention_mask")
-    mask = None if mask is None else mask.cpu()  # read several times; the device is waited for once
-    # A cache of states only does not know how many tokens it holds.
-    cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
-    check_prompts(input_ids, mask, cache, model_kwargs)
+    prompts, mask, cache = _read_inputs(model, input_ids, generation_config, model_kwargs)
     check_processors(logits_processor)
-    input_ids = input_ids.long()
-    generation_config.max_length = math.ceil(generation_config.max_length)
-    check_cache(cache, generation_config)
-    prompts = read_prompts(input_ids, mask, mask_length(generation_config), cache)
     call = new_call(
         drafter,
         generation_config,
@@ -223,28 +207,19 @@ def generate_with_drafter(
         logprobs=_logprobs(return_logprobs, generation_config),
         adapters=row_adapters(model, adapter_names, len(input_ids)),
     )
-    check_rows_are_apart(logits_processor, input_ids, _vocabulary_of(model))
+    check_rows_are_apart(logits_processor, prompts.input_ids, _vocabulary_of(model))
     attentions = _drop_empty_attentions(call, model_kwargs)
     call, engine = _choose_engine(call, model_kwargs, False)
     if engine == "stock" or call.inputs is not None:
         make_call_cache(model, generation_config, model_kwargs)
     _check_engine(call, engine, None)
     if engine == "static":
-        check_tokens(model, input_ids.cpu(), mask)
+        check_tokens(model, prompts.input_ids.cpu(), mask)
         on_begin()
         with _rows_in_state(call):
             output = decode(call)
     else:
-        if adapter_names is not None:
-            raise ValueError(
-                f"adapter_names is {list(adapter_names)!r:.200}, which the static engine has, but "
-                f"{type(model).__name__} runs on the stock engine: {call.reason}. Drop it, or the drafter."
-            )
-        if call.logprobs:
-            raise ValueError(
-                f"return_logprobs is {return_logprobs!r}, which the static engine has, but {type(model).__name__} runs "
-                f"on the stock engine: {call.reason}. Drop it, and ask for output_scores=True."
-            )
+        _check_no_static_options(call, adapter_names=adapter_names, return_logprobs=return_logprobs)
         check_stock_call(call, model_kwargs)
         check_stock(call, model_kwargs)
         on_begin()
@@ -253,6 +228,30 @@ def generate_with_drafter(
     if attentions is not None:
         output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
     return output
+
+
+def _read_inputs(
+    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> tuple[Prompts, torch.Tensor | None, Cache | None]:
+    """The prompts of a call, their mask on the host and the cache that they continue, checked; None for none."""
+    mask = model_kwargs.get("attention_mask")
+    mask = None if mask is None else mask.cpu()  # read several times; the device is waited for once
+    # A cache of states only does not know how many tokens it holds.
+    cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
+    check_prompts(input_ids, mask, cache, model_kwargs)
+    config.max_length = math.ceil(config.max_length)
+    check_cache(cache, config)
+    return read_prompts(input_ids.long(), mask, mask_length(config), cache), mask, cache
+
+
+def _check_no_static_options(call: Call, **options: Any) -> None:
+    """Raise `ValueError` if a call on the stock engine asks for one of `options`, which the static engine alone has."""
+    for name, asked in options.items():
+        if asked is not None:
+            raise ValueError(
+                f"{name} is {asked!r:.200}, which the static engine has, but {type(call.model).__name__} runs on the "
+                f"stock engine: {call.reason}. Drop it, or the drafter; scores are returned by output_scores=True."
+            )
 
 
 def _logprobs(asked: str | None, config: GenerationConfig) -> tuple[str, ...]:
@@ -405,7 +404,7 @@ def _num_draft_tokens(
     asked = getattr(config, "_asked", {})
     for setting, why in UNUSED_SETTINGS.items():
         if asked.get(setting) not in (None, _NEUTRAL.get(setting)):
-            _warn(f"{setting}={asked[setting]!r} has no effect: {why}.")
+            logger.warning_once("hf_specdec: %s has no effect: %s.", f"{setting}={asked[setting]!r}", why)
     # Drawn texts depend on K, which "auto" chooses by time: a call with seeds is to be repeatable.
     is_free = is_continuous and not (config.do_sample and randomness.is_given)
     return drafter.num_draft_tokens(asked.get("num_assistant_tokens"), is_free)

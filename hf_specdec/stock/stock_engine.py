@@ -20,6 +20,7 @@ from transformers import Cache, DynamicCache, LogitsProcessorList, PreTrainedMod
 from ..cache.layer_kinds import LayerKinds, patches_of, plug_ins
 from ..calls.call import Call
 from ..calls.output import SpeculativeOutput
+from ..calls.transcript import CallersStreamer
 from ..engine.rounds import propose
 from ..host.caches import (
     OUTPUT_NAME,
@@ -29,7 +30,7 @@ from ..host.caches import (
     recording_layers,
     set_recording,
 )
-from ..host.generation import BaseStreamer, CandidateGenerator, assisted_decoding
+from ..host.generation import CandidateGenerator, assisted_decoding
 from ..kernels.types import VerificationResult
 from ..modules.hidden_states import AuxHiddenStateRecorder
 from ..modules.patch import replaced, user_code
@@ -57,21 +58,6 @@ class CommittedTextCriteria(StoppingCriteriaList):
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
         with user_code():
             return super().__call__(input_ids, scores, **kwargs)
-
-
-class CallersStreamer(BaseStreamer):
-    """A streamer that runs as the caller's code."""
-
-    def __init__(self, streamer: BaseStreamer):
-        self._streamer = streamer
-
-    def put(self, value: torch.Tensor) -> None:
-        with user_code():
-            self._streamer.put(value)
-
-    def end(self) -> None:
-        with user_code():
-            self._streamer.end()
 
 
 class DrafterCandidateGenerator(CandidateGenerator):

@@ -227,11 +227,8 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
 def _copy_in_float32(drafter: Drafter, target: nn.Module) -> CachedDrafter:
     """A copy that shares with the target what `drafter` does, in training mode."""
     is_block = isinstance(drafter, DFlashDrafter)
-    untrained = (Drafter, CachedDrafter, WalkingDrafter)
-    method = "head_inputs" if is_block else "unroll"
-    if not isinstance(drafter, CachedDrafter) or any(
-        getattr(type(drafter), method) is getattr(one, method, None) for one in untrained
-    ):
+    method, untrained = ("head_inputs", WalkingDrafter) if is_block else ("head_weight", CachedDrafter)
+    if not isinstance(drafter, CachedDrafter) or getattr(type(drafter), method) is getattr(untrained, method):
         raise ValueError(
             f"{type(drafter).__name__} cannot learn: it does not implement {method}(); expected EAGLE-3, P-EAGLE, MTP "
             "modules, DFlash, DSpark, or a draft model."

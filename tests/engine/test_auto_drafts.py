@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 import random
 from collections import Counter
 
@@ -17,7 +18,6 @@ from transformers import ContinuousBatchingConfig
 from hf_specdec import NoDrafter
 from hf_specdec.auto_k.auto_drafts import CANDIDATES, Acceptance, AutoDrafts, RoundTimes, candidates, tree_size
 from hf_specdec.engine import lease
-from hf_specdec.integration import dispatch
 from hf_specdec.state import RoundShape
 
 # Milliseconds of a round with 0 and with 3 drafts by rows: vLLM 0.26, Llama-3.1-8B and EAGLE-3, one H200.
@@ -389,7 +389,7 @@ def test_what_is_refused():
 
 
 def test_the_stock_engine_has_one_number(caplog):
-    dispatch._warn.cache_clear()  # each message is logged once
+    logging.Logger.warning_once.cache_clear()  # each message is logged once
     target = tiny_target("llama")
     drafter = RANDOM_DRAFTERS["eagle3"](target).configure(engine="stock")
     inputs = padded_prompts([5])

@@ -1,6 +1,7 @@
 """What rounds cost, on disk: what is written, what is read, and what calls make of it."""
 
 import json
+import logging
 import multiprocessing
 import os
 from importlib import metadata
@@ -122,7 +123,7 @@ def test_damaged_files_count_as_none(tmp_path, caplog):
 def test_a_folder_that_cannot_be_written(tmp_path, caplog):
     """Said once; calls go on with what they measure."""
     (tmp_path / "file").write_text("")
-    round_costs._warn.cache_clear()
+    logging.Logger.warning_once.cache_clear()
     table = CostTable("a target", tmp_path / "file")
     run_rounds(table, {0: 10.0})
     table.save()

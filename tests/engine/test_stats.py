@@ -1,6 +1,7 @@
 """The statistics of a call, against a recomputation and by hand; which engine ran, and why."""
 
 import copy
+import logging
 
 import accelerate
 import pytest
@@ -11,7 +12,6 @@ from targets import PAD, STOCK_FAMILY, padded_prompts, tiny_target
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_specdec import SpeculationStats
-from hf_specdec.integration import dispatch
 from hf_specdec.stats import Counters, RowStats
 
 MAX_NEW_TOKENS = 14
@@ -294,7 +294,7 @@ def test_target_spread_over_devices_runs_on_the_stock_engine():
 
 def test_reason_is_logged_once(caplog):
     target = tiny_target("llama")
-    dispatch._log_engine.cache_clear()
+    logging.Logger.info_once.cache_clear()
     with caplog.at_level("INFO", logger="hf_specdec"):
         for _ in range(2):
             greedy(target, padded_prompts(PROMPTS[1]), assistant_model=random_eagle3(target))

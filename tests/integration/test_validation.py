@@ -1,5 +1,6 @@
 """Validation of calls: an error that names the argument, and no side effects."""
 
+import logging
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,7 +31,7 @@ from hf_specdec.config import Eagle3Config
 from hf_specdec.drafters import Eagle3Drafter
 from hf_specdec.graphs.buckets import useful_drafts
 from hf_specdec.host.caches import OUTPUT_NAME
-from hf_specdec.integration.dispatch import UNUSED_SETTINGS, _warn
+from hf_specdec.integration.dispatch import UNUSED_SETTINGS
 from hf_specdec.integration.validation import _OTHER_DRAFTERS
 from hf_specdec.sampling.logits import RowTemperature
 
@@ -552,7 +553,7 @@ def test_every_setting_of_assisted_generation_is_honoured_refused_or_warned_abou
     assert values.keys() == UNUSED_SETTINGS.keys()
     for name, value in values.items():
         caplog.clear()
-        _warn.cache_clear()
+        logging.Logger.warning_once.cache_clear()
         out = target.generate(**inputs, **options, assistant_model=drafter, **{name: value})
         assert torch.equal(out, plain)
         assert f"{name}={value!r} has no effect" in caplog.text
@@ -564,7 +565,7 @@ def test_every_setting_of_assisted_generation_is_honoured_refused_or_warned_abou
 
 
 def test_block_verification_is_not_promised_by_the_stock_engine(target, drafter, caplog):
-    _warn.cache_clear()
+    logging.Logger.warning_once.cache_clear()
     drafter.configure(engine="stock", verification="block")
     target.generate(**padded_prompts(PROMPTS[1]), do_sample=True, max_new_tokens=4, assistant_model=drafter)
     assert "verification='block' has no effect on the stock engine" in caplog.text
