@@ -115,6 +115,10 @@ def test_rows_share_memory():
     assert bool((view[2, :last, 0, 0] == torch.arange(1000.0, 1000 + last, device=DEVICE)).all())
     memory.trim(2)
     assert memory.share(1, 0, 200) and bool((view[1, 10:190] == view[0, 10:190]).all())
+    # The piece that is to be written from slot 101 on becomes a copy, in which others' slots do not change.
+    assert memory.unshare(1, 101) == 101 and not memory.is_shared(1, 101)
+    view[1, 101 : memory.committed_slots(1)] = -1.0
+    assert torch.equal(view[1, 10:101], view[0, 10:101]) and view[0, 101:256].min() > 0
     memory.free()
     assert memory.committed == 0
 
