@@ -139,7 +139,7 @@ def eagle_options(target: PreTrainedModel, **options) -> dict:
         "num_key_value_heads": 2,
         "vocab_size": text.vocab_size,
         "draft_vocab_size": text.vocab_size // 2,
-        "aux_hidden_state_layer_ids": [1, 3, text.num_hidden_layers],
+        "aux_hidden_state_layer_ids": [1, text.num_hidden_layers - 1, text.num_hidden_layers],
         "initializer_range": 0.3,
         **options,
     }

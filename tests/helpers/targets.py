@@ -15,7 +15,7 @@ from hf_specdec.hosting.equivalence import why_not_equivalent
 
 VOCAB = 96
 PAD = 0
-NUM_LAYERS = 4
+NUM_LAYERS = 3
 # Entries of configurations that list the layers.
 PATTERNS = ("layer_types", "mlp_layer_types", "layers_block_type")
 
