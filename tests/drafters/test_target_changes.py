@@ -190,7 +190,7 @@ def test_target_made_in_inference_mode():
         [
             one
             for one in every
-            if (one[1:] == (101, "static") and one[0] not in (*SELDOM, "p-eagle-sequential", "mtp-by-target"))
+            if (one[1:] == (101, "static") and one[0] not in (*SELDOM, "mtp-by-target"))
             or (one[1:] == (90, "stock") and one[0] in ("eagle3", "mtp", "draft-model"))
         ],
     ),

@@ -319,7 +319,9 @@ REPLAYED = cases(
     [
         (kind, option)
         for kind, option in every
-        if option == "sampling" or kind in ("eagle3", "none") or (kind, option) == ("mtp-by-target", "penalty")
+        if kind == "eagle3"
+        or (option == "sampling" and kind != "p-eagle-sequential")
+        or (kind, option) in (("none", "penalty"), ("mtp-by-target", "penalty"))
     ],
 )
 

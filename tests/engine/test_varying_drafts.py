@@ -62,7 +62,7 @@ def test_texts_are_those_of_plain_generation(kind):
     check()
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", cases(list(HYBRIDS), ["qwen3-next", "falcon-h1", "jamba", "lfm2"]))
 def test_states_of_a_draft_model_stay_right(family, monkeypatch):
     """Tokens that it reads again, after a block that was too wide, are not in its recurrent states yet."""
     drafter, inputs = copy_of(tiny_target(family)), padded_prompts([5, 9, 1])

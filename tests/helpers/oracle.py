@@ -292,5 +292,6 @@ RANDOM_DRAFTERS = {
     "mtp": random_mtp,
     "mtp-by-target": partial(random_mtp, chaining="target"),
 }
-# These walk along a block by DSpark's code; tests of what surrounds a drafter leave them out unless they try all cases.
-SELDOM = () if tries_all else ("dflash2", "domino", "dspine")
+# These walk along a block by DSpark's code, or have P-EAGLE's layers and draft by EAGLE-3's; tests of what surrounds a
+# drafter leave them out unless they try all cases.
+SELDOM = () if tries_all else ("dflash2", "domino", "dspine", "p-eagle-sequential")
