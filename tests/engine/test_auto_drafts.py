@@ -93,8 +93,13 @@ class Simulation:
         return next((at for at, share in enumerate(shares) if self._random.random() >= share), len(shares))
 
 
-@pytest.mark.parametrize("name", SHARES)
-@pytest.mark.parametrize("rows", cases(list(MILLISECONDS), [1, 256]))
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    cases(
+        list(itertools.product(MILLISECONDS, SHARES)),
+        [((1, 256)[at % 2], name) for at, name in enumerate(SHARES)] + [(256, "never"), (1, "always")],
+    ),
+)
 def test_at_most_three_per_cent_behind_the_best_number(rows, name):
     """What trying costs is included, and so are the first rounds, in which nothing is known."""
     for seed in range(3 if rows < 32 else 1):
@@ -266,8 +271,13 @@ class TreeSimulation:
         return accepted, drafted.num_drafts, [*said[:accepted], children], drafted.num_nodes
 
 
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize(("rows", "drafting"), [(1, "one pass"), (1, "a pass a draft"), (8, "one pass")])
+@pytest.mark.parametrize(
+    ("rows", "drafting", "law"),
+    cases(
+        every := [(*one, law) for law in LAWS for one in ((1, "one pass"), (1, "a pass a draft"), (8, "one pass"))],
+        [one for at, one in enumerate(every) if at % 3 == 0 or at // 3 % 2 == at % 3 - 1],
+    ),
+)
 def test_trees_where_they_pay(rows, drafting, law):
     """At most three per cent behind the best, of which trees are some with few rows only."""
     most = RoundShape(7, tree_size(rows, torch.device("cuda")))

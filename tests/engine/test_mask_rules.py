@@ -4,7 +4,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from case_counts import cases
+from case_counts import cases, num_cases
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, GreedyTexts, oracle
 from oracle import copy_of, random_eagle3, random_mtp
@@ -50,7 +50,7 @@ def target_of(name):
     return build_target(name.split(",")[0], **SETTINGS[name])
 
 
-TEXTS = GreedyTexts(target_of, max_new_tokens=24)
+TEXTS = GreedyTexts(target_of, max_new_tokens=num_cases(24, 16))
 ACROSS = (40, 9, 33)  # of rows on both sides of every window and chunk
 
 

@@ -3,7 +3,7 @@
 from functools import cache, partial
 
 import pytest
-from case_counts import cases
+from case_counts import cases, num_cases
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, GreedyTexts, oracle
 from oracle import copy_of, random_draft_model, random_eagle3
@@ -53,7 +53,7 @@ def target_of(name):
     return build_target(name.split()[0], **SETTINGS[name])
 
 
-TEXTS = GreedyTexts(target_of, max_new_tokens=16)
+TEXTS = GreedyTexts(target_of, max_new_tokens=num_cases(16, 12))
 
 
 @pytest.mark.core_for(lengths=[(40, 9, 33)])

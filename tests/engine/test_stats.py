@@ -276,8 +276,8 @@ def under_hooks(kind):
         names = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"]
         names += [f"model.layers.{index}" for index in range(target.config.num_hidden_layers)]
         return accelerate.dispatch_model(target, dict.fromkeys(names, "cpu"), force_hooks=True)
-    accelerate.cpu_offload(target.model.layers[2], execution_device=torch.device("cpu"))
-    assert target.model.layers[2].mlp.up_proj.weight.device.type == "meta"
+    accelerate.cpu_offload(target.model.layers[1], execution_device=torch.device("cpu"))
+    assert target.model.layers[1].mlp.up_proj.weight.device.type == "meta"
     return target
 
 

@@ -263,8 +263,8 @@ def test_models_are_restored_after_errors_of_a_drafter(engine, at, monkeypatch):
 def test_hooks_and_settings_of_the_user_are_kept(engine):
     target, inputs = fresh("llama")
     heard = []
-    target.model.layers[1].register_forward_hook(lambda *_: heard.append(1))
-    target.model.layers[2].self_attn.q_proj.weight.requires_grad_(False)
+    target.model.layers[0].register_forward_hook(lambda *_: heard.append(1))
+    target.model.layers[1].self_attn.q_proj.weight.requires_grad_(False)
     target.set_attn_implementation("eager")
     target.generation_config.temperature, target.generation_config.num_assistant_tokens = 0.3, 7
     drafter = configured(random_eagle3(target), engine)
