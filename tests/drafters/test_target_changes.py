@@ -230,7 +230,7 @@ def test_vocabulary_of_three_tokens(kind):
 
 @pytest.mark.core
 def test_layers_taken_away_and_put_back():
-    target, inputs = own_target(), padded_prompts(PROMPTS[1])
+    target, inputs = copy.deepcopy(tiny_target("llama", num_layers=4)), padded_prompts(PROMPTS[1])
     drafter, layers = RANDOM_DRAFTERS["eagle3"](target), target.model.layers
     options = {**inputs, "do_sample": False, "max_new_tokens": 4, "assistant_model": drafter}
     expected = target.generate(**options)

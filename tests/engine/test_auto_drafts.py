@@ -16,7 +16,7 @@ from transformers import ContinuousBatchingConfig
 
 from hf_specdec import NoDrafter
 from hf_specdec.auto_k.auto_drafts import CANDIDATES, Acceptance, AutoDrafts, RoundTimes, candidates, tree_size
-from hf_specdec.engine import lease
+from hf_specdec.engine import alone, lease
 from hf_specdec.integration import dispatch
 from hf_specdec.state import RoundShape
 
@@ -357,8 +357,9 @@ def test_texts_are_those_of_plain_generation(kind):
     assert drafter.stats.num_assistant_tokens == most == len(drafter.stats.drafted_per_position)
 
 
-def test_where_it_is_set():
+def test_where_it_is_set(monkeypatch):
     """By the call, the configuration of the call, the drafter; bulk generation chooses by itself."""
+    monkeypatch.setattr(alone, "is_better_alone", lambda *_: False)  # whatever rounds take here
     target = tiny_target("llama")
     inputs, prompts = padded_prompts([5]), [[5, 6, 7], [8]]
 

@@ -66,8 +66,8 @@ def test_greedy_is_identical_for_drafters_of_any_accuracy(family):
     assert len(plain_output(family, tuple(PROMPTS[3])).unique()) > 8, "texts tell states apart"
     # Drafts that are all right are those of the copy below.
     check(family, PROMPTS[3], cases([(4, 1.0), (3, 0.0), (8, 0.6)], [(3, 0.0), (8, 0.6)]))
-    for lengths, draft in cases(((PROMPTS[1], (1, 0.6)), (PROMPTS[8], (3, 0.6))), ()):
-        check(family, lengths, [draft])
+    for batch, num_draft_tokens in cases(((1, 1), (8, 3)), ()):
+        check(family, PROMPTS[batch], [(num_draft_tokens, 0.6)])
 
 
 @pytest.mark.core

@@ -194,10 +194,15 @@ def on_gpu(family: str) -> PreTrainedModel:
     return copy.deepcopy(tiny_target(family)).to("cuda")
 
 
+def num_layers_of(settings: dict) -> int:
+    """Layers of a target with these entries in its configuration, unless a test asks for others."""
+    return max(NUM_LAYERS, *(len(settings.get(pattern, ())) for pattern in PATTERNS))
+
+
 def new_target(family: str, seed: int = 0, num_layers: int | None = None) -> PreTrainedModel:
     """A random target in float32 and evaluation mode."""
     if num_layers is None:
-        num_layers = max(NUM_LAYERS, *(len(FAMILIES[family].get(pattern, ())) for pattern in PATTERNS))
+        num_layers = num_layers_of(FAMILIES[family])
     options = {**_COMMON, "num_hidden_layers": num_layers, **FAMILIES[family]}
     for pattern in PATTERNS:
         if pattern in options:
@@ -237,7 +242,7 @@ def padded_prompts(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]
 
 def build_target(model_type: str, seed: int = 0, **options) -> PreTrainedModel:
     """A random target of any model type, in float32 and evaluation mode, with biases that are not zero."""
-    config = AutoConfig.for_model(model_type, **{**_COMMON, "num_hidden_layers": 4, **options})
+    config = AutoConfig.for_model(model_type, **{**_COMMON, "num_hidden_layers": num_layers_of(options), **options})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

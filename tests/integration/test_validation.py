@@ -92,7 +92,7 @@ def test_drafter_bound_to_another_target(drafter):
     [
         ({"hidden_size": 64}, "made for a target with hidden_size 32, but llama has hidden_size 64"),
         ({"vocab_size": 128}, "made for a vocabulary of 96 tokens, but llama has 128"),
-        ({"num_hidden_layers": 3}, r"reads the auxiliary hidden states \[1, 3, 4\], but llama has 3 layers"),
+        ({"num_hidden_layers": 1}, r"reads the auxiliary hidden states \[0, 1, 2\], but llama has 1 layers"),
     ],
 )
 def test_drafter_for_another_model(target, drafter, options, match):
