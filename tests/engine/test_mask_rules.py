@@ -141,7 +141,7 @@ def test_masks_of_no_known_kind_are_refused():
 def test_temperature_by_the_position():
     """Llama 4 scales queries by how many tokens the cache holds, from a length on."""
     target = build_target("llama4_text", **LLAMA4 | {"floor_scale": 48, "attn_temperature_tuning": True})
-    inputs, short = padded_prompts([30]), padded_prompts([20])
+    inputs, short = padded_prompts([40]), padded_prompts([20])
     for prompts, engine in ((inputs, "stock"), (short, "static")):
         plain = TEXTS.greedy(target, prompts)
         drafter = oracle(target, prompts, plain)

@@ -90,8 +90,8 @@ def test_a_drafter_that_is_always_right_stays_so(numbers):
 @pytest.mark.parametrize(
     ("kind", "stand_in"),
     cases(
-        every := list(itertools.product(["eagle3", "pard", "mtp", "mtp-by-target"], [replay_on_cpu, tape_on_cpu])),
-        [one for one in every if (one[0] in ("eagle3", "mtp-by-target")) == (one[1] is tape_on_cpu)],
+        list(itertools.product(["eagle3", "pard", "mtp", "mtp-by-target"], [replay_on_cpu, tape_on_cpu])),
+        [("pard", replay_on_cpu), ("eagle3", tape_on_cpu), ("mtp-by-target", tape_on_cpu)],
     ),
 )
 def test_captured_rounds(monkeypatch, kind, stand_in):
