@@ -442,14 +442,14 @@ def scripted(monkeypatch, milliseconds):
 @pytest.mark.parametrize("is_bulk", [False, True])
 def test_auto_chooses_chains_and_trees_by_what_they_take(is_bulk, monkeypatch):
     replay_on_cpu(monkeypatch)
-    target, inputs = tiny_target("llama"), padded_prompts([6, 2])
+    target, inputs = tiny_target("llama", num_layers=4), padded_prompts([6, 2])
     options = {"max_new_tokens": 64, "do_sample": False, "num_assistant_tokens": "auto", "tree": 31}
     plain = TEXTS.greedy(target, inputs, max_new_tokens=64)
     prompts = [row[mask != 0].tolist() for row, mask in zip(*inputs.values(), strict=True)]
     for is_dear in (False, True):
         # Trees for nothing; or drafts that no acceptance pays for.
         scripted(monkeypatch, lambda drafted, dear=is_dear: 5.0 + 9 * drafted.width * dear)
-        drafter = random_peagle(target)
+        drafter = random_peagle(target, aux_hidden_state_layer_ids=[1, 3, 4])  # which is right now and then
         if is_bulk:
             out = target.generate_batch(prompts, **options, assistant_model=drafter)
             assert [one.generated_tokens for one in out.values()] == plain[:, -64:].tolist()
