@@ -136,8 +136,17 @@ def test_drafters_read_hidden_states_of_images(monkeypatch):
     assert embeddings is None  # it reads the token that stands for an image
 
 
-@pytest.mark.parametrize("name", ["Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"])
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    cases(
+        every := [
+            (f"{name}ForConditionalGeneration", kind)
+            for name in ("Gemma4", "Gemma4Unified")
+            for kind in ("eagle3", "dflash")
+        ],
+        [every[0], every[3]],
+    ),
+)
 def test_hidden_states_of_layers_that_share_keys(monkeypatch, name, kind):
     """They run over the last token of the prompt only, unless something is asked for of all."""
     target, inputs = model_of(name), prompts_of(name)

@@ -8,8 +8,11 @@ context position a given distance back, and drafts what the target says after th
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
+from case_counts import cases
 from counting import CHAINING, COUNTED, MASK, chaining_drafter, counting_target, feature_drafter, finding_drafter
 
 LENGTHS = [18, 33, 25]
@@ -79,9 +82,13 @@ def test_a_window_that_ends_before_the_position_hides_it():
         assert acceptance(target, drafter, 5) == expected
 
 
-@pytest.mark.parametrize("family", CHAINING)
-@pytest.mark.parametrize("anchor_first", [False, True])
-@pytest.mark.parametrize("engine", ["static", "stock"])
+@pytest.mark.parametrize(
+    ("family", "anchor_first", "engine"),
+    cases(
+        every := list(product(CHAINING, [False, True], ["static", "stock"])),
+        [one for at, one in enumerate(every) if at % 4 in ((0, 3), (1, 2))[at // 4 % 2]],
+    ),
+)
 def test_every_draft_of_a_chain_is_right(family, anchor_first, engine):
     """The first follows the anchor in both conventions."""
     target = counting_target()

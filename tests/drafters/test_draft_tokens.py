@@ -14,7 +14,7 @@ import pard2_reference
 import pytest
 import scripted_verification
 import torch
-from case_counts import cases, num_cases
+from case_counts import cases, num_cases, tries_all
 from dialects import PEAGLE, PLAIN, VARIANTS, make_weights, tiny_target, write
 from scripted_verification import Seen, random_patterns, watch, wrong_now_and_then
 from targets import padded_prompts
@@ -176,7 +176,7 @@ def run_script(monkeypatch, case, *script, **options) -> None:
     ("family", "num_draft_tokens"),
     cases(
         every := list(itertools.product(CASES, [1, 2, 3, 4])),
-        [one for one in every if one[1] == 2 or (one[1] in (1, 3) and one[0] in ("eagle3", "p-eagle", "dspark"))],
+        [one for one in every if one[1] == 2 or one in (("eagle3", 1), ("p-eagle", 3), ("dspark", 3))],
     ),
 )
 def test_all_patterns_of_two_rounds(monkeypatch, tmp_path, family, num_draft_tokens):
@@ -209,7 +209,7 @@ def test_prompts_in_chunks(monkeypatch, tmp_path, family):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_of_eagle3(monkeypatch, tmp_path, variant):
-    run_script(monkeypatch, eagle(tmp_path, VARIANTS[variant], "speculators"), 5, random_patterns(5, 12))
+    run_script(monkeypatch, eagle(tmp_path, VARIANTS[variant], "speculators"), 5, random_patterns(5, num_cases(12, 6)))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_variants_of_eagle3(monkeypatch, tmp_path, variant):
 )
 def test_variants_of_peagle(monkeypatch, tmp_path, variant, is_parallel):
     case = eagle(tmp_path, PEAGLE_VARIANTS[variant], "automodel", is_parallel)
-    run_script(monkeypatch, case, 5, random_patterns(5, 12 if is_parallel else 6))
+    run_script(monkeypatch, case, 5, random_patterns(5, 12 if tries_all and is_parallel else 6))
 
 
 @pytest.mark.parametrize(

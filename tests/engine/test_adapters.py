@@ -9,8 +9,9 @@ import warnings
 import pytest
 import torch
 from assistants import assistant_drafter, gemma4_target, new_assistant
+from case_counts import cases
 from graph_stand_ins import replay_on_cpu, show_all_slots, tape_on_cpu
-from oracle import RANDOM_DRAFTERS, random_eagle3
+from oracle import RANDOM_DRAFTERS, SELDOM, random_eagle3
 from targets import build_target, padded_prompts, set_policy, tiny_target
 from torch import nn
 from transformers import ContinuousBatchingConfig
@@ -84,7 +85,11 @@ def test_one_for_each_row(tape, kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in RANDOM_DRAFTERS if kind not in ("eagle3", "draft-model", "mtp-by-target")]
+    "kind",
+    cases(
+        [kind for kind in RANDOM_DRAFTERS if kind not in ("eagle3", "draft-model", "mtp-by-target")],
+        [kind for kind in RANDOM_DRAFTERS if kind not in (*SELDOM, "eagle3", "draft-model", "mtp-by-target", "pard")],
+    ),
 )
 def test_every_other_kind_of_drafter(kind):
     target, adapted = adapted_target()

@@ -17,7 +17,7 @@ from transformers import ContinuousBatchingConfig
 
 from hf_specdec import NoDrafter
 from hf_specdec.auto_k.auto_drafts import CANDIDATES, Acceptance, AutoDrafts, RoundTimes, candidates, tree_size
-from hf_specdec.engine import lease
+from hf_specdec.engine import alone, lease
 from hf_specdec.state import RoundShape
 
 # Milliseconds of a round with 0 and with 3 drafts by rows: vLLM 0.26, Llama-3.1-8B and EAGLE-3, one H200.
@@ -93,8 +93,13 @@ class Simulation:
         return next((at for at, share in enumerate(shares) if self._random.random() >= share), len(shares))
 
 
-@pytest.mark.parametrize("name", SHARES)
-@pytest.mark.parametrize("rows", cases(list(MILLISECONDS), [1, 256]))
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    cases(
+        list(itertools.product(MILLISECONDS, SHARES)),
+        [((1, 256)[at % 2], name) for at, name in enumerate(SHARES)] + [(256, "never"), (1, "always")],
+    ),
+)
 def test_at_most_three_per_cent_behind_the_best_number(rows, name):
     """What trying costs is included, and so are the first rounds, in which nothing is known."""
     for seed in range(3 if rows < 32 else 1):
@@ -266,8 +271,13 @@ class TreeSimulation:
         return accepted, drafted.num_drafts, [*said[:accepted], children], drafted.num_nodes
 
 
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize(("rows", "drafting"), [(1, "one pass"), (1, "a pass a draft"), (8, "one pass")])
+@pytest.mark.parametrize(
+    ("rows", "drafting", "law"),
+    cases(
+        every := [(*one, law) for law in LAWS for one in ((1, "one pass"), (1, "a pass a draft"), (8, "one pass"))],
+        [one for at, one in enumerate(every) if at % 3 == 0 or at // 3 % 2 == at % 3 - 1],
+    ),
+)
 def test_trees_where_they_pay(rows, drafting, law):
     """At most three per cent behind the best, of which trees are some with few rows only."""
     most = RoundShape(7, tree_size(rows, torch.device("cuda")))
@@ -347,8 +357,9 @@ def test_texts_are_those_of_plain_generation(kind):
     assert drafter.stats.num_assistant_tokens == most == len(drafter.stats.drafted_per_position)
 
 
-def test_where_it_is_set():
+def test_where_it_is_set(monkeypatch):
     """By the call, the configuration of the call, the drafter; bulk generation chooses by itself."""
+    monkeypatch.setattr(alone, "is_better_alone", lambda *_: False)  # whatever rounds take here
     target = tiny_target("llama")
     inputs, prompts = padded_prompts([5]), [[5, 6, 7], [8]]
 

@@ -125,7 +125,7 @@ def test_a_subclass_is_checked_too():
     class Ahead(LlamaForCausalLM):
         def __init__(self, config):
             super().__init__(config)
-            self.model.layers[2].self_attn = LooksAhead(config, 2)
+            self.model.layers[1].self_attn = LooksAhead(config, 1)
 
     torch.manual_seed(0)
     target = Ahead(tiny_target("llama").config).eval()
@@ -487,11 +487,11 @@ class Streams(LlamaForCausalLM):
         super().__init__(config)
         for index, layer in enumerate(self.model.layers):
             layer.register_forward_hook(
-                lambda module, args, out, index=index: out[:, -1:] if last_only and index == 3 else out
+                lambda module, args, out, index=index: out[:, -1:] if last_only and index == 1 else out
             )
         if not last_only:
-            self.model.layers[2].register_forward_hook(lambda module, args, out: out[None].expand(2, -1, -1, -1))
-            self.model.layers[3].register_forward_pre_hook(lambda module, args: (args[0][0], *args[1:]))
+            self.model.layers[0].register_forward_hook(lambda module, args, out: out[None].expand(2, -1, -1, -1))
+            self.model.layers[1].register_forward_pre_hook(lambda module, args: (args[0][0], *args[1:]))
 
 
 @pytest.mark.core
@@ -499,7 +499,7 @@ class Streams(LlamaForCausalLM):
 def test_unsupported_hidden_states_are_refused_at_bind(last_only):
     torch.manual_seed(0)
     target = Streams(tiny_target("llama").config, last_only).eval()
-    shape = r"\[1, 1, 32\] at layer id 4" if last_only else r"\[2, 1, 3, 32\] at layer id 3"
+    shape = r"\[1, 1, 32\] at layer id 2" if last_only else r"\[2, 1, 3, 32\] at layer id 1"
     with pytest.raises(ValueError, match=rf"over 3 tokens its layers return {shape}; expected \[1, 3, 32\]") as error:
         random_eagle3(target)
     assert "\n" not in str(error.value)

@@ -42,7 +42,7 @@ SETTINGS = {
     "dynamic": {"rope_parameters": DYNAMIC, "max_position_embeddings": LIMIT},
 }
 # On one side of the limit, on both, and with rows that reach it together with the longest one.
-SHORT, ACROSS, LONG = [3, 9, 5], [30, 9, 21], [40, 3, 34]
+SHORT, ACROSS, LONG = (3, 9, 5), (30, 9, 21), (40, 3, 34)
 
 
 # transformers 5.17 drops the keys of Phi-3 without computing them again, and fails where such RoPE is of one kind of
@@ -74,8 +74,18 @@ def check(name, lengths, *args, **options):
 
 
 @pytest.mark.core_for(lengths=[ACROSS, LONG])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("lengths", [SHORT, ACROSS, LONG, [30], [31], [32], [33], [9, 30]], ids=str)
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    cases(
+        every := [
+            (name, lengths)
+            for name in ("llama", "gemma3_text")
+            for lengths in (SHORT, ACROSS, LONG, (30,), (31,), (32,), (33,), (9, 30))
+        ],
+        [one for one in every if one[0] == "llama" or one[1] in (ACROSS, LONG, (31,))],
+    ),
+    ids=str,
+)
 def test_keys_that_stay_run_on_the_static_engine(name, lengths):
     for accuracy, num in cases([(0.0, 1), (0.6, 3), (1.0, 7)], [(0.6, 3), (1.0, 7)]):
         check(name, lengths, partial(oracle, accuracy=accuracy), num)
@@ -116,8 +126,14 @@ def test_texts_that_a_block_of_drafts_would_change_run_on_the_stock_engine(name,
         check(name, lengths, oracle, num, engine)
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3"])
-@pytest.mark.parametrize("lengths", [[20], [31], [40]], ids=str)
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    cases(
+        every := [(name, lengths) for name in ("llama", "phi3") for lengths in ((20,), (31,), (40,))],
+        [one for one in every if one[0] == "llama" or one[1] == (31,)],
+    ),
+    ids=str,
+)
 def test_stock_engine(name, lengths):
     """Its blocks of drafts end where the factors change."""
     for accuracy in (0.6, 1.0):
@@ -132,8 +148,15 @@ def test_batches_of_the_stock_engine():
         TEXTS.greedy(target, inputs, oracle(target, inputs, plain), 3)
 
 
-@pytest.mark.parametrize("family", [copy_of, random_eagle3, random_draft_model])
-@pytest.mark.parametrize("lengths", [ACROSS, LONG], ids=str)
+@pytest.mark.parametrize(
+    ("family", "lengths"),
+    cases(
+        every := [
+            (family, lengths) for family in (copy_of, random_eagle3, random_draft_model) for lengths in (ACROSS, LONG)
+        ],
+        [one for one in every if one[0] is copy_of or one[1] == ACROSS],
+    ),
+)
 def test_families(family, lengths):
     drafter = check("llama", lengths, lambda target, *_: family(target))
     if family is copy_of:  # which rotates as the target does

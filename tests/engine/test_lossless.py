@@ -30,7 +30,7 @@ ALSO_TRIED = {
 # EAGLE-3 reads hidden states of the target and MTP modules are made of its layers; others have models of their own.
 KINDS_AND_FAMILIES = cases(
     every := list(product(["eagle3", "mtp", *ALSO_TRIED], STATIC_FAMILIES)),
-    [(kind, family) for kind, family in every if kind in ("eagle3", "mtp") or family in ("llama", ALSO_TRIED[kind])],
+    [(kind, family) for kind, family in every if kind in ("eagle3", "mtp") or family == ALSO_TRIED[kind]],
 )
 
 
@@ -75,7 +75,7 @@ def test_greedy_is_identical_for_drafters_of_any_accuracy(family, batch):
 
 
 @pytest.mark.core_for(kind=["eagle3"])
-@pytest.mark.core_for(family=["llama"], kind=["mtp", "dspark", "draft-model"])
+@pytest.mark.core_for(family=["llama"], kind=["mtp"])
 @pytest.mark.parametrize(("kind", "family"), KINDS_AND_FAMILIES)
 def test_greedy_is_identical_with_every_family_of_drafters(kind, family):
     target, inputs, plain = prompts_and_plain(family, 3)
@@ -93,12 +93,13 @@ def test_greedy_is_identical_in_batches_of_every_size(kind, batch, num_draft_tok
     assert torch.equal(greedy(target, inputs, DRAFTERS[kind](target), num_draft_tokens), plain)
 
 
+@pytest.mark.core_for(kind=["dspark", "draft-model"])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_greedy_is_identical_for_every_number_of_drafts(kind):
     target, inputs, plain = prompts_and_plain("llama", 3)
     expected = plain[:, : inputs["input_ids"].shape[1] + 6]
     drafter, accepted = DRAFTERS[kind](target), 0
-    for num_draft_tokens in cases(range(1, 17), (1, 2, 5, 11, 16)):
+    for num_draft_tokens in cases(range(1, 17), (1, 2, 5, 11, 16) if kind == "noisy-copy" else (1, 5, 16)):
         found = greedy(target, inputs, drafter, num_draft_tokens, max_new_tokens=6)
         assert torch.equal(found, expected), num_draft_tokens
         accepted += drafter.stats.accepted
@@ -107,7 +108,7 @@ def test_greedy_is_identical_for_every_number_of_drafts(kind):
 
 @pytest.mark.parametrize("family", STATIC_FAMILIES)
 def test_copy_of_the_target_is_accepted_completely(family):
-    for batch, num_draft_tokens in cases(((1, 1), (3, 5), (3, 11)), ((1, 1), (3, 11))):
+    for batch, num_draft_tokens in cases(((1, 1), (3, 5), (3, 11)), ((1, 1),) * (family == "llama") + ((3, 11),)):
         target, inputs, plain = prompts_and_plain(family, batch)
         drafter = copy_of(target)
         assert torch.equal(greedy(target, inputs, drafter, num_draft_tokens), plain)
@@ -173,7 +174,7 @@ def test_stock_engine_is_identical(family):
     ("kind", "family"),
     cases(
         every := [(kind, family) for kind in DRAFTERS if kind != "eagle3" for family in ("llama", "qwen3-next")],
-        [one for one in every if one[1] == "llama" or one[0] in ("pard2", "draft-model", "dspark", "mtp")],
+        [one for one in every if one[1] == "llama" or one[0] in ("draft-model", "mtp")],
     ),
 )
 def test_stock_engine_is_identical_with_every_family_of_drafters(kind, family):

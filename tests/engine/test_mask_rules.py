@@ -4,7 +4,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from case_counts import cases
+from case_counts import cases, num_cases
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, GreedyTexts, oracle
 from oracle import copy_of, random_eagle3, random_mtp
@@ -50,12 +50,19 @@ def target_of(name):
     return build_target(name.split(",")[0], **SETTINGS[name])
 
 
-TEXTS = GreedyTexts(target_of, max_new_tokens=24)
+TEXTS = GreedyTexts(target_of, max_new_tokens=num_cases(24, 16))
+ACROSS = (40, 9, 33)  # of rows on both sides of every window and chunk
 
 
-@pytest.mark.core_for(lengths=[[40, 9, 33]])
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("lengths", [PROMPTS[3], PROMPTS[1], [40, 9, 33], [70, 16]], ids=str)
+@pytest.mark.core_for(lengths=[ACROSS])
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    cases(
+        every := [(name, tuple(one)) for name in SETTINGS for one in (PROMPTS[3], PROMPTS[1], ACROSS, (70, 16))],
+        [one for at, one in enumerate(every) if one[1] == ACROSS or at // 4 == at % 4],
+    ),
+    ids=str,
+)
 def test_greedy_is_identical(name, lengths):
     for accuracy, num in cases([(0.0, 1), (0.6, 3), (1.0, 7)], [(0.6, 3)]):
         TEXTS.check(name, lengths, partial(oracle, accuracy=accuracy), num)
@@ -64,7 +71,7 @@ def test_greedy_is_identical(name, lengths):
 
 @pytest.mark.parametrize("name", ["phimoe, small window", "llama4_text"])
 def test_drafters(name):
-    lengths = [40, 9, 33]
+    lengths = ACROSS
     TEXTS.check(name, lengths, lambda target, *_: random_eagle3(target))
     drafter = TEXTS.check(name, lengths, lambda target, *_: copy_of(target))
     assert drafter.stats.accepted == drafter.stats.drafted > 0, "a draft model has the rules of its masks, too"
@@ -72,7 +79,7 @@ def test_drafters(name):
 
 def test_drafters_that_read_the_last_hidden_state():
     """`get_decoder()` of Llama 4 is the model with the head, whose output has none."""
-    TEXTS.check("llama4_text", [40, 9, 33], lambda target, *_: random_mtp(target), num_draft_tokens=2)
+    TEXTS.check("llama4_text", ACROSS, lambda target, *_: random_mtp(target), num_draft_tokens=2)
     drafter = copy_of(target_of("llama4_text"))
     assert drafter.unroll(torch.arange(4, 12)[None], None, 1)[0].shape == (1, 8, 32)
 
@@ -134,7 +141,7 @@ def test_masks_of_no_known_kind_are_refused():
 def test_temperature_by_the_position():
     """Llama 4 scales queries by how many tokens the cache holds, from a length on."""
     target = build_target("llama4_text", **LLAMA4 | {"floor_scale": 48, "attn_temperature_tuning": True})
-    inputs, short = padded_prompts([30]), padded_prompts([20])
+    inputs, short = padded_prompts([40]), padded_prompts([20])
     for prompts, engine in ((inputs, "stock"), (short, "static")):
         plain = TEXTS.greedy(target, prompts)
         drafter = oracle(target, prompts, plain)

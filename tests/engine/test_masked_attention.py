@@ -6,7 +6,7 @@ import lossless
 import pytest
 import torch
 from bulk import check_rows
-from case_counts import cases
+from case_counts import cases, num_cases
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, continuations
 from oracle import OracleDrafter, copy_of, random_eagle3
@@ -20,7 +20,7 @@ from hf_specdec.patching.attention import ragged_attention, slot_mask
 from hf_specdec.patching.masked_attention import why_not_masked
 from hf_specdec.patching.support import cache_layers, num_positions
 
-MAX_NEW_TOKENS = 16
+MAX_NEW_TOKENS = num_cases(16, 12)
 MASKED = {
     # A table of rotations.
     "gptj": {"rotary_dim": 4},

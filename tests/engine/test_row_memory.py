@@ -311,7 +311,7 @@ def test_texts_that_begin_alike_share_memory(monkeypatch, kind):
     assert most[1] < 0.8 * most[0]
 
 
-@pytest.mark.parametrize(("kind", "limits"), [("noisy-copy", (700, 300)), ("mtp", (200, 120))])
+@pytest.mark.parametrize(("kind", "limits"), [("noisy-copy", (350, 150)), ("mtp", (133, 80))])
 def test_requests_that_have_lost_their_rows_come_back(monkeypatch, rooms, kind, limits):
     monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 16)
     monkeypatch.setattr("hf_specdec.engine.run.TOKENS_AHEAD", 8)
@@ -330,7 +330,7 @@ def test_requests_that_have_lost_their_rows_come_back(monkeypatch, rooms, kind, 
 
 def test_a_text_that_does_not_fit_alone_is_the_only_one_that_fails(monkeypatch):
     monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 16)
-    set_policy(monkeypatch, "cpu", cache_bytes=committed_bytes(CPU) + 100 * 1024)
+    set_policy(monkeypatch, "cpu", cache_bytes=committed_bytes(CPU) + 50 * 1024)
     prompts = prompts_of((5, 200, 9, 2))
     texts, errors = in_rows(NoDrafter(tiny_target("llama")), prompts, 4)
     assert [error is None for error in errors] == [True, False, True, True]

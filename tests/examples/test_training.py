@@ -567,14 +567,14 @@ def test_unrolled_draft_model_equals_its_plain_forward_over_masks(dtype):
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("llama", {"num_modules": 1, "chaining": "modules"}),
+        pytest.param("llama", {"num_modules": 1, "chaining": "modules"}, marks=pytest.mark.slow),
         ("llama", {"num_modules": 2, "norm_output": False}),
         ("llama", {"num_modules": 3, "zero_first_embedding": True}),
         ("llama", {"num_modules": 1, "chaining": "target"}),
-        ("llama", {"num_modules": 2, "chaining": "target", "norm_output": False}),
+        pytest.param("llama", {"num_modules": 2, "chaining": "target", "norm_output": False}, marks=pytest.mark.slow),
         ("llama", {"num_modules": 3, "chaining": "target"}),
         ("mistral", {}),
-        ("mistral", {"chaining": "target"}),
+        pytest.param("mistral", {"chaining": "target"}, marks=pytest.mark.slow),
         ("gemma3", {}),
         ("qwen3-moe", {}),
         ("deepseek-v3", {}),

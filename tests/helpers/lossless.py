@@ -5,7 +5,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from case_counts import cases, tries_all
+from case_counts import cases, num_cases, tries_all
 from oracle import OracleDrafter, copy_of, random_draft_model, random_eagle3, random_peagle
 from targets import padded_prompts
 from transformers import DynamicCache, PreTrainedModel
@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_specdec import Drafter
 from hf_specdec.host.caches import OUTPUT_NAME
 
-MAX_NEW_TOKENS = 16
+MAX_NEW_TOKENS = num_cases(16, 12)
 PROMPTS = {1: [9], 3: [1, 12, 5], 8: [2, 13, 7, 1, 10, 11, 3, 6]}
 
 

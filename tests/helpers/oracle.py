@@ -131,6 +131,7 @@ class TreeOracle(OracleDrafter):
 def eagle_options(target: PreTrainedModel, **options) -> dict:
     """Arguments of a small `Eagle3Config` for `target`."""
     text = target.config.get_text_config()
+    last = text.num_hidden_layers
     return {
         "hidden_size": text.hidden_size,
         "target_hidden_size": text.hidden_size,
@@ -139,7 +140,7 @@ def eagle_options(target: PreTrainedModel, **options) -> dict:
         "num_key_value_heads": 2,
         "vocab_size": text.vocab_size,
         "draft_vocab_size": text.vocab_size // 2,
-        "aux_hidden_state_layer_ids": [1, 3, text.num_hidden_layers],
+        "aux_hidden_state_layer_ids": [last - 2, last - 1, last],
         "initializer_range": 0.3,
         **options,
     }
@@ -292,5 +293,6 @@ RANDOM_DRAFTERS = {
     "mtp": random_mtp,
     "mtp-by-target": partial(random_mtp, chaining="target"),
 }
-# These walk along a block by DSpark's code; tests of what surrounds a drafter leave them out unless they try all cases.
-SELDOM = () if tries_all else ("dflash2", "domino", "dspine")
+# These walk along a block by DSpark's code, or have P-EAGLE's layers and draft by EAGLE-3's; tests of what surrounds a
+# drafter leave them out unless they try all cases.
+SELDOM = () if tries_all else ("dflash2", "domino", "dspine", "p-eagle-sequential")

@@ -15,7 +15,7 @@ from hf_specdec.hosting.equivalence import why_not_equivalent
 
 VOCAB = 96
 PAD = 0
-NUM_LAYERS = 4
+NUM_LAYERS = 2  # of a family that has layers of one kind; of others as many as show every kind
 # Entries of configurations that list the layers.
 PATTERNS = ("layer_types", "mlp_layer_types", "layers_block_type")
 
@@ -104,7 +104,7 @@ HYBRIDS = {
     },
     "nemotron-h": {
         "model_type": "nemotron_h",
-        "layers_block_type": ["mamba", "moe", "attention", "mamba"],
+        "layers_block_type": ["mamba", "moe", "attention"],
         "mamba_num_heads": 8,
         "mamba_head_dim": 8,
         "ssm_state_size": 16,
@@ -134,7 +134,14 @@ HYBRIDS = {
 }
 FAMILIES |= HYBRIDS
 # Heads of Mamba-1 that run one by one.
-_ZAMBA = {"head_dim": 16, "num_key_value_heads": 4, "n_mamba_heads": 2, "mamba_d_state": 8, "mamba_dt_rank": 4}
+_ZAMBA = {
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "n_mamba_heads": 2,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 4,
+}
 FAMILIES["zamba"] = {"model_type": "zamba", **_ZAMBA}
 # Recurrent layers only.
 WITHOUT_ATTENTION = {
@@ -174,7 +181,7 @@ def set_policy(patch: pytest.MonkeyPatch, device_type: str, **changes: object) -
 
 
 @functools.cache
-def tiny_target(family: str, seed: int = 0, num_layers: int = NUM_LAYERS) -> PreTrainedModel:
+def tiny_target(family: str, seed: int = 0, num_layers: int | None = None) -> PreTrainedModel:
     """The target of `new_target`, shared between tests, so not to be changed.
 
     transformers adds hooks to a model that is once asked for `output_hidden_states`, also to this one.
@@ -187,8 +194,15 @@ def on_gpu(family: str) -> PreTrainedModel:
     return copy.deepcopy(tiny_target(family)).to("cuda")
 
 
-def new_target(family: str, seed: int = 0, num_layers: int = NUM_LAYERS) -> PreTrainedModel:
+def num_layers_of(settings: dict) -> int:
+    """Layers of a target with these entries in its configuration, unless a test asks for others."""
+    return max(NUM_LAYERS, *(len(settings.get(pattern, ())) for pattern in PATTERNS))
+
+
+def new_target(family: str, seed: int = 0, num_layers: int | None = None) -> PreTrainedModel:
     """A random target in float32 and evaluation mode."""
+    if num_layers is None:
+        num_layers = num_layers_of(FAMILIES[family])
     options = {**_COMMON, "num_hidden_layers": num_layers, **FAMILIES[family]}
     for pattern in PATTERNS:
         if pattern in options:
@@ -228,7 +242,7 @@ def padded_prompts(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]
 
 def build_target(model_type: str, seed: int = 0, **options) -> PreTrainedModel:
     """A random target of any model type, in float32 and evaluation mode, with biases that are not zero."""
-    config = AutoConfig.for_model(model_type, **{**_COMMON, "num_hidden_layers": 4, **options})
+    config = AutoConfig.for_model(model_type, **{**_COMMON, "num_hidden_layers": num_layers_of(options), **options})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

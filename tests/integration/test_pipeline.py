@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 from case_counts import cases
-from oracle import RANDOM_DRAFTERS, SELDOM, eagle_options, random_eagle3
+from oracle import RANDOM_DRAFTERS, eagle_options, random_eagle3
 from targets import tiny_target
 from transformers import TextIteratorStreamer, pipeline
 from word_tokenizer import word_tokenizer
@@ -74,7 +74,7 @@ def test_number_of_drafts_in_a_pipeline(caplog):
 
 
 @pytest.mark.core_for(kind=["eagle3", "draft-model"])
-@pytest.mark.parametrize("kind", [kind for kind in RANDOM_DRAFTERS if kind not in SELDOM])
+@pytest.mark.parametrize("kind", cases(list(RANDOM_DRAFTERS), ["eagle3", "draft-model", "pard2", "mtp"]))
 def test_special_tokens_are_the_targets_and_not_saved(kind, tmp_path):
     target = copy.deepcopy(tiny_target("llama"))
     drafter = RANDOM_DRAFTERS[kind](target)

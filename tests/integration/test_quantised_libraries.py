@@ -207,7 +207,13 @@ def test_texts_are_those_without_a_drafter(library, family, targets):
     assert {quantised_class(one) for one in layers_of(target)} == {LIBRARIES[library][1]}, "they stay quantised"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in RANDOM_DRAFTERS if kind not in ("eagle3", "draft-model")])
+@pytest.mark.parametrize(
+    "kind",
+    cases(
+        [kind for kind in RANDOM_DRAFTERS if kind not in ("eagle3", "draft-model")],
+        ["p-eagle", "pard2", "dspark", "mtp"],
+    ),
+)
 def test_every_other_kind_of_drafter(kind, targets):
     target, inputs = targets("torchao int8", "llama"), prompts_for(PROMPTS[3])
     drafter = RANDOM_DRAFTERS[kind](target)

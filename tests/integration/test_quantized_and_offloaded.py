@@ -118,7 +118,7 @@ NAMES = [
 ]
 PLACES = {
     "one device": ({"": "cpu"}, "static", "fit"),
-    "a layer on disk": (dict.fromkeys(NAMES, "cpu") | {"model.layers.2": "disk"}, "stock", "spread over 2 devices"),
+    "a layer on disk": (dict.fromkeys(NAMES, "cpu") | {"model.layers.0": "disk"}, "stock", "spread over 2 devices"),
     "the last layer on disk": (
         dict.fromkeys(NAMES, "cpu") | {f"model.layers.{NUM_LAYERS - 1}": "disk"},
         "stock",

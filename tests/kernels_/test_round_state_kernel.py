@@ -5,6 +5,7 @@ On a machine without a GPU the kernels run in Triton's interpreter.
 
 import pytest
 import torch
+from case_counts import num_cases
 
 from hf_specdec.kernels import random, random_reference, round_state, round_state_reference
 from hf_specdec.kernels.types import VerificationResult
@@ -35,7 +36,7 @@ def rows(batch, seed=0):
     return [one.to(DEVICE) for one in (draw(0, 9, batch, SLOTS), lengths, limits, finished)]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(num_cases(3, 1)))
 @pytest.mark.parametrize("num_drafts", [0, 1, 3, 7])
 def test_slots_and_blocks(num_drafts, seed):
     tokens, lengths, limits, finished = rows(7, seed)
@@ -86,7 +87,7 @@ def committed_by_loop(tokens, lengths, finished, limits, ends, result):
     return [row[:-1] for row in tokens], lengths, finished, counts
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(num_cases(6, 2)))
 @pytest.mark.parametrize("width", [1, 2, 5, 8])
 def test_commit(width, seed):
     batch = 9

@@ -3,8 +3,11 @@
 On a machine without a GPU the kernels run in Triton's interpreter.
 """
 
+import itertools
+
 import pytest
 import torch
+from case_counts import cases
 
 from hf_specdec.kernels import row_reductions, row_reductions_reference
 
@@ -19,9 +22,13 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("name", "size", "dtype"),
+    cases(
+        every := list(itertools.product(FUNCTIONS, SIZES, DTYPES)),
+        [one for one in every if one[1] in ((5, 9001) if one[0] == "softmax" else (1, 128, 4096))],
+    ),
+)
 def test_equals_float64_for_any_number_of_rows(name, size, dtype):
     generator = torch.Generator().manual_seed(size)
     rows = (3 * torch.randn(7, size, generator=generator)).to(DEVICE, dtype)

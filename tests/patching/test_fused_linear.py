@@ -87,7 +87,7 @@ def test_unsupported_layers_are_not_fused():
     class Adapter(nn.Linear):
         pass
 
-    model = copy.deepcopy(tiny_target("llama"))
+    model = copy.deepcopy(tiny_target("llama", num_layers=3))
     first, second, third = (layer.self_attn for layer in model.model.layers[:3])
     first.k_proj = Adapter(32, 16, bias=False)
     second.v_proj.register_forward_hook(lambda module, args, output: output)

@@ -30,8 +30,8 @@ def fusing_here(monkeypatch):
         set_policy(monkeypatch, "cpu", transposed_linear=False)
 
 
-def fresh(family="llama", dtype=torch.float32, bias=False):
-    target = new_target(family)
+def fresh(family="llama", dtype=torch.float32, bias=False, **options):
+    target = new_target(family, **options)
     if bias:
         for module in target.modules():
             if type(module) is nn.Linear:
@@ -358,7 +358,7 @@ def test_weights_with_other_references_are_not_moved(kind):
 
 @pytest.mark.core
 def test_tied_weights_are_not_fused():
-    target = fresh()
+    target = fresh(num_layers=4)
     first, second, third = (layer.self_attn for layer in target.model.layers[:3])
     first.k_proj.weight = first.v_proj.weight
     second.k_proj.weight = third.k_proj.weight

@@ -173,8 +173,8 @@ def test_layers_of_drafters_run_them(used):
         assert all(others[name] > count for others in counts.values()), name
 
 
-def own_target():
-    return copy.deepcopy(tiny_target("llama"))
+def own_target(num_layers=None):
+    return copy.deepcopy(tiny_target("llama", num_layers=num_layers))
 
 
 def patched(target):
@@ -184,7 +184,7 @@ def patched(target):
 
 
 def test_modules_that_somebody_changed_are_left_as_they_are(used):
-    target = own_target()
+    target = own_target(num_layers=4)
     layers = target.model.layers
     norms = [module for module in target.modules() if type(module) is modeling_llama.LlamaRMSNorm]
     mlps = [layer.mlp for layer in layers]

@@ -10,7 +10,7 @@ from itertools import product
 import lossless
 import pytest
 import torch
-from case_counts import num_cases
+from case_counts import cases, num_cases
 from graph_stand_ins import replay_on_cpu
 from model_state import traces
 from oracle import RANDOM_DRAFTERS, random_eagle3
@@ -235,7 +235,11 @@ def test_copies_during_a_call_are_refused(copy_of):
 
 
 @pytest.mark.core_for(engine=["captured"], at=[4])
-@pytest.mark.parametrize("at", range(1, 8, 3))
+@pytest.mark.parametrize(
+    ("engine", "at"),
+    cases(every := list(product(ENGINES, (1, 4, 7))), [one for one in every if one[0] == "captured" or one[1] == 4]),
+    indirect=["engine"],
+)
 def test_models_are_restored_after_errors_of_a_drafter(engine, at, monkeypatch):
     target, inputs = fresh("qwen3-moe")
     drafter = configured(random_eagle3(target), engine)
@@ -259,8 +263,8 @@ def test_models_are_restored_after_errors_of_a_drafter(engine, at, monkeypatch):
 def test_hooks_and_settings_of_the_user_are_kept(engine):
     target, inputs = fresh("llama")
     heard = []
-    target.model.layers[2].register_forward_hook(lambda *_: heard.append(1))
-    target.model.layers[3].self_attn.q_proj.weight.requires_grad_(False)
+    target.model.layers[0].register_forward_hook(lambda *_: heard.append(1))
+    target.model.layers[1].self_attn.q_proj.weight.requires_grad_(False)
     target.set_attn_implementation("eager")
     target.generation_config.temperature, target.generation_config.num_assistant_tokens = 0.3, 7
     drafter = configured(random_eagle3(target), engine)
