@@ -78,9 +78,10 @@ def quantised_class(module: nn.Module) -> str | None:
 
 def weight_of(module: nn.Module) -> torch.Tensor | StoredWeight | None:
     """The weight of a linear layer as the kernels take it; None if they do not."""
-    if type(module) is nn.Linear and type(module.weight) in PLAIN_WEIGHTS:
-        return module.weight
-    read = _readers.get(quantised_class(module))
+    kind = quantised_class(module)
+    if kind is None:
+        return module.weight if type(module) is nn.Linear and type(module.weight) in PLAIN_WEIGHTS else None
+    read = _readers.get(kind)
     stored = None if read is None else read(module)
     return stored if stored is not None and is_known(stored) else None
 
