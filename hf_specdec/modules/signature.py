@@ -38,7 +38,7 @@ from ..host.modeling import (
 from .adapters import ACTIVE_ATTRIBUTES, Adapters, is_lora_linear
 from .hidden_states import modules_of
 from .patch import is_anything_replaced, original
-from .weights import PLAIN_WEIGHTS, local_shard
+from .weights import PLAIN_WEIGHTS, has_zeros, local_shard
 
 _T = TypeVar("_T")
 
@@ -511,7 +511,8 @@ def places_of(tensors: list[torch.Tensor]) -> tuple:
 
 
 def _plain_parts(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
-    """The plain tensors that `tensors`, quantised or split ones, consist of; and the rest of what they are."""
+    """The plain tensors that `tensors`, quantised or split ones, consist of; and the rest of what they are, by which kernels
+    are chosen."""
     plain: list[torch.Tensor] = []
     others: list[Any] = []
     for tensor in tensors:
@@ -520,7 +521,7 @@ def _plain_parts(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], l
             names, settings = part.__tensor_flatten__()
             inner, more = _plain_parts([getattr(part, name) for name in names])
             plain += inner
-            others += (type(part), len(inner), _Contents().of(settings), *more)
+            others += (type(part), len(inner), _Contents().of(settings), has_zeros(part), *more)
             continue
         plain.append(part)
         if part.data_ptr() == 0 and part.numel() > 0:

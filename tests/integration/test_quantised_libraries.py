@@ -386,6 +386,28 @@ def test_stored_layers_are_copied_cast_and_loaded(library, targets):
         target(**inputs).logits.sum().backward()
 
 
+def test_zero_points_that_are_loaded_into_a_symmetric_target(targets, monkeypatch):
+    """The kernels have none, so captured rounds do not go on with them."""
+    set_policy(monkeypatch, "cpu", few_row_linear=True, fused_linear=True, transposed_linear=False)
+    monkeypatch.setattr(ops, "has_fast_linear", lambda inputs, _: len(inputs) <= 8)
+    tape_on_cpu(monkeypatch)
+    target, inputs, new = (
+        copy.deepcopy(targets("torchao int4 groups", "llama")),
+        prompts_for([7]),
+        {"max_new_tokens": 6},
+    )
+    drafter = random_eagle3(target)
+    before = greedy(target, inputs, drafter, 3, **new)
+    state = copy.deepcopy(target.state_dict())
+    for one in state.values():
+        if hasattr(one, "zero_point"):
+            one.zero_point.fill_(1)
+    target.load_state_dict(state)
+    plain = greedy(target, inputs, **new)
+    assert not torch.equal(plain, before)
+    assert torch.equal(greedy(target, inputs, drafter, 3, **new), plain)
+
+
 def test_plain_layers_in_float8_are_left_to_torch():
     layer = nn.Linear(32, 32).to(torch.float8_e4m3fn)
     assert weight_of(layer) is None and may_round_inputs(layer)
