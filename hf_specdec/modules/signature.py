@@ -511,8 +511,7 @@ def places_of(tensors: list[torch.Tensor]) -> tuple:
 
 
 def _plain_parts(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
-    """The plain tensors that `tensors`, quantised or split ones, consist of; and the rest of what they are, by which kernels
-    are chosen."""
+    """The plain tensors that `tensors`, quantised or split ones, consist of; and the rest of what they are."""
     plain: list[torch.Tensor] = []
     others: list[Any] = []
     for tensor in tensors:
@@ -524,6 +523,9 @@ def _plain_parts(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], l
             others += (type(part), len(inner), _Contents().of(settings), has_zeros(part), *more)
             continue
         plain.append(part)
+        if type(part) not in PLAIN_WEIGHTS:  # such as bitsandbytes', which have their scales as attributes
+            contents = _Contents()
+            others += (type(part), contents.of(vars(part)), contents.of_objects)
         if part.data_ptr() == 0 and part.numel() > 0:
             others.append(Identity(part))
     return plain, others

@@ -408,6 +408,23 @@ def test_zero_points_that_are_loaded_into_a_symmetric_target(targets, monkeypatc
     assert torch.equal(greedy(target, inputs, drafter, 3, **new), plain)
 
 
+def test_scales_of_bitsandbytes_that_are_replaced(targets, monkeypatch):
+    """They are attributes of a weight that stays where it is: captured rounds do not go on with those before."""
+    set_policy(monkeypatch, "cpu", few_row_linear=True, fused_linear=True, transposed_linear=False)
+    monkeypatch.setattr(ops, "has_fast_linear", lambda inputs, _: len(inputs) <= 8)
+    tape_on_cpu(monkeypatch)
+    target, inputs, new = copy.deepcopy(targets("bitsandbytes nf4", "llama")), prompts_for([7]), {"max_new_tokens": 6}
+    drafter = random_eagle3(target)
+    before = greedy(target, inputs, drafter, 3, **new)
+    for layer in layers_of(target):
+        layer.weight.quant_state.absmax = layer.weight.quant_state.absmax / 2
+    plain = greedy(target, inputs, **new)
+    assert not torch.equal(plain, before)
+    assert torch.equal(greedy(target, inputs, drafter, 3, **new), plain)
+    captured = tape_on_cpu(monkeypatch)
+    assert torch.equal(greedy(target, inputs, drafter, 3, **new), plain) and not captured.count
+
+
 def test_plain_layers_in_float8_are_left_to_torch():
     layer = nn.Linear(32, 32).to(torch.float8_e4m3fn)
     assert weight_of(layer) is None and may_round_inputs(layer)
