@@ -29,12 +29,12 @@ _RESULTS = 1024
 
 @triton.jit
 def _scale_sums(total, parts, at, FORM):
-    """Sums times the scales of all inputs at `at`, of a shape that is broadcast, and times the outer scale."""
+    """Sums times the scales of all inputs at `at`, of a shape that is broadcast, and by the outer scale."""
     scales_ptr, _, outer_ptr, codes_ptr, shift_ptr = parts
     if FORM[3] is None:
         total *= load_scales(scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, None, FORM[1])
     if outer_ptr is not None and codes_ptr is None:
-        total *= tl.load(outer_ptr)
+        total *= 1.0 / tl.load(outer_ptr).to(tl.float32)
     return total
 
 

@@ -365,5 +365,5 @@ def stored_sums(
     if GROUP_SIZE is None:
         total *= scale[:, None]
     if outer_ptr is not None and codes_ptr is None:
-        total *= tl.load(outer_ptr)
+        total *= 1.0 / tl.load(outer_ptr).to(tl.float32)
     return total

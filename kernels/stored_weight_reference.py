@@ -5,7 +5,7 @@
 Numbers of 4 bits have no sign and a zero point each, 8 where `zeros` has none; others have none. Or they stand for one
 of 16 numbers each, their `codes`, without zero points. With s = scales[...] a scale that is itself stored is
 
-    s * outer, or for scale number i of the weight      scale_codes[s] * outer[i / 256] + shift
+    s / outer, or for scale number i of the weight      scale_codes[s] * outer[i / 256] + shift
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _scales(weight: StoredWeight, dtype: torch.dtype) -> torch.Tensor:
         number = torch.arange(scales.numel(), device=scales.device).view_as(scales)
         outer = weight.outer.to(dtype)[number // SCALES_OF_OUTER]
         return weight.scale_codes.to(dtype)[scales.long()] * outer + weight.shift.to(dtype)
-    return scales.to(dtype) if weight.outer is None else scales.to(dtype) * weight.outer.to(dtype)
+    return scales.to(dtype) if weight.outer is None else scales.to(dtype) * weight.outer.reciprocal().to(dtype)
 
 
 def _spread(scales: torch.Tensor, weight: StoredWeight) -> torch.Tensor:

@@ -240,8 +240,8 @@ class StoredWeight(NamedTuple):
             `group`; int8 only where that is all inputs.
         codes: what numbers of 4 bits stand for, a key of `stored_weight_reference.CODES`; None for integers without
             sign.
-        outer: what scales are multiplied by, in float32: `[1]`, or with `scale_codes` one for each 256 scales of the
-            weight, row by row.
+        outer: `[1]` in floating point, what scales are divided by; or with `scale_codes`, in float32, what they are
+            multiplied by, one number for each 256 scales of the weight, row by row.
         scale_codes: `[256]` in float32.
         shift: in float32, what is added to such scales.
     """

@@ -147,6 +147,6 @@ def left_padding(batch: int, attention_mask: torch.Tensor | None) -> list[int]:
         raise ValueError(
             f"Row {row} of the batch has an attention_mask that is not padding followed by tokens "
             f"({mask[row].int().tolist()[:16]}...). Generation needs padding on the left: set "
-            "tokenizer.padding_side = 'left'."
+            "tokenizer.padding_side = 'left'. Without an attention_mask every pad_token_id counts as padding: pass one."
         )
     return padding.tolist()

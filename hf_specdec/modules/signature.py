@@ -38,7 +38,7 @@ from ..host.modeling import (
 from .adapters import ACTIVE_ATTRIBUTES, Adapters, is_lora_linear
 from .hidden_states import modules_of
 from .patch import is_anything_replaced, original
-from .weights import PLAIN_WEIGHTS, local_shard
+from .weights import PLAIN_WEIGHTS, has_zeros, local_shard
 
 _T = TypeVar("_T")
 
@@ -520,9 +520,12 @@ def _plain_parts(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], l
             names, settings = part.__tensor_flatten__()
             inner, more = _plain_parts([getattr(part, name) for name in names])
             plain += inner
-            others += (type(part), len(inner), _Contents().of(settings), *more)
+            others += (type(part), len(inner), _Contents().of(settings), has_zeros(part), *more)
             continue
         plain.append(part)
+        if type(part) not in PLAIN_WEIGHTS:  # such as bitsandbytes', which have their scales as attributes
+            contents = _Contents()
+            others += (type(part), contents.of(vars(part)), contents.of_objects)
         if part.data_ptr() == 0 and part.numel() > 0:
             others.append(Identity(part))
     return plain, others

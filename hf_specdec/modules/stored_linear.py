@@ -6,6 +6,7 @@ pass. `keep_stored` comes before that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from ..host.quantised import compressor_of
 from ..kernels.types import StoredWeight
 from .weights import is_known, register_weight_kind
 
-# What NVFP4's scales are divided by, as compressed-tensors names it, and what they are multiplied by here.
-_DIVISOR, _OUTER = "weight_global_scale", "outer_scale"
+# What NVFP4's scales are divided by, as compressed-tensors names it.
+_DIVISOR = "weight_global_scale"
 
 
 class StoredLinear(nn.Linear):
@@ -34,6 +35,12 @@ class StoredLinear(nn.Linear):
     def __getattr__(self, name: str) -> Any:
         is_packed = name == "weight" and "weight_packed" in self._parameters
         return super().__getattr__("weight_packed" if is_packed else name)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StoredLinear:
+        """Casts leave numbers and scales of 8 bits as they are, which are of no dtype of the model's."""
+        return super()._apply(
+            lambda one: fn(one) if one.itemsize > 1 else fn(one.view(torch.uint8)).view(one.dtype), recurse
+        )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         stored = _stored(self, *self.form)
@@ -54,7 +61,7 @@ def _stored(layer: nn.Linear, rows: int, group: int, rounds_inputs: bool, codes:
     scales = parts["weight_scale"].reshape(-(-layer.out_features // rows), -1)
     if scales.dtype == torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)
-    return StoredWeight(values, scales, None, rows, group, rounds_inputs, codes, layer._buffers.get(_OUTER))
+    return StoredWeight(values, scales, None, rows, group, rounds_inputs, codes, parts.get(_DIVISOR))
 
 
 def keep_stored(model: PreTrainedModel) -> PreTrainedModel:
@@ -74,8 +81,6 @@ def keep_stored(model: PreTrainedModel) -> PreTrainedModel:
         return model
     for layer, layer.form in zip(layers, forms, strict=True):
         layer.__class__ = StoredLinear
-        if _DIVISOR in layer._parameters:
-            layer.register_buffer(_OUTER, layer._parameters[_DIVISOR].reciprocal(), persistent=False)
         del layer.forward  # compressed-tensors' own, for plain weights
     compressor.remove_decompression_hook(model)
     return model

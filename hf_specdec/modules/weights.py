@@ -38,7 +38,7 @@ def tensors_of(layer: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-# Zero points, and whether they were all zero, with the version of the tensor that was looked at.
+# Weights, whether their zero points were all zero, and the versions of what was looked at.
 _zeros: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 _Reader = Callable[[nn.Module], StoredWeight | None]
@@ -78,9 +78,10 @@ def quantised_class(module: nn.Module) -> str | None:
 
 def weight_of(module: nn.Module) -> torch.Tensor | StoredWeight | None:
     """The weight of a linear layer as the kernels take it; None if they do not."""
-    if type(module) is nn.Linear and type(module.weight) in PLAIN_WEIGHTS:
-        return module.weight
-    read = _readers.get(quantised_class(module))
+    kind = quantised_class(module)
+    if kind is None:
+        return module.weight if type(module) is nn.Linear and type(module.weight) in PLAIN_WEIGHTS else None
+    read = _readers.get(kind)
     stored = None if read is None else read(module)
     return stored if stored is not None and is_known(stored) else None
 
@@ -116,7 +117,7 @@ def is_known(stored: StoredWeight) -> bool:
 def _of_torchao(quantises_inputs: tuple[str, ...], module: nn.Linear) -> StoredWeight | None:
     """What torchao stores, unless one of the attributes says that it quantises inputs, too."""
     weight = module.weight
-    if any(getattr(weight, name) is not None for name in quantises_inputs) or _has_zeros(weight):
+    if any(getattr(weight, name) is not None for name in quantises_inputs) or has_zeros(weight):
         return None
     return StoredWeight(weight.qdata, weight.scale, None, *weight.block_size)
 
@@ -129,14 +130,16 @@ for _name, _inputs in {
     register_weight_kind(f"torchao.{_name}")(functools.partial(_of_torchao, _inputs))
 
 
-def _has_zeros(weight: torch.Tensor) -> bool:
+def has_zeros(weight: torch.Tensor) -> bool:
     """Whether a weight of torchao has zero points other than 0, which symmetric configurations have."""
     zeros = getattr(weight, "zero_point", None)
     if zeros is None:
         return False
-    known = _zeros.get(zeros)
-    if known is None or known[0] != zeros._version:
-        known = _zeros[zeros] = zeros._version, bool(zeros.any())
+    # What is written to a weight is not counted by its parts.
+    versions = [None if one.is_inference() else one._version for one in (weight, zeros)]
+    known = _zeros.get(weight)
+    if known is None or known[0] != versions:
+        known = _zeros[weight] = versions, bool(zeros.any())
     return known[1]
 
 

@@ -38,7 +38,14 @@ from hf_specdec.kernels.types import StoredWeight
 from hf_specdec.loading import load_target
 from hf_specdec.modules.signature import _plain_parts
 from hf_specdec.modules.stored_linear import keep_stored
-from hf_specdec.modules.weights import PLAIN_WEIGHTS, quantised_class, register_weight_kind, tensors_of, weight_of
+from hf_specdec.modules.weights import (
+    PLAIN_WEIGHTS,
+    may_round_inputs,
+    quantised_class,
+    register_weight_kind,
+    tensors_of,
+    weight_of,
+)
 from hf_specdec.modules.weights import _readers as readers
 from hf_specdec.patching.experts import copies_experts
 from hf_specdec.patching.fused_linear import fused_linears, fused_parameters
@@ -363,6 +370,70 @@ def test_compressed_tensors_stay_as_in_the_file(library, targets, tmp_path):
     atol = 0.02 * expected.abs().max().item() if "NVFP4" in library else 1e-5
     torch.testing.assert_close(found, expected, rtol=1.3e-6, atol=atol)
     assert {one.weight.dtype for one in layers_of(library_own)} == {torch.float32}
+
+
+@pytest.mark.parametrize("library", ["compressed-tensors NVFP4", "compressed-tensors float8"])
+def test_stored_layers_are_copied_cast_and_loaded(library, targets):
+    """Numbers of 8 bits are not cast, and nothing is kept that follows from another weight."""
+    target, inputs = copy.deepcopy(targets(library, "llama")), prompts_for(PROMPTS[1])
+    before, weights = target(**inputs).logits, [dequantise(weight_of(one), torch.float32) for one in layers_of(target)]
+    target.to(torch.float64).to(torch.float32)
+    assert torch.equal(target(**inputs).logits, before)
+    name, factor = ("weight_global_scale", 0.5) if "NVFP4" in library else ("weight_scale", 2.0)
+    state = {key: 2 * one if key.endswith(name) else one for key, one in target.state_dict().items()}
+    target.load_state_dict(state)
+    for layer, weight in zip(layers_of(target), weights, strict=True):
+        assert torch.equal(dequantise(weight_of(layer), torch.float32), factor * weight)
+    drafter = random_draft_model(target)
+    assert torch.equal(greedy(target, inputs, drafter, 3, max_new_tokens=6), greedy(target, inputs, max_new_tokens=6))
+    target.requires_grad_(False)
+    target.get_input_embeddings().weight.requires_grad_()
+    for _ in range(2):
+        target(**inputs).logits.sum().backward()
+
+
+def test_zero_points_that_are_loaded_into_a_symmetric_target(targets, monkeypatch):
+    """The kernels have none, so captured rounds do not go on with them."""
+    set_policy(monkeypatch, "cpu", few_row_linear=True, fused_linear=True, transposed_linear=False)
+    monkeypatch.setattr(ops, "has_fast_linear", lambda inputs, _: len(inputs) <= 8)
+    tape_on_cpu(monkeypatch)
+    target, inputs, new = (
+        copy.deepcopy(targets("torchao int4 groups", "llama")),
+        prompts_for([7]),
+        {"max_new_tokens": 6},
+    )
+    drafter = random_eagle3(target)
+    before = greedy(target, inputs, drafter, 3, **new)
+    state = copy.deepcopy(target.state_dict())
+    for one in state.values():
+        if hasattr(one, "zero_point"):
+            one.zero_point.fill_(1)
+    target.load_state_dict(state)
+    plain = greedy(target, inputs, **new)
+    assert not torch.equal(plain, before)
+    assert torch.equal(greedy(target, inputs, drafter, 3, **new), plain)
+
+
+def test_scales_of_bitsandbytes_that_are_replaced(targets, monkeypatch):
+    """They are attributes of a weight that stays where it is: captured rounds do not go on with those before."""
+    set_policy(monkeypatch, "cpu", few_row_linear=True, fused_linear=True, transposed_linear=False)
+    monkeypatch.setattr(ops, "has_fast_linear", lambda inputs, _: len(inputs) <= 8)
+    tape_on_cpu(monkeypatch)
+    target, inputs, new = copy.deepcopy(targets("bitsandbytes nf4", "llama")), prompts_for([7]), {"max_new_tokens": 6}
+    drafter = random_eagle3(target)
+    before = greedy(target, inputs, drafter, 3, **new)
+    for layer in layers_of(target):
+        layer.weight.quant_state.absmax = layer.weight.quant_state.absmax / 2
+    plain = greedy(target, inputs, **new)
+    assert not torch.equal(plain, before)
+    assert torch.equal(greedy(target, inputs, drafter, 3, **new), plain)
+    captured = tape_on_cpu(monkeypatch)
+    assert torch.equal(greedy(target, inputs, drafter, 3, **new), plain) and not captured.count
+
+
+def test_plain_layers_in_float8_are_left_to_torch():
+    layer = nn.Linear(32, 32).to(torch.float8_e4m3fn)
+    assert weight_of(layer) is None and may_round_inputs(layer)
 
 
 def test_draft_models_of_compressed_tensors_stay_as_in_the_file(targets):

@@ -607,7 +607,7 @@ def masked(rows):
 )
 def test_padding_that_is_not_on_the_left(target, drafter, rows, row):
     message = refused(target, drafter, f"Row {row} of the batch has an attention_mask", inputs=masked(rows))
-    assert str(rows[row])[:-1] in message and "padding_side = 'left'" in message
+    assert str(rows[row])[:-1] in message and "padding_side = 'left'" in message and message.endswith("pass one.")
 
 
 @pytest.mark.core

@@ -67,7 +67,7 @@ def stored_weight(kind, size_out, size_in, seed=0):
     if kind == "mxfp4":
         scales = torch.randint(120, 124, blocks, generator=generator).to(torch.uint8).view(torch.float8_e8m0fnu)
     elif kind == "nvfp4":
-        scales, parts["outer"] = (scales * 100).to(torch.float8_e4m3fn), torch.tensor([1 / 300], device=DEVICE)
+        scales, parts["outer"] = (scales * 100).to(torch.float8_e4m3fn), torch.tensor([300.0], device=DEVICE)
     elif kind == "nf4 twice":
         scales = torch.randint(0, 256, blocks, generator=generator).to(torch.uint8)
         parts["scale_codes"] = torch.linspace(-1, 1, 256, device=DEVICE)
