@@ -127,12 +127,6 @@ def _empty_result(scores, drafts, *rest):
     return drafts.new_empty(batch, num_drafts + 1), drafts.new_empty(batch), drafts.new_empty(batch)
 
 
-verify_greedy = kernel_op(
-    "verify_greedy.verify_greedy",
-    "(Tensor scores, Tensor drafts) -> (Tensor, Tensor, Tensor)",
-    _empty_result,
-    result=VerificationResult,
-)
 verify_sampling = kernel_op(
     "verify_sampling.verify_sampling",
     "(Tensor scores, Tensor drafts, Tensor? draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths) "

@@ -20,11 +20,10 @@ import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .jit import Unspecialised, kernel
-from .types import NO_TOKEN, VerificationResult
+from .types import VerificationResult
 
 LEAST_KEY = tl.constexpr(-(2**63))
 _WORD = tl.constexpr(0xFFFFFFFF)
-_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 # Tokens per program: in kernels that only reduce, and in kernels that also compute a random number per token.
 REDUCE_BLOCK = 4096
@@ -193,7 +192,6 @@ def _merge_keys_kernel(
     target_ids_ptr,
     out_ptr,
     num_blocks: Unspecialised,
-    IS_DRAWN: tl.constexpr,
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -207,31 +205,20 @@ def _merge_keys_kernel(
     wait_for_inputs(PDL)
     key = tl.max(tl.load(keys_ptr + row * num_blocks + block, mask=block < num_blocks, other=LEAST_KEY), axis=0)
     token = index_of_key(key)
-    if IS_DRAWN:
-        token = tl.where(is_key_of_nan(key), _NO_TOKEN, token)
     if target_ids_ptr is not None:
         token = tl.load(target_ids_ptr + token)
     tl.store(out_ptr + row, token)
 
 
-def merge_keys(
-    keys: torch.Tensor,
-    shape: torch.Size,
-    target_ids: torch.Tensor | None = None,
-    is_drawn: bool = False,
-    num_warps: int = 4,
-) -> torch.Tensor:
-    """Tokens in the given shape from `keys` `[rows, blocks]`, mapped by `target_ids`; with `is_drawn` `NO_TOKEN` where
-    the largest value is NaN."""
+def merge_keys(keys: torch.Tensor, shape: torch.Size, target_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Tokens in the given shape from `keys` `[rows, blocks]`, mapped by `target_ids`."""
     out = torch.empty(shape, dtype=torch.int64, device=keys.device)
     _merge_keys_kernel[(len(keys),)](
         keys,
         target_ids,
         out,
         keys.shape[1],
-        IS_DRAWN=is_drawn,
         BLOCKS=triton.next_power_of_2(keys.shape[1]),
-        num_warps=num_warps,
         **dependent_launch(keys.device),
     )
     return out
