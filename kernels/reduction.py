@@ -71,6 +71,15 @@ def is_key_of_nan(key):
 
 
 @triton.jit
+def store_softmax_stats(stats, at, score):
+    """Store the maximum and the sum of exp(score - maximum) of a block of scores as element `at` of both `stats`."""
+    maximum = tl.max(score, axis=0)
+    base = tl.where(maximum == float("-inf"), 0.0, maximum)
+    tl.store(stats[0] + at, maximum)
+    tl.store(stats[1] + at, tl.sum(tl.exp(score - base), axis=0))
+
+
+@triton.jit
 def merge_softmax_stats(maxima, totals):
     """Base and normaliser of rows from the statistics of their blocks, `[rows, blocks]`.
 
@@ -123,7 +132,6 @@ def _softmax_stats_kernel(
     width: Unspecialised,
     vocabulary,
     temperatures_ptr,
-    temperatures_stride: Unspecialised,
     BLOCK: tl.constexpr,
 ):
     """Maximum m and sum of exp(score - m) of one block of a row.
@@ -136,12 +144,8 @@ def _softmax_stats_kernel(
     scores_ptr += row // width * scores_strides[0] + row % width * scores_strides[1]
     score = tl.load(scores_ptr + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
     if temperatures_ptr is not None:
-        score = score / tl.load(temperatures_ptr + row // width * temperatures_stride)
-    maximum = tl.max(score, axis=0)
-    base = tl.where(maximum == float("-inf"), 0.0, maximum)
-    at = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(stats[0] + at, maximum)
-    tl.store(stats[1] + at, tl.sum(tl.exp(score - base), axis=0))
+        score = score / tl.load(temperatures_ptr + row // width)
+    store_softmax_stats(stats, row * tl.num_programs(1) + tl.program_id(1), score)
 
 
 def argmax_keys(scores: torch.Tensor) -> torch.Tensor:
@@ -170,6 +174,7 @@ def softmax_stats(scores: torch.Tensor, temperatures: torch.Tensor | None = None
     """
     batch, width, vocabulary = scores.shape
     assert scores.stride(2) == 1 or vocabulary == 1, "rows must have unit stride"
+    assert temperatures is None or temperatures.is_contiguous()
     shape = 2, batch * width, triton.cdiv(vocabulary, REDUCE_BLOCK)
     maxima, totals = torch.empty(shape, dtype=torch.float32, device=scores.device)
     _softmax_stats_kernel[shape[1:]](
@@ -179,7 +184,6 @@ def softmax_stats(scores: torch.Tensor, temperatures: torch.Tensor | None = None
         width,
         vocabulary,
         temperatures,
-        None if temperatures is None else temperatures.stride(0),
         BLOCK=REDUCE_BLOCK,
         num_warps=REDUCE_WARPS,
     )
@@ -224,11 +228,7 @@ def merge_keys(keys: torch.Tensor, shape: torch.Size, target_ids: torch.Tensor |
     return out
 
 
-def empty_result(drafts: torch.Tensor) -> VerificationResult:
-    """Uninitialised result for `drafts` `[B, K]`."""
-    batch, num_drafts = drafts.shape
-    return VerificationResult(
-        torch.empty(batch, num_drafts + 1, dtype=torch.int64, device=drafts.device),
-        torch.empty(batch, dtype=torch.int64, device=drafts.device),
-        torch.empty(batch, dtype=torch.int64, device=drafts.device),
-    )
+def empty_result(batch: int, num_drafts: int, device: torch.device) -> VerificationResult:
+    """Uninitialised result of `batch` rows with `num_drafts` each."""
+    shapes = (batch, num_drafts + 1), batch, batch
+    return VerificationResult(*(torch.empty(one, dtype=torch.int64, device=device) for one in shapes))

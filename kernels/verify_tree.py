@@ -20,7 +20,7 @@ from . import verify_tree_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .draft_sampling import draw_keys
 from .jit import Unspecialised, implements, kernel
-from .reduction import LEAST_KEY, argmax_keys, index_of_key, is_key_of_nan
+from .reduction import LEAST_KEY, argmax_keys, empty_result, index_of_key, is_key_of_nan
 from .types import NO_TOKEN, RandomStream
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
@@ -31,9 +31,7 @@ def _walk_kernel(
     keys_ptr,
     drafts_ptr,
     parents_ptr,
-    tokens_ptr,
-    accepted_ptr,
-    committed_ptr,
+    out,
     path_ptr,
     drafts_stride_b: Unspecialised,
     drafts_stride_n: Unspecialised,
@@ -48,13 +46,13 @@ def _walk_kernel(
 ):
     """Merge the keys of the blocks, and follow the chosen tokens of one row.
 
-    Grid: (B,). Reads a row of `keys` `[B, N + 1, blocks]`, `drafts` and `parents`; writes one of `tokens` and `path`
-    `[B, D + 1]`, and an element of `accepted` and `committed`.
+    Grid: (B,). Reads a row of `keys` `[B, N + 1, blocks]`, `drafts` and `parents`; writes one of `tokens` of `out`,
+    a `VerificationResult`, and of `path`, `[B, D + 1]` each, and an element of `accepted` and `committed`.
     """
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, NODES)
     block = tl.arange(0, BLOCKS)
-    tokens_ptr += row * (depth + 1)
+    tokens_ptr = out.tokens + row * (depth + 1)
     path_ptr += row * (depth + 1)
     drafts_ptr += row * drafts_stride_b
     wait_for_inputs(PDL)
@@ -89,8 +87,8 @@ def _walk_kernel(
             child = tl.min(tl.where(fits, index, NODES), axis=0)
             accepted += tl.where(child < NODES, 1, 0)
             node = tl.where(child < NODES, child, node)
-    tl.store(accepted_ptr + row, accepted)
-    tl.store(committed_ptr + row, accepted + 1)
+    tl.store(out.accepted + row, accepted)
+    tl.store(out.committed + row, accepted + 1)
 
 
 @implements(verify_tree_reference.verify_tree)
@@ -109,16 +107,13 @@ def verify_tree(scores, drafts, parents, depths, seeds, lengths, depth):
     else:
         assert scores.dtype == torch.float32, "scores must be float32"
         keys = draw_keys(scores, None, depths, seeds, lengths, None, None, RandomStream.TARGET)
-    tokens, path = (drafts.new_empty(batch, depth + 1) for _ in range(2))
-    accepted, committed = (drafts.new_empty(batch) for _ in range(2))
+    out, path = empty_result(batch, depth, scores.device), drafts.new_empty(batch, depth + 1)
     nodes, blocks = triton.next_power_of_2(width), triton.next_power_of_2(keys.shape[1])
     _walk_kernel[(batch,)](
         keys,
         drafts,
         parents,
-        tokens,
-        accepted,
-        committed,
+        out,
         path,
         *drafts.stride(),
         0 if parents is None else parents.stride(0),
@@ -131,4 +126,4 @@ def verify_tree(scores, drafts, parents, depths, seeds, lengths, depth):
         num_warps=4 if nodes * blocks <= 4096 else 8,
         **dependent_launch(scores.device),
     )
-    return tokens, accepted, committed, path
+    return *out, path
