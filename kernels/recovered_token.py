@@ -71,7 +71,7 @@ class Laws(NamedTuple):
 
 @triton.jit
 def score_of(laws, row, step, token, mask):
-    """Score of `token`, int64, at int64 steps of a row; -inf where `mask` is false."""
+    """Score of `token`, int64, at steps of a row; -inf where `mask` is false."""
     at = laws.scores + row * laws.scores_strides[0] + step * laws.scores_strides[1]
     return tl.load(at + token, mask=mask, other=float("-inf"))
 
