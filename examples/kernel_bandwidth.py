@@ -32,8 +32,8 @@ from hf_specdec.kernels import (
     linear_reference,
     recurrence_reference,
     short_conv_reference,
-    verify_greedy_reference,
     verify_sampling_reference,
+    verify_tree_reference,
 )
 from hf_specdec.kernels.attention import attention
 from hf_specdec.kernels.types import DraftInputs, RecurrenceRing
@@ -282,7 +282,14 @@ def time_vocabulary(batch: int, num_queries: int) -> Iterator[tuple[str, float, 
     probs = torch.rand(batch, num_drafts, DRAFT_VOCABULARY, device="cuda").softmax(dim=-1) if num_drafts else None
     law = (probs, draft_ids if num_drafts else None, seeds, lengths)
     kernels = (
-        ("verify_greedy", ops.verify_greedy, verify_greedy_reference.verify_greedy, logits, (drafts,), 2 * size),
+        (
+            "verify_tree",
+            ops.verify_tree,
+            verify_tree_reference.verify_tree,
+            logits,
+            (drafts, None, None, None, lengths, num_drafts),
+            2 * size,
+        ),
         (
             "verify_sampling",
             ops.verify_sampling,

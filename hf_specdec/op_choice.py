@@ -110,9 +110,11 @@ def _split(args: Sequence[Any], groups: Mapping[int, type[tuple]]) -> list[Any]:
     for place, one in enumerate(args, start=1):
         if place not in groups:
             found.append(one)
+        elif one is None or isinstance(one, torch.Tensor):
+            found += [one] + [None] * (len(groups[place]._fields) - 1)
         else:
             # Element by element: torch.compile of torch 2.11 cannot append a named tuple to a list.
-            found += [None if one is None else one[field] for field in range(len(groups[place]._fields))]
+            found += [one[field] for field in range(len(groups[place]._fields))]
     return found
 
 
@@ -122,7 +124,8 @@ def _joined(args: Sequence[Any], groups: Mapping[int, type[tuple]]) -> list[Any]
         group = groups.get(len(found))
         count = 1 if group is None else len(group._fields)
         some, left = left[:count], left[count:]
-        found.append(some[0] if group is None or some[0] is None else group(*some))
+        is_group = any(one is not None for one in some[1:])
+        found.append(group(*some) if is_group else some[0])
     return found
 
 
@@ -149,7 +152,8 @@ def kernel_op(
         reference: `module.function` of the reference, if not `module_reference.function`.
         result: the named tuple that is returned, where it is one: ops of torch return plain ones.
         launch: takes the place of the kernel, with the same arguments.
-        groups: arguments that are named tuples, or None, by place; the op has their elements in the schema.
+        groups: arguments that are named tuples, or None or the first element alone, by place; the op has their elements
+            in the schema.
         is_opaque: whether the reference, too, reads values on the host, which nothing can trace or record.
     """
     module, _, name = place.partition(".")

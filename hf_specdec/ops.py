@@ -44,7 +44,13 @@ from .op_choice import (
 )
 
 
-def _linear(inputs, weight, bias):
+def _linear(inputs, weight, bias=None, activation=None):
+    from .kernels.linear import linear
+
+    if isinstance(weight, StoredWeight):
+        return _stored_linear(inputs, weight, bias, activation)
+    if activation is not None:
+        return linear(inputs, weight, bias, choose_gated_tiles(len(inputs), *weight.shape), activation)
     if is_batch_invariant():
         tiles = choose_invariant_tiles(len(inputs), *weight.shape, inputs.itemsize)
     else:
@@ -57,39 +63,23 @@ def _linear(inputs, weight, bias):
 
         if linear_descriptors.takes(inputs, weight):
             return linear_descriptors.linear(inputs, weight, bias, by_descriptors)
-    from .kernels.linear import linear
-
     return linear(inputs, weight, bias, tiles)
 
 
-def _gated_linear(inputs, weight, bias, activation):
-    from .kernels.linear import linear
-
-    return linear(inputs, weight, bias, choose_gated_tiles(len(inputs), *weight.shape), activation)
-
-
 def _stored_linear(inputs, weight, bias, activation):
-    from .kernels.linear import linear
+    from .kernels import linear, linear_stored
 
     wide = _wide_stored_tiles(inputs, weight) if activation is None else None
     if weight.rounds_inputs and (wide is not None or weight.group >= inputs.shape[1]):  # no program has a whole row
         inputs, weight = rounded_inputs(inputs, weight), weight._replace(rounds_inputs=False)
     if wide is not None:
-        from .kernels import linear_stored
-
         return linear_stored.linear(inputs, weight, bias, *wide)
-    return linear(inputs, weight, bias, choose_stored_tiles(len(inputs), weight), activation)
+    return linear.linear(inputs, weight, bias, choose_stored_tiles(len(inputs), weight), activation)
 
 
 def _wide_stored_tiles(inputs: torch.Tensor, weight: StoredWeight) -> tuple[LinearTiles, int] | None:
     """None where sums are to be added in the order of `linear`, too."""
     return None if is_batch_invariant() else choose_wide_stored_tiles(len(inputs), weight)
-
-
-def _stored_expert_linear(*args):
-    from .kernels.experts import expert_linear
-
-    return expert_linear(*args)
 
 
 def _attention(*args):
@@ -127,12 +117,6 @@ def _empty_result(scores, drafts, *rest):
     return drafts.new_empty(batch, num_drafts + 1), drafts.new_empty(batch), drafts.new_empty(batch)
 
 
-verify_greedy = kernel_op(
-    "verify_greedy.verify_greedy",
-    "(Tensor scores, Tensor drafts) -> (Tensor, Tensor, Tensor)",
-    _empty_result,
-    result=VerificationResult,
-)
 verify_sampling = kernel_op(
     "verify_sampling.verify_sampling",
     "(Tensor scores, Tensor drafts, Tensor? draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths) "
@@ -249,32 +233,38 @@ recurrence = kernel_op(
     lambda query, key, value, *rest: value.new_empty(value.shape),
     groups={6: RecurrenceRing},
 )
-_plain_expert_linear = kernel_op(
-    "experts.expert_linear",
-    "(Tensor inputs, Tensor weight, Tensor? bias, Tensor plan, int rows, bool is_transposed) -> Tensor",
-    lambda inputs, weight, bias, plan, rows, is_transposed: inputs.new_empty(
-        plan.shape[1], weight.shape[2 if is_transposed else 1]
-    ),
-    is_opaque=True,  # the plan
-)
-_STORED = (
-    "Tensor values, Tensor scales, Tensor? zeros, int rows, int group, bool rounds_inputs, str? codes, Tensor? outer, "
-    "Tensor? scale_codes, Tensor? shift"
+# A `StoredWeight`, or a plain weight as `values` alone.
+_WEIGHT = (
+    "Tensor values, Tensor? scales, Tensor? zeros, int? rows, int? group, bool? rounds_inputs, str? codes, "
+    "Tensor? outer, Tensor? scale_codes, Tensor? shift"
 )
 rounded_inputs = kernel_op(
     "rounded_inputs.rounded_inputs",
-    f"(Tensor inputs, {_STORED}) -> Tensor",
+    f"(Tensor inputs, {_WEIGHT}) -> Tensor",
     lambda inputs, *_: torch.empty_like(inputs, memory_format=torch.contiguous_format),
     groups={1: StoredWeight},
 )
-_expert_linear_of_stored = kernel_op(
-    "experts.stored_expert_linear",
-    f"(Tensor inputs, {_STORED}, Tensor? bias, Tensor plan, int rows_of_blocks, bool is_transposed) -> Tensor",
-    lambda inputs, values, *rest: inputs.new_empty(rest[-3].shape[1], values.shape[1]),
-    reference="experts_reference.expert_linear",
-    launch=_stored_expert_linear,
+
+
+def _linear_outputs(inputs, values, *rest):
+    _, activation = (*rest[len(StoredWeight._fields) - 1 :], None, None)[:2]
+    return inputs.new_empty(len(inputs), len(values) // (1 if activation is None else 2))
+
+
+# Of use where `has_fast_linear`, or with an activation `has_gated_linear`, says so.
+linear = kernel_op(
+    "linear.linear",
+    f"(Tensor inputs, {_WEIGHT}, Tensor? bias=None, str? activation=None) -> Tensor",
+    _linear_outputs,
+    launch=_linear,
     groups={1: StoredWeight},
-    is_opaque=True,
+)
+expert_linear = kernel_op(
+    "experts.expert_linear",
+    f"(Tensor inputs, {_WEIGHT}, Tensor? bias, Tensor plan, int rows_of_blocks, bool is_transposed) -> Tensor",
+    lambda inputs, values, *rest: inputs.new_empty(rest[-3].shape[1], values.shape[2 if rest[-1] else 1]),
+    groups={1: StoredWeight},
+    is_opaque=True,  # the plan
 )
 add_low_rank = kernel_op(
     "low_rank.add_low_rank",
@@ -282,25 +272,6 @@ add_low_rank = kernel_op(
     "int[] sizes) -> ()",
     None,
     is_opaque=True,  # which adapters there are
-)
-_plain_linear = kernel_op(
-    "linear.linear",
-    "(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor",
-    lambda inputs, weight, bias: inputs.new_empty(len(inputs), len(weight)),
-    launch=_linear,
-)
-_plain_gated_linear = kernel_op(
-    "linear.gated_linear",
-    "(Tensor inputs, Tensor weight, Tensor? bias, str activation) -> Tensor",
-    lambda inputs, weight, bias, activation: inputs.new_empty(len(inputs), len(weight) // 2),
-    launch=_gated_linear,
-)
-_linear_of_stored = kernel_op(
-    "linear.stored_linear",
-    f"(Tensor inputs, {_STORED}, Tensor? bias, str? activation) -> Tensor",
-    lambda inputs, values, *rest: inputs.new_empty(len(inputs), len(values) // (1 if rest[-1] is None else 2)),
-    launch=_stored_linear,
-    groups={1: StoredWeight},
 )
 
 
@@ -342,8 +313,8 @@ def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -
 
 
 def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:
-    """Whether `gated_linear` of `[n, in]` by `[2 N, in]` is faster than `linear` and `layer_ops.gated_activation`, of
-    whose results it has the bits."""
+    """Whether `linear` of `[n, in]` by `[2 N, in]` with an activation is faster than without, and then
+    `layer_ops.gated_activation`, of whose results it has the bits."""
     if isinstance(weight, StoredWeight):
         is_taken = has_fast_linear(inputs, weight) and _wide_stored_tiles(inputs, weight) is None
         return is_taken and weight.shape[0] % 2 == 0 and is_for_triton(inputs)
@@ -366,26 +337,3 @@ def _has_tiles(
 ) -> bool:
     is_like = inputs.dtype == weight.dtype and weight.stride(1) == 1
     return is_like and _is_16_bit(inputs) and choose_for(len(inputs), *weight.shape) is not None
-
-
-def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """See `kernels.linear_reference.linear`; a Triton kernel on GPUs, where `has_fast_linear` says so."""
-    if isinstance(weight, StoredWeight):
-        return _linear_of_stored(inputs, weight, bias, None)
-    return _plain_linear(inputs, weight, bias)
-
-
-def gated_linear(
-    inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None, activation: str
-) -> torch.Tensor:
-    """See `kernels.linear_reference.gated_linear`; a Triton kernel, where `has_gated_linear` says so."""
-    if isinstance(weight, StoredWeight):
-        return _linear_of_stored(inputs, weight, bias, activation)
-    return _plain_gated_linear(inputs, weight, bias, activation)
-
-
-def expert_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, *args: Any) -> torch.Tensor:
-    """See `kernels.experts_reference.expert_linear`."""
-    return (_expert_linear_of_stored if isinstance(weight, StoredWeight) else _plain_expert_linear)(
-        inputs, weight, *args
-    )

@@ -5,8 +5,6 @@ They are chosen and registered as those of `ops`; see `kernels.round_state_refer
 
 from __future__ import annotations
 
-import torch
-
 from .kernels.types import VerificationResult
 from .op_choice import kernel_op
 
@@ -34,13 +32,6 @@ position_ids = kernel_op(
     "round_state.position_ids",
     "(Tensor slots, Tensor? offsets, int dummy) -> Tensor",
     lambda slots, offsets, dummy: slots.new_empty(slots.shape),
-)
-# `[B]` numbers of `kernels.random_reference.uniform`, of `[B]` tensors each.
-row_uniform = kernel_op(
-    "random.row_uniform",
-    "(Tensor seeds, Tensor positions, Tensor tokens, int stream) -> Tensor",
-    lambda seeds, positions, tokens, stream: seeds.new_empty(seeds.shape, dtype=torch.float32),
-    reference="random_reference.uniform",
 )
 commit = kernel_op(
     "round_state.commit",

@@ -202,17 +202,10 @@ def _attention_kernel(
     out_ptr,
     partial_ptr,
     stats_ptr,
-    query_stride_b,
-    query_stride_h,
-    query_stride_n,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    value_stride_b,
-    value_stride_h,
-    value_stride_s,
-    scale_stride_b,
-    scale_stride_s,
+    query_strides,
+    key_strides,
+    value_strides,
+    scale_strides,
     positions_stride_b: Unspecialised,
     starts_stride_b: Unspecialised,
     starts_stride_n: Unspecialised,
@@ -299,9 +292,9 @@ def _attention_kernel(
 
     query = tl.load(
         query_ptr
-        + batch * query_stride_b
-        + head[:, None] * query_stride_h
-        + query_index[:, None] * query_stride_n
+        + batch * query_strides[0]
+        + head[:, None] * query_strides[1]
+        + query_index[:, None] * query_strides[2]
         + dim[None, :],
         mask=is_row[:, None] & (dim < DIM)[None, :],
         other=0.0,
@@ -316,11 +309,11 @@ def _attention_kernel(
         first_max = tl.where(split == 0, sink, first_max)
         first_sum = tl.where(split == 0, 1.0, first_sum)
 
-    key_ptr += batch * key_stride_b + kv_head * key_stride_h
-    value_ptr += batch * value_stride_b + kv_head * value_stride_h
+    key_ptr += batch * key_strides[0] + kv_head * key_strides[1]
+    value_ptr += batch * value_strides[0] + kv_head * value_strides[1]
     if scale_ptr is not None:
-        scale_ptr += batch * scale_stride_b + kv_head
-    cache = key_ptr, value_ptr, scale_ptr, key_stride_s, value_stride_s, scale_stride_s
+        scale_ptr += batch * scale_strides[0] + kv_head
+    cache = key_ptr, value_ptr, scale_ptr, key_strides[2], value_strides[2], scale_strides[1]
     scoring, outputs = (window, scaling, softcap), (out_ptr, partial_ptr, stats_ptr)
     FORM: tl.constexpr = (DIM, VALUE_DIM, SLOT_BLOCK, IS_CHUNKED, NUM_WORDS)
     none = none_max, none_sum, none_acc
@@ -530,10 +523,10 @@ def attention(
         out,
         partial,
         stats,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        *((0, 0) if pairs is None else pairs.stride()[::2]),
+        query.stride()[:3],
+        key.stride()[:3],
+        value.stride()[:3],
+        (0, 0) if pairs is None else pairs.stride()[::2],
         positions.stride(0),
         *starts_strides,
         ends_stride,

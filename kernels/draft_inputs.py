@@ -28,19 +28,9 @@ def _prepare_inputs_kernel(
     committed_ptr,
     limits_ptr,
     finished_ptr,
-    out_tokens_ptr,
-    out_slots_ptr,
-    out_positions_ptr,
-    out_sources_ptr,
+    out,
     tokens_stride: Unspecialised,
-    lengths_stride: Unspecialised,
-    committed_stride: Unspecialised,
-    limits_stride: Unspecialised,
-    finished_stride: Unspecialised,
-    out_tokens_stride: Unspecialised,
-    out_slots_stride: Unspecialised,
-    out_positions_stride: Unspecialised,
-    out_sources_stride: Unspecialised,
+    out_stride: Unspecialised,
     num_slots: Unspecialised,
     num_kept: Unspecialised,
     width: Unspecialised,
@@ -52,14 +42,14 @@ def _prepare_inputs_kernel(
     """Prepare one row.
 
     Grid: (B,). Reads the row's length, number of committed tokens, limit and finished flag, and the tokens of its kept
-    columns; writes the row of the four results.
+    columns; writes the row of the four results of `out`, `DraftInputs`.
     """
     row = tl.program_id(0).to(tl.int64)
     wait_for_inputs(PDL)
-    length = tl.load(lengths_ptr + row * lengths_stride)
-    committed = tl.load(committed_ptr + row * committed_stride)
+    length = tl.load(lengths_ptr + row)
+    committed = tl.load(committed_ptr + row)
     # With a limit of 0 every column is padding.
-    limit = tl.where(tl.load(finished_ptr + row * finished_stride), 0, tl.load(limits_ptr + row * limits_stride))
+    limit = tl.where(tl.load(finished_ptr + row), 0, tl.load(limits_ptr + row))
 
     column = tl.arange(0, BLOCK).to(tl.int64)
     slot = length - shift - num_kept + column
@@ -71,10 +61,11 @@ def _prepare_inputs_kernel(
 
     is_column = column < width
     token = tl.where(is_live & is_mask, mask_token, kept)
-    tl.store(out_tokens_ptr + row * out_tokens_stride + column, token, mask=is_column)
-    tl.store(out_slots_ptr + row * out_slots_stride + column, tl.where(is_live, slot, num_slots - 1), mask=is_column)
-    tl.store(out_positions_ptr + row * out_positions_stride + column, tl.where(is_live, slot, 0), mask=is_column)
-    tl.store(out_sources_ptr + row * out_sources_stride + column, tl.where(is_kept, source, -1), mask=is_column)
+    to = row * out_stride + column
+    tl.store(out.tokens + to, token, mask=is_column)
+    tl.store(out.slots + to, tl.where(is_live, slot, num_slots - 1), mask=is_column)
+    tl.store(out.positions + to, tl.where(is_live, slot, 0), mask=is_column)
+    tl.store(out.sources + to, tl.where(is_kept, source, -1), mask=is_column)
 
 
 @implements(draft_inputs_reference.prepare_inputs)
@@ -82,25 +73,22 @@ def prepare_inputs(tokens, lengths, committed, limits, finished, out, num_masks,
     """See `draft_inputs_reference.prepare_inputs`; equal bit for bit. One launch; safe in a CUDA graph.
 
     Reads one element per row of `lengths`, `committed`, `limits` and `finished`, and of `tokens` the kept ones, all
-    inside the row. Writes every element of the four tensors of `out` and nothing else. Any of them may be a slice of a
-    larger buffer; the launch depends on shapes and strides only.
+    inside the row. Writes every element of the four tensors of `out` and nothing else. These may be slices of larger
+    buffers of one shape; the launch depends on shapes and strides only.
     """
     batch, width = out.tokens.shape
+    assert all(one.is_contiguous() for one in (lengths, committed, limits, finished)), "numbers must be contiguous"
     assert tokens.stride(1) == 1 and all(buffer.stride(1) == 1 for buffer in out), "rows must have unit stride"
-    assert all(buffer.shape == (batch, width) for buffer in out) and len(tokens) == batch, "shapes must agree"
+    assert len({(buffer.shape, buffer.stride()) for buffer in out}) == 1 and len(tokens) == batch, "shapes must agree"
     _prepare_inputs_kernel[(batch,)](
         tokens,
         lengths,
         committed,
         limits,
         finished,
-        *out,
+        out,
         tokens.stride(0),
-        lengths.stride(0),
-        committed.stride(0),
-        limits.stride(0),
-        finished.stride(0),
-        *(buffer.stride(0) for buffer in out),
+        out.tokens.stride(0),
         num_slots=tokens.shape[1],
         num_kept=width - num_masks,
         width=width,

@@ -37,9 +37,6 @@ def _draw_kernel(
     probs_ptr,
     keys_ptr,
     scores_strides,
-    temperatures_stride: Unspecialised,
-    seeds_stride: Unspecialised,
-    lengths_stride: Unspecialised,
     depths_stride: Unspecialised,
     first: Unspecialised,
     width: Unspecialised,
@@ -57,9 +54,9 @@ def _draw_kernel(
     row = tl.program_id(0).to(tl.int64)
     batch, index = row // width, row % width
     if temperatures_ptr is not None:
-        temperature = tl.load(temperatures_ptr + batch * temperatures_stride)
-    seed = tl.load(seeds_ptr + batch * seeds_stride)
-    position = tl.load(lengths_ptr + batch * lengths_stride)
+        temperature = tl.load(temperatures_ptr + batch)
+    seed = tl.load(seeds_ptr + batch)
+    position = tl.load(lengths_ptr + batch)
     if STREAM == _DRAFT:
         step = first + index
     else:
@@ -98,6 +95,7 @@ def draw_keys(
         probs: `[B, n, V]`, contiguous, where the distributions are stored.
     """
     batch, width, vocabulary = scores.shape
+    assert seeds.is_contiguous() and lengths.is_contiguous()
     stats = softmax_stats(scores, temperatures)
     shape = batch * width, triton.cdiv(vocabulary, reduction.SAMPLE_BLOCK)
     keys = torch.empty(shape, dtype=torch.int64, device=scores.device)
@@ -111,9 +109,6 @@ def draw_keys(
         probs,
         keys,
         scores.stride()[:2],
-        None if temperatures is None else temperatures.stride(0),
-        seeds.stride(0),
-        lengths.stride(0),
         None if depths is None else depths.stride(0),
         first,
         width,
@@ -151,9 +146,6 @@ def _target_noise_kernel(
     lengths_ptr,
     out_ptr,
     logits_strides,
-    temperatures_stride: Unspecialised,
-    seeds_stride: Unspecialised,
-    lengths_stride: Unspecialised,
     first: Unspecialised,
     pace: Unspecialised,
     width: Unspecialised,
@@ -164,8 +156,8 @@ def _target_noise_kernel(
     temperature, seed and length; writes these elements of `out` `[B * n, V_d]`."""
     row = tl.program_id(0).to(tl.int64)
     batch, step = row // width, row % width
-    seed = tl.load(seeds_ptr + batch * seeds_stride)
-    position = tl.load(lengths_ptr + batch * lengths_stride) + first + pace * step
+    seed = tl.load(seeds_ptr + batch)
+    position = tl.load(lengths_ptr + batch) + first + pace * step
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = index < vocabulary
     token = index
@@ -173,7 +165,7 @@ def _target_noise_kernel(
         token = tl.load(target_ids_ptr + index, mask=is_token, other=0).to(tl.int32)
     logits_ptr += batch * logits_strides[0] + step * logits_strides[1]
     logit = tl.load(logits_ptr + index, mask=is_token, other=0.0).to(tl.float32)
-    logit = logit / tl.load(temperatures_ptr + batch * temperatures_stride)
+    logit = logit / tl.load(temperatures_ptr + batch)
     noise = race_times_of(seed, position, token, _TARGET)
     tl.store(out_ptr + row * vocabulary + index, logit - tl.log(noise), mask=is_token)
 
@@ -183,6 +175,7 @@ def add_target_noise(logits, target_ids, temperatures, seeds, lengths, first, is
     """See `draft_sampling_reference.add_target_noise`; equal up to rounding. One launch."""
     batch, width, vocabulary = logits.shape
     assert logits.stride(2) == 1 and (target_ids is None or target_ids.is_contiguous()), "rows must have unit stride"
+    assert temperatures.is_contiguous() and seeds.is_contiguous() and lengths.is_contiguous()
     out = torch.empty(batch, width, vocabulary, dtype=torch.float32, device=logits.device)
     _target_noise_kernel[(batch * width, triton.cdiv(vocabulary, reduction.SAMPLE_BLOCK))](
         logits,
@@ -192,9 +185,6 @@ def add_target_noise(logits, target_ids, temperatures, seeds, lengths, first, is
         lengths,
         out,
         logits.stride()[:2],
-        temperatures.stride(0),
-        seeds.stride(0),
-        lengths.stride(0),
         first,
         0 if is_one_draft else 1,
         width,

@@ -10,7 +10,7 @@ from .types import RandomStream
 
 def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
     """The most probable draft tokens, `[B, n]` or `[n]` int64 of the target, by `logits` `[B, n, V_d]` or `[n, V_d]` of
-    any floating dtype; ties and NaN as in `verify_greedy`. `target_ids` `[V_d]` int64 are the target's tokens of the
+    any floating dtype; ties and NaN as in `verify_tree`. `target_ids` `[V_d]` int64 are the target's tokens of the
     draft vocabulary; None if they are the same."""
     index = logits.argmax(dim=-1)
     return index if target_ids is None else target_ids[index]

@@ -39,9 +39,7 @@ def _best_paths_kernel(
     tokens_ptr,
     rows_ptr,
     out_ptr,
-    parents_ptr,
-    depths_ptr,
-    ancestors_ptr,
+    tree,
     num_nodes: Unspecialised,
     depth: Unspecialised,
     num_rows: Unspecialised,
@@ -53,8 +51,8 @@ def _best_paths_kernel(
 ):
     """The tree of one row.
 
-    Grid: (B,). Reads a row of `logprobs`, `tokens` and `rows`; writes one of `out` `[B, N]`, of `parents` and `depths`
-    `[B, N + 1]` and of `ancestors` `[B, N + 1, words]`.
+    Grid: (B,). Reads a row of `logprobs`, `tokens` and `rows`; writes one of `out` `[B, N]` and of
+    each tensor of `tree`, a `Tree`.
     """
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PLACES)
@@ -64,9 +62,9 @@ def _best_paths_kernel(
     if rows_ptr is not None:
         rows_ptr += row * rows_stride
     out_ptr += row * num_nodes - 1
-    parents_ptr += row * (num_nodes + 1)
-    depths_ptr += row * (num_nodes + 1)
-    ancestors_ptr += row * (num_nodes + 1) * NUM_WORDS
+    parents_ptr = tree.parents + row * (num_nodes + 1)
+    depths_ptr = tree.depths + row * (num_nodes + 1)
+    ancestors_ptr = tree.ancestors + row * (num_nodes + 1) * NUM_WORDS
     minus_one = tl.full([], -1, tl.int64)
     zero = tl.full([], 0, tl.int64)
     one = tl.full([], 1, tl.int64)
@@ -140,7 +138,7 @@ def best_paths(
         tokens.contiguous(),
         rows,
         out,
-        *tree,
+        tree,
         num_nodes,
         depth,
         num_rows,

@@ -19,7 +19,7 @@ import triton.language as tl
 from . import likeliest_tokens_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .jit import Unspecialised, implements, kernel
-from .reduction import LEAST_KEY, index_of_key, keys_of, load_softmax, value_of_key
+from .reduction import LEAST_KEY, index_of_key, keys_of, load_softmax, store_softmax_stats, value_of_key
 
 # Tokens of a block: one warp holds them all, so that finding the largest needs no shared memory.
 BLOCK = 512
@@ -50,10 +50,7 @@ def _blocks_kernel(
     wait_for_inputs(PDL)
     value = tl.load(logits_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
     value = tl.where(value > float("-inf"), value, float("-inf"))  # NaN is no token
-    maximum = tl.max(value, axis=0)
-    base = tl.where(maximum == float("-inf"), 0.0, maximum)
-    tl.store(stats[0] + at, maximum)
-    tl.store(stats[1] + at, tl.sum(tl.exp(value - base), axis=0))
+    store_softmax_stats(stats, at, value)
     keys = keys_of(value, token, is_token)
     for rank in range(COUNT):
         key = tl.max(keys, axis=0)

@@ -1,4 +1,4 @@
-"""Triton linear layer, and that of a gated MLP; the references are `linear_reference.linear` and `gated_linear`.
+"""Triton linear layer, and that of a gated MLP; the reference is `linear_reference.linear`.
 
 Shapes: inputs `[n, in]`, weight `[out, in]`, bias `[out]`, result `[n, out]`, or with an activation `[n, out / 2]`:
 
@@ -141,7 +141,7 @@ def linear(
     tiles: LinearTiles,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """See `linear_reference.linear`, or with `activation` its `gated_linear`, in tiles of `tiles`.
+    """See `linear_reference.linear`, in tiles of `tiles`.
 
     One launch that depends on shapes and strides only. A layer may be a part of the rows of a larger weight. Where a
     weight is stored with scales for groups of inputs, a tile's depth divides the group, or scales have 8 bits and

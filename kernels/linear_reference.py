@@ -1,5 +1,5 @@
-"""PyTorch reference of a linear layer, `result = inputs @ weight.T + bias`, accumulated in float32, and of two of one
-input, of which one gates the other.
+"""PyTorch reference of a linear layer, `result = inputs @ weight.T + bias`, accumulated in float32, and of that of a
+gated MLP.
 """
 
 from __future__ import annotations
@@ -12,9 +12,18 @@ from .stored_weight_reference import dequantise
 from .types import StoredWeight
 
 
-def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    inputs: torch.Tensor,
+    weight: torch.Tensor | StoredWeight,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> torch.Tensor:
     """A linear layer of `inputs` `[n, in]`, with sums in float32 at least; `[n, out]` in their dtype. The weight `[out,
-    in]` is of the same dtype, or stored as numbers of few bits; the bias is `[out]` or None."""
+    in]` is of the same dtype, or stored as numbers of few bits; the bias is `[out]` or None.
+
+    With an activation the outputs, rounded to the dtype, are gate and up, the gate first, and the result is
+    `activation(gate) * up`, `[n, out / 2]`. See `gated_activation_reference.gated_activation`.
+    """
     dtype = torch.promote_types(inputs.dtype, torch.float32)
     if isinstance(weight, StoredWeight):
         inputs_of_products = round_inputs(inputs, weight) if weight.rounds_inputs else inputs
@@ -23,19 +32,5 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torc
         out = inputs.to(dtype) @ weight.to(dtype).T
     if bias is not None:
         out = out + bias.to(dtype)
-    return out.to(inputs.dtype)
-
-
-def gated_linear(
-    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
-) -> torch.Tensor:
-    """`activation(gate) * up`, `[n, N]`, of a linear layer as above, of which gate and up, each rounded to the dtype,
-    are the outputs: its weight is `[2 N, in]`, the gate first. See `gated_activation_reference.gated_activation`."""
-    return gated_activation(*linear(inputs, weight, bias).chunk(2, dim=-1), activation)
-
-
-def stored_linear(
-    inputs: torch.Tensor, weight: StoredWeight, bias: torch.Tensor | None, activation: str | None
-) -> torch.Tensor:
-    """`linear` by a stored weight or, with an activation, `gated_linear`."""
-    return linear(inputs, weight, bias) if activation is None else gated_linear(inputs, weight, bias, activation)
+    out = out.to(inputs.dtype)
+    return out if activation is None else gated_activation(*out.chunk(2, dim=-1), activation)

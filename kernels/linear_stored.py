@@ -30,9 +30,9 @@ _RESULTS = 1024
 @triton.jit
 def _scale_sums(total, parts, at, FORM):
     """Sums times the scales of all inputs at `at`, of a shape that is broadcast, and by the outer scale."""
-    scales_ptr, _, outer_ptr, codes_ptr, shift_ptr = parts
+    outer_ptr, codes_ptr = parts[2], parts[3]
     if FORM[3] is None:
-        total *= load_scales(scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, None, FORM[1])
+        total *= load_scales(parts, at, None, FORM[1])
     if outer_ptr is not None and codes_ptr is None:
         total *= 1.0 / tl.load(outer_ptr).to(tl.float32)
     return total
@@ -65,7 +65,7 @@ def _linear_kernel(
     writes their `out`, or with PARTS sums in float32, without scales of all inputs, to `out` `[PARTS, n, out]`. `parts`
     and FORM are those of `stored_sums`.
     """
-    scales_ptr, zeros_ptr, outer_ptr, codes_ptr, shift_ptr = parts
+    zeros_ptr = parts[1]
     FORMAT: tl.constexpr = FORM[0]
     SCALES: tl.constexpr = FORM[1]
     SCALE_ROWS: tl.constexpr = FORM[2]
@@ -105,12 +105,12 @@ def _linear_kernel(
             w = tl.reshape(tl.join(*widen_halves(w, zeros, FORMAT, x.dtype, ASM)), [FEATURES, DEPTH])
         if SCALES_NUMBERS:
             at = scales_at[:, None] + start // GROUP_SIZE + tl.arange(0, DEPTH // GROUP_SIZE)[None, :]
-            scale = load_scales(scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, None, SCALES).to(x.dtype)
+            scale = load_scales(parts, at, None, SCALES).to(x.dtype)
             spread: tl.constexpr = [FEATURES, DEPTH // GROUP_SIZE, GROUP_SIZE]
             w *= tl.reshape(tl.broadcast_to(scale[:, :, None], spread), [FEATURES, DEPTH])
         if SCALES_PRODUCTS:
             at = scales_at + start // GROUP_SIZE
-            scale = load_scales(scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, None, SCALES)
+            scale = load_scales(parts, at, None, SCALES)
             total += tl.dot(w, tl.trans(x), input_precision="ieee") * scale[:, None]
         else:
             total = tl.dot(w, tl.trans(x), total, input_precision="ieee")

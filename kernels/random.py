@@ -1,4 +1,4 @@
-"""Triton random numbers, for use inside kernels, and one for each row; the reference is `random_reference`.
+"""Triton random numbers, for use inside kernels; the reference is `random_reference`.
 
 With the words w of Philox4x32-10 of the key (low and high word of the seed) and the counter (number, position, stream,
 step), a of number -1 - g for group g = v // 64 of 64 tokens, b of number v // 4:
@@ -6,17 +6,14 @@ step), a of number -1 - g for group g = v // 64 of 64 tokens, b of number v // 4
     u(w) = min((w + 1/2) / 2^32, 1 - 2^-24),    exponential(w) = -log(1 - u(w)),    uniform(token) = u(w_0)
     race_times[v] = least[g] = exponential(a_0) / 64 if v mod 64 = a_1 >> 26, else least[g] + exponential(b_(v mod 4))
 
-The functions of numbers read and write no memory.
+The functions read and write no memory.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
 from .types import RACE_GROUP
 
 _MULTIPLIER_0 = tl.constexpr(0xD2511F53)
@@ -25,8 +22,6 @@ _KEY_STEP_0 = tl.constexpr(0x9E3779B9)
 _KEY_STEP_1 = tl.constexpr(0xBB67AE85)
 _LARGEST = tl.constexpr(1.0 - 2.0**-24)
 _GROUP = tl.constexpr(RACE_GROUP)
-# Numbers of a program of `row_uniform`.
-_BLOCK = tl.constexpr(128)
 
 
 @triton.jit
@@ -104,42 +99,3 @@ def race_times_of(seed, position, token, stream: tl.constexpr):
     word = tl.where(member == 0, word_0, tl.where(member == 1, word_1, tl.where(member == 2, word_2, word_3)))
     is_least = (place_word >> 26).to(tl.int32) == token % _GROUP
     return _exponential(least_word) / _GROUP + tl.where(is_least, 0.0, _exponential(word))
-
-
-@kernel
-def _row_uniform_kernel(
-    seeds_ptr,
-    positions_ptr,
-    tokens_ptr,
-    out_ptr,
-    num_rows: Unspecialised,
-    tokens_stride: Unspecialised,
-    STREAM: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A block of numbers. Grid: (blocks,). Reads the program's elements of `[B]` tensors; writes those of `out`."""
-    row = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
-    is_row = row < num_rows
-    wait_for_inputs(PDL)
-    seed = tl.load(seeds_ptr + row, mask=is_row, other=0)
-    position = tl.load(positions_ptr + row, mask=is_row, other=0)
-    token = tl.load(tokens_ptr + row * tokens_stride, mask=is_row, other=0)
-    tl.store(out_ptr + row, uniform(seed, position, token, token * 0, STREAM), mask=is_row)
-
-
-def row_uniform(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, stream: int) -> torch.Tensor:
-    """See `random_reference.uniform`, of `[B]` tensors; equal. One launch."""
-    assert seeds.shape == positions.shape == tokens.shape and seeds.is_contiguous() and positions.is_contiguous()
-    out = torch.empty(len(seeds), dtype=torch.float32, device=seeds.device)
-    _row_uniform_kernel[(triton.cdiv(len(seeds), _BLOCK.value),)](
-        seeds,
-        positions,
-        tokens,
-        out,
-        len(seeds),
-        tokens.stride(0),
-        STREAM=stream,
-        num_warps=1,
-        **dependent_launch(seeds.device),
-    )
-    return out

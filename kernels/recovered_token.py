@@ -12,6 +12,8 @@ Whether the residual is 0 everywhere is known only when all blocks of a row are 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -26,13 +28,62 @@ _TARGET = tl.constexpr(int(RandomStream.TARGET))
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
+class Laws(NamedTuple):
+    """An argument of kernels: what the tokens of a round are drawn from, and strides of rows and steps.
+
+    Attributes:
+        scores: `[B, K + 1, V]` float32, of whose softmax the target's tokens are.
+        draft_probs: `[B, K, V_d]` float32, distributions of the drafts; None of point masses.
+        draft_ids: `[V]` int64, index of each token in the draft vocabulary; None if that is the first V_d tokens.
+        vocabulary, draft_vocabulary: V and V_d.
+    """
+
+    scores: torch.Tensor
+    draft_probs: torch.Tensor | None
+    draft_ids: torch.Tensor | None
+    scores_strides: tuple[int, int]
+    draft_probs_strides: tuple[int, int] | None
+    vocabulary: int
+    draft_vocabulary: int | None
+
+    @classmethod
+    def of(
+        cls, scores: torch.Tensor, drafts: torch.Tensor, probs: torch.Tensor | None, ids: torch.Tensor | None
+    ) -> Laws:
+        """With their shapes, dtypes and strides checked, of the arguments of `verify_sampling` and `verify_block`."""
+        batch, num_drafts = drafts.shape
+        assert scores.shape[:2] == (batch, num_drafts + 1), "shapes must agree"
+        assert scores.dtype == torch.float32, "scores must be float32"
+        assert ids is None or (ids.shape == scores.shape[2:] and ids.is_contiguous()), "draft_ids must be contiguous"
+        if probs is None:
+            return cls(scores, None, ids, scores.stride()[:2], None, scores.shape[2], None)
+        assert probs.shape[:2] == (batch, num_drafts), "shapes must agree"
+        assert probs.shape[2] <= scores.shape[2], "the draft vocabulary must be a part of the target's"
+        assert probs.dtype == torch.float32, "draft_probs must be float32"
+        assert probs.stride(2) == 1 or probs.shape[2] == 1, "rows must have unit stride"
+        return cls(scores, probs, ids, scores.stride()[:2], probs.stride()[:2], scores.shape[2], probs.shape[2])
+
+    def empty_keys(self) -> torch.Tensor:
+        """Uninitialised keys `[2, B, blocks]`."""
+        blocks = triton.cdiv(self.vocabulary, reduction.SAMPLE_BLOCK)
+        return torch.empty(2, len(self.scores), blocks, dtype=torch.int64, device=self.scores.device)
+
+
 @triton.jit
-def draft_prob(draft_probs_ptr, draft_ids_ptr, token, mask, draft_vocabulary):
-    """Draft probability q of `token`, int64 in the target's vocabulary, from a row `[V_d]`; 0 where `mask` is false."""
+def score_of(laws, row, step, token, mask):
+    """Score of `token`, int64, at steps of a row; -inf where `mask` is false."""
+    at = laws.scores + row * laws.scores_strides[0] + step * laws.scores_strides[1]
+    return tl.load(at + token, mask=mask, other=float("-inf"))
+
+
+@triton.jit
+def draft_prob(laws, row, step, token, mask):
+    """Draft probability q of `token`, int64 in the target's vocabulary, likewise; 0 where `mask` is false."""
     index = token
-    if draft_ids_ptr is not None:
-        index = tl.load(draft_ids_ptr + token, mask=mask, other=-1)
-    return tl.load(draft_probs_ptr + index, mask=mask & (index >= 0) & (index < draft_vocabulary), other=0.0)
+    if laws.draft_ids is not None:
+        index = tl.load(laws.draft_ids + token, mask=mask, other=-1)
+    at = laws.draft_probs + row * laws.draft_probs_strides[0] + step * laws.draft_probs_strides[1]
+    return tl.load(at + index, mask=mask & (index >= 0) & (index < laws.draft_vocabulary), other=0.0)
 
 
 @triton.jit
@@ -42,23 +93,11 @@ def has_probs(draft_prob):
 
 
 @triton.jit
-def store_next(
-    keys_ptr,
-    accepted_ptr,
-    committed_ptr,
-    residual,
-    p_next,
-    seed,
-    length,
-    accepted,
-    token,
-    is_token,
-    BLOCK: tl.constexpr,
-):
+def store_next(keys_ptr, out, residual, p_next, seed, length, accepted, token, is_token, BLOCK: tl.constexpr):
     """Write the keys of one block, of the maximum of residual / e and of the maximum of p_next / e, and the counts.
 
     For grids (B, blocks). Writes one element each of `keys[0]` and `keys[1]`, `[B, blocks]`, and in the first block of
-    a row one of `accepted` and `committed` `[B]`.
+    a row one of `accepted` and `committed` `[B]` of `out`, a `VerificationResult`.
     """
     position = length + accepted
     row = tl.program_id(0).to(tl.int64)
@@ -68,16 +107,15 @@ def store_next(
     tl.store(keys_ptr + cell, largest_key(residual / noise, token, is_token))
     tl.store(keys_ptr + num_cells + cell, largest_key(p_next / noise, token, is_token))
     if tl.program_id(1) == 0:
-        tl.store(accepted_ptr + row, accepted.to(tl.int64))
-        tl.store(committed_ptr + row, accepted.to(tl.int64) + 1)
+        tl.store(out.accepted + row, accepted.to(tl.int64))
+        tl.store(out.committed + row, accepted.to(tl.int64) + 1)
 
 
 @kernel
 def _merge_recovered_kernel(
     keys_ptr,
     drafts_ptr,
-    accepted_ptr,
-    tokens_ptr,
+    out,
     drafts_stride_b: Unspecialised,
     drafts_stride_n: Unspecialised,
     num_drafts: Unspecialised,
@@ -87,7 +125,7 @@ def _merge_recovered_kernel(
 ):
     """Merge the keys of a row, and write its tokens: the drafts, and the next token at index `accepted`.
 
-    Grid: (B,). Reads `keys` `[2, B, blocks]`, `drafts` `[B, K]` and `accepted` `[B]`; writes `tokens` `[B, K + 1]`.
+    Grid: (B,). Reads `keys` `[2, B, blocks]`, `drafts` `[B, K]` and of `out` `accepted`; writes its `tokens`.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
@@ -100,27 +138,8 @@ def _merge_recovered_kernel(
     next_token = tl.where(is_key_of_nan(from_probs), _NO_TOKEN, next_token)
     step = tl.arange(0, STEPS)
     draft = tl.load(drafts_ptr + row * drafts_stride_b + step * drafts_stride_n, mask=step < num_drafts, other=0)
-    token = tl.where(step == tl.load(accepted_ptr + row), next_token, draft)
-    tl.store(tokens_ptr + row * (num_drafts + 1) + step, token, mask=step <= num_drafts)
-
-
-def check_sampling(
-    scores: torch.Tensor, drafts: torch.Tensor, draft_probs: torch.Tensor | None, draft_ids: torch.Tensor | None
-) -> torch.Tensor:
-    """Check the shapes, dtypes and strides of the arguments of `verify_sampling` and `verify_block`; returns
-    uninitialised keys `[2, B, blocks]`."""
-    batch, num_drafts = drafts.shape
-    assert scores.shape[:2] == (batch, num_drafts + 1), "shapes must agree"
-    assert scores.dtype == torch.float32, "scores must be float32"
-    if draft_probs is not None:
-        assert draft_probs.shape[:2] == (batch, num_drafts), "shapes must agree"
-        assert draft_probs.shape[2] <= scores.shape[2], "the draft vocabulary must be a part of the target's"
-        assert draft_probs.dtype == torch.float32, "draft_probs must be float32"
-        assert draft_probs.stride(2) == 1 or draft_probs.shape[2] == 1, "rows must have unit stride"
-    if draft_ids is not None:
-        assert draft_ids.shape == scores.shape[2:] and draft_ids.is_contiguous(), "draft_ids must be contiguous"
-    blocks = triton.cdiv(scores.shape[2], reduction.SAMPLE_BLOCK)
-    return torch.empty(2, batch, blocks, dtype=torch.int64, device=scores.device)
+    token = tl.where(step == tl.load(out.accepted + row), next_token, draft)
+    tl.store(out.tokens + row * (num_drafts + 1) + step, token, mask=step <= num_drafts)
 
 
 def merge_recovered(keys: torch.Tensor, drafts: torch.Tensor, out: VerificationResult) -> None:
@@ -129,8 +148,7 @@ def merge_recovered(keys: torch.Tensor, drafts: torch.Tensor, out: VerificationR
     _merge_recovered_kernel[(batch,)](
         keys,
         drafts,
-        out.accepted,
-        out.tokens,
+        out,
         *drafts.stride(),
         num_drafts,
         keys.shape[2],

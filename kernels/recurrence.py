@@ -92,9 +92,7 @@ def _recurrence_kernel(
     beta_ptr,
     rates_ptr,
     state_ptr,
-    ring_keys_ptr,
-    ring_updates_ptr,
-    ring_decays_ptr,
+    ring,
     base_ptr,
     certain_ptr,
     positions_ptr,
@@ -161,10 +159,10 @@ def _recurrence_kernel(
     decay_ptr += batch * decay_stride_b + head * decay_stride_h
     if beta_ptr is not None:
         beta_ptr += batch * beta_stride_b + head * beta_stride_h
-    ring_keys_ptr += batch * (RING * KEY_HEADS * DIM) + key_head * DIM
-    ring_updates_ptr += batch * (RING * HEADS * VALUE_DIM) + head * VALUE_DIM
+    ring_keys_ptr = ring.keys + batch * (RING * KEY_HEADS * DIM) + key_head * DIM
+    ring_updates_ptr = ring.updates + batch * (RING * HEADS * VALUE_DIM) + head * VALUE_DIM
     DECAYS: tl.constexpr = 1 if DECAY == "head" else DIM if DECAY == "key" else VALUE_DIM  # of a head
-    ring_decays_ptr += batch * (RING * HEADS * DECAYS) + head * DECAYS
+    ring_decays_ptr = ring.decays + batch * (RING * HEADS * DECAYS) + head * DECAYS
     out_ptr += (batch * num_columns * HEADS + head) * VALUE_DIM
 
     tile = dim[:, None] * VALUE_DIM + value_dim[None, :]
@@ -185,13 +183,13 @@ def _recurrence_kernel(
 
     block, inputs = (begin, first, end), (query_ptr, key_ptr, value_ptr, decay_ptr, beta_ptr)
     strides = query_strides[1], key_strides[1], value_strides[1], decay_stride_n, beta_stride_n
-    ring = ring_keys_ptr, ring_updates_ptr, ring_decays_ptr
+    own_ring = ring_keys_ptr, ring_updates_ptr, ring_decays_ptr
     SIZES: tl.constexpr = (HEADS, KEY_HEADS, DIM, VALUE_DIM, RING, DECAYS)
-    query, key, value, decay, beta = _load_token(base, block, inputs, strides, ring, dim, value_dim, SIZES, DECAY)
+    query, key, value, decay, beta = _load_token(base, block, inputs, strides, own_ring, dim, value_dim, SIZES, DECAY)
     for position in range(base, end):
         # The next token is loaded while this one is computed.
         next_query, next_key, next_value, next_decay, next_beta = _load_token(
-            position + 1, block, inputs, strides, ring, dim, value_dim, SIZES, DECAY
+            position + 1, block, inputs, strides, own_ring, dim, value_dim, SIZES, DECAY
         )
         unit_key = key.to(tl.float32)
         if NORMALIZE:
@@ -275,7 +273,7 @@ def recurrence(
         beta,
         rates,
         state,
-        *ring,
+        ring,
         base,
         certain,
         positions,

@@ -20,11 +20,10 @@ import triton.language as tl
 
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .jit import Unspecialised, kernel
-from .types import NO_TOKEN, VerificationResult
+from .types import VerificationResult
 
 LEAST_KEY = tl.constexpr(-(2**63))
 _WORD = tl.constexpr(0xFFFFFFFF)
-_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 # Tokens per program: in kernels that only reduce, and in kernels that also compute a random number per token.
 REDUCE_BLOCK = 4096
@@ -69,6 +68,15 @@ def value_of_key(key):
 def is_key_of_nan(key):
     """Whether the value that a key stands for is NaN; of numbers the keys are smaller."""
     return (key >> 32) == 0x7FFFFFFF
+
+
+@triton.jit
+def store_softmax_stats(stats, at, score):
+    """Store the maximum and the sum of exp(score - maximum) of a block of scores as element `at` of both `stats`."""
+    maximum = tl.max(score, axis=0)
+    base = tl.where(maximum == float("-inf"), 0.0, maximum)
+    tl.store(stats[0] + at, maximum)
+    tl.store(stats[1] + at, tl.sum(tl.exp(score - base), axis=0))
 
 
 @triton.jit
@@ -124,7 +132,6 @@ def _softmax_stats_kernel(
     width: Unspecialised,
     vocabulary,
     temperatures_ptr,
-    temperatures_stride: Unspecialised,
     BLOCK: tl.constexpr,
 ):
     """Maximum m and sum of exp(score - m) of one block of a row.
@@ -137,12 +144,8 @@ def _softmax_stats_kernel(
     scores_ptr += row // width * scores_strides[0] + row % width * scores_strides[1]
     score = tl.load(scores_ptr + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
     if temperatures_ptr is not None:
-        score = score / tl.load(temperatures_ptr + row // width * temperatures_stride)
-    maximum = tl.max(score, axis=0)
-    base = tl.where(maximum == float("-inf"), 0.0, maximum)
-    at = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(stats[0] + at, maximum)
-    tl.store(stats[1] + at, tl.sum(tl.exp(score - base), axis=0))
+        score = score / tl.load(temperatures_ptr + row // width)
+    store_softmax_stats(stats, row * tl.num_programs(1) + tl.program_id(1), score)
 
 
 def argmax_keys(scores: torch.Tensor) -> torch.Tensor:
@@ -171,6 +174,7 @@ def softmax_stats(scores: torch.Tensor, temperatures: torch.Tensor | None = None
     """
     batch, width, vocabulary = scores.shape
     assert scores.stride(2) == 1 or vocabulary == 1, "rows must have unit stride"
+    assert temperatures is None or temperatures.is_contiguous()
     shape = 2, batch * width, triton.cdiv(vocabulary, REDUCE_BLOCK)
     maxima, totals = torch.empty(shape, dtype=torch.float32, device=scores.device)
     _softmax_stats_kernel[shape[1:]](
@@ -180,7 +184,6 @@ def softmax_stats(scores: torch.Tensor, temperatures: torch.Tensor | None = None
         width,
         vocabulary,
         temperatures,
-        None if temperatures is None else temperatures.stride(0),
         BLOCK=REDUCE_BLOCK,
         num_warps=REDUCE_WARPS,
     )
@@ -193,7 +196,6 @@ def _merge_keys_kernel(
     target_ids_ptr,
     out_ptr,
     num_blocks: Unspecialised,
-    IS_DRAWN: tl.constexpr,
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -207,41 +209,26 @@ def _merge_keys_kernel(
     wait_for_inputs(PDL)
     key = tl.max(tl.load(keys_ptr + row * num_blocks + block, mask=block < num_blocks, other=LEAST_KEY), axis=0)
     token = index_of_key(key)
-    if IS_DRAWN:
-        token = tl.where(is_key_of_nan(key), _NO_TOKEN, token)
     if target_ids_ptr is not None:
         token = tl.load(target_ids_ptr + token)
     tl.store(out_ptr + row, token)
 
 
-def merge_keys(
-    keys: torch.Tensor,
-    shape: torch.Size,
-    target_ids: torch.Tensor | None = None,
-    is_drawn: bool = False,
-    num_warps: int = 4,
-) -> torch.Tensor:
-    """Tokens in the given shape from `keys` `[rows, blocks]`, mapped by `target_ids`; with `is_drawn` `NO_TOKEN` where
-    the largest value is NaN."""
+def merge_keys(keys: torch.Tensor, shape: torch.Size, target_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Tokens in the given shape from `keys` `[rows, blocks]`, mapped by `target_ids`."""
     out = torch.empty(shape, dtype=torch.int64, device=keys.device)
     _merge_keys_kernel[(len(keys),)](
         keys,
         target_ids,
         out,
         keys.shape[1],
-        IS_DRAWN=is_drawn,
         BLOCKS=triton.next_power_of_2(keys.shape[1]),
-        num_warps=num_warps,
         **dependent_launch(keys.device),
     )
     return out
 
 
-def empty_result(drafts: torch.Tensor) -> VerificationResult:
-    """Uninitialised result for `drafts` `[B, K]`."""
-    batch, num_drafts = drafts.shape
-    return VerificationResult(
-        torch.empty(batch, num_drafts + 1, dtype=torch.int64, device=drafts.device),
-        torch.empty(batch, dtype=torch.int64, device=drafts.device),
-        torch.empty(batch, dtype=torch.int64, device=drafts.device),
-    )
+def empty_result(batch: int, num_drafts: int, device: torch.device) -> VerificationResult:
+    """Uninitialised result of `batch` rows with `num_drafts` each."""
+    shapes = (batch, num_drafts + 1), batch, batch
+    return VerificationResult(*(torch.empty(one, dtype=torch.int64, device=device) for one in shapes))

@@ -52,7 +52,8 @@ def _rotate_heads(
 ):
     """HEADS heads of one token, from `first_head` on; stored as float8 with their scales, if these are stored.
 
-    `strides_h` are those of heads of the states, the result and the scales.
+    `strides_h` are those of heads of the states, the result and the scales; SIZES pairs, elements behind them, HEADS,
+    and powers of two for the first two; KIND flags of `RotaryKind`.
     """
     cos_ptr, sin_ptr = angles
     stride_h, out_stride_h, scale_stride_h = strides_h
@@ -152,15 +153,8 @@ def _rotary_kernel(
     STORES: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    PAIRS: tl.constexpr,
-    REST: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAIR_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    INPUTS_INTERLEAVED: tl.constexpr,
-    OUTPUTS_INTERLEAVED: tl.constexpr,
-    SHARED_ANGLES: tl.constexpr,
-    ROUNDED: tl.constexpr,
+    SIZES: tl.constexpr,
+    KIND: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """HEADS heads of one token: of the query, in later blocks of the key, and in the last ones of the value.
@@ -176,9 +170,8 @@ def _rotary_kernel(
     cos_ptr += row * cos_strides[0] + column * cos_strides[1]
     sin_ptr += row * sin_strides[0] + column * sin_strides[1]
     angles = cos_ptr, sin_ptr
-    SIZES: tl.constexpr = (PAIRS, REST, HEADS, PAIR_BLOCK, REST_BLOCK)
-    KIND: tl.constexpr = (INPUTS_INTERLEAVED, OUTPUTS_INTERLEAVED, SHARED_ANGLES, ROUNDED)
-    size: tl.constexpr = 2 * PAIRS + REST
+    HEADS: tl.constexpr = SIZES[2]
+    size: tl.constexpr = 2 * SIZES[0] + SIZES[1]
     first_blocks = tl.cdiv(first_heads, HEADS)
     second_blocks = tl.cdiv(second_heads, HEADS)
     wait_for_inputs(PDL)
@@ -328,15 +321,8 @@ def _launch(
         STORES=stored is not None,
         VALUE_SIZE=value_size,
         VALUE_BLOCK=triton.next_power_of_2(value_size),
-        PAIRS=pairs,
-        REST=rest,
-        HEADS=heads,
-        PAIR_BLOCK=block,
-        REST_BLOCK=rest_block,
-        INPUTS_INTERLEAVED=kind.inputs_interleaved,
-        OUTPUTS_INTERLEAVED=kind.outputs_interleaved,
-        SHARED_ANGLES=kind.shared_angles,
-        ROUNDED=kind.rounded,
+        SIZES=(pairs, rest, heads, block, rest_block),
+        KIND=(kind.inputs_interleaved, kind.outputs_interleaved, kind.shared_angles, kind.rounded),
         num_warps=num_warps,
         # Products that are added are not fused with the sum, which would leave out a rounding.
         enable_fp_fusion=False,

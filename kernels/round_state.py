@@ -197,9 +197,7 @@ def _commit_kernel(
     finished_ptr,
     limits_ptr,
     ends_ptr,
-    result_ptr,
-    accepted_ptr,
-    committed_ptr,
+    result,
     out_ptr,
     kept,
     tokens_stride: Unspecialised,
@@ -226,9 +224,9 @@ def _commit_kernel(
     length = tl.load(lengths_ptr + row)
     limit = tl.load(limits_ptr + row)
     was_finished = tl.load(finished_ptr + row)
-    token = tl.load(result_ptr + row * result_stride_b + step * result_stride_n, mask=is_step, other=0)
+    token = tl.load(result.tokens + row * result_stride_b + step * result_stride_n, mask=is_step, other=0)
     end = tl.load(ends_ptr + row * ends_stride + end_index, mask=end_index < num_ends, other=0)
-    committed = tl.minimum(tl.load(committed_ptr + row), tl.where(was_finished, 0, limit - length))
+    committed = tl.minimum(tl.load(result.committed + row), tl.where(was_finished, 0, limit - length))
     is_same = (token[:, None] == end[None, :]) & (end_index < num_ends)[None, :]
     is_last = (tl.max(is_same.to(tl.int32), axis=1) != 0) | (token == _NO_TOKEN)
     is_end = is_last & (step < committed) & is_step
@@ -243,9 +241,9 @@ def _commit_kernel(
     tl.store(finished_ptr + row, is_finished)
     tl.store(out_ptr + row, committed)
     if kept is not None:
-        tl.store(kept[0] + row * kept_stride + step, token, mask=is_step)
-        tl.store(kept[1] + row, tl.load(accepted_ptr + row))
-        tl.store(kept[2] + row, committed)
+        tl.store(kept.tokens + row * kept_stride + step, token, mask=is_step)
+        tl.store(kept.accepted + row, tl.load(result.accepted + row))
+        tl.store(kept.committed + row, committed)
 
 
 @implements(round_state_reference.commit)
@@ -262,9 +260,9 @@ def commit(tokens, lengths, finished, limits, ends, result, kept):
         finished,
         limits,
         ends,
-        *result,
+        result,
         out,
-        None if kept is None else tuple(kept),
+        kept,
         tokens.stride(0),
         ends.stride(0),
         *result.tokens.stride(),

@@ -212,8 +212,9 @@ def code_of(number, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def load_scales(scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, mask, SCALES: tl.constexpr):
-    """Scales in float32, where `at` is from `scales_ptr`; without the outer one of a whole weight."""
+def load_scales(parts, at, mask, SCALES: tl.constexpr):
+    """Scales in float32 of the `parts` of `stored_sums`, at places `at`; without the outer one of a whole weight."""
+    scales_ptr, _, outer_ptr, codes_ptr, shift_ptr = parts
     scale = tl.load(scales_ptr + at) if mask is None else tl.load(scales_ptr + at, mask=mask, other=0)
     if SCALES == "e4m3":
         scale = widen_bytes(scale, "e4m3", tl.float32, False)
@@ -283,7 +284,7 @@ def stored_sums(
         SIZES: HALVES, FEATURES and DEPTH.
         IS_EVEN: whether `SPLITS * DEPTH` divides the input features.
     """
-    scales_ptr, zeros_ptr, outer_ptr, codes_ptr, shift_ptr = parts
+    zeros_ptr, outer_ptr, codes_ptr = parts[1], parts[2], parts[3]
     other_half, first, last = places
     weight_stride, scales_stride = strides
     FORMAT: tl.constexpr = FORM[0]
@@ -308,7 +309,7 @@ def stored_sums(
     blocks_at = (first + feature) // SCALE_ROWS * scales_stride
     scales_at = (first + own_feature) // SCALE_ROWS * scales_stride
     if GROUP_SIZE is None:  # ahead of the inputs: no load is outstanding at the end
-        scale = load_scales(scales_ptr, outer_ptr, codes_ptr, shift_ptr, scales_at, None, SCALES)
+        scale = load_scales(parts, scales_at, None, SCALES)
     wait_for_inputs(PDL)
 
     row_split, is_row = tl.arange(0, SPLITS * ROWS) // ROWS * split_size, is_row[:, None]
@@ -339,9 +340,7 @@ def stored_sums(
             if SCALES_NUMBERS:
                 group = (split * split_size + start)[:, None] // GROUP_SIZE + tl.arange(0, DEPTH // GROUP_SIZE)[None, :]
                 is_group = None if IS_EVEN else group * GROUP_SIZE < size_in
-                numbers = load_scales(
-                    scales_ptr, outer_ptr, codes_ptr, shift_ptr, blocks_at[:, None] + group, is_group, SCALES
-                ).to(x.dtype)
+                numbers = load_scales(parts, blocks_at[:, None] + group, is_group, SCALES).to(x.dtype)
                 spread: tl.constexpr = [SPLITS * FEATURES, DEPTH // GROUP_SIZE, GROUP_SIZE // 2]
                 numbers = tl.reshape(tl.broadcast_to(numbers[:, :, None], spread), low.shape)
                 low *= numbers
@@ -357,7 +356,7 @@ def stored_sums(
         if SCALES_PRODUCTS:
             group = tl.minimum(group_start + start, size_in - 1) // GROUP_SIZE
             at = scales_at[None, :] + group[:, None]
-            product *= load_scales(scales_ptr, outer_ptr, codes_ptr, shift_ptr, at, None, SCALES)[:, :, None]
+            product *= load_scales(parts, at, None, SCALES)[:, :, None]
             total += product
         else:
             total = product

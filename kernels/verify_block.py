@@ -21,7 +21,7 @@ import triton.language as tl
 from . import reduction, verify_block_reference
 from .jit import Unspecialised, implements, kernel
 from .random import uniform
-from .recovered_token import check_sampling, draft_prob, has_probs, merge_recovered, store_next
+from .recovered_token import Laws, draft_prob, has_probs, merge_recovered, score_of, store_next
 from .reduction import empty_result, load_softmax, softmax_stats
 from .types import RandomStream
 
@@ -30,20 +30,14 @@ _ACCEPT = tl.constexpr(int(RandomStream.ACCEPT))
 
 @kernel
 def _prefix_weights_kernel(
-    scores_ptr,
+    laws,
     drafts_ptr,
-    draft_probs_ptr,
-    draft_ids_ptr,
     stats,
     row_stats_ptr,
-    scores_strides,
     drafts_stride_b: Unspecialised,
     drafts_stride_n: Unspecialised,
-    draft_probs_strides,
     num_drafts: Unspecialised,
     num_stats: Unspecialised,
-    vocabulary,
-    draft_vocabulary,
     STATS: tl.constexpr,
 ):
     """Softmax base and normaliser of every row of scores of a batch row, and the weights w_i.
@@ -64,11 +58,9 @@ def _prefix_weights_kernel(
         is_draft = tl.arange(0, 1) + step < num_drafts
         at = row * drafts_stride_b + step * drafts_stride_n + tl.arange(0, 1)
         draft = tl.load(drafts_ptr + at, mask=is_draft, other=-1)
-        is_known = is_draft & (draft >= 0) & (draft < vocabulary)
-        score_ptr = scores_ptr + row * scores_strides[0] + step * scores_strides[1]
-        p_draft = tl.exp(tl.load(score_ptr + draft, mask=is_known, other=float("-inf")) - base) / total
-        row_ptr = draft_probs_ptr + row * draft_probs_strides[0] + step * draft_probs_strides[1]
-        q_draft = draft_prob(row_ptr, draft_ids_ptr, draft, is_known, draft_vocabulary)
+        is_known = is_draft & (draft >= 0) & (draft < laws.vocabulary)
+        p_draft = tl.exp(score_of(laws, row, step, draft, is_known) - base) / total
+        q_draft = draft_prob(laws, row, step, draft, is_known)
         are_known = (weight == weight) & has_probs(q_draft) & (total > 0.0)
         is_possible = (weight > 0.0) & (p_draft > 0.0)
         weight = tl.where(is_possible, tl.minimum(weight * p_draft / q_draft, 1.0), 0.0)
@@ -77,16 +69,10 @@ def _prefix_weights_kernel(
 
 @kernel
 def _excess_kernel(
-    scores_ptr,
-    draft_probs_ptr,
-    draft_ids_ptr,
+    laws,
     row_stats_ptr,
     excesses_ptr,
-    scores_strides,
-    draft_probs_strides,
     num_drafts: Unspecialised,
-    vocabulary,
-    draft_vocabulary,
     BLOCK: tl.constexpr,
 ):
     """Sum of max(w_i p_i - q_i, 0) over one block of the vocabulary.
@@ -99,37 +85,25 @@ def _excess_kernel(
     row_stat_ptr = row_stats_ptr + (row * (num_drafts + 1) + step) * 3
     base, total, weight = tl.load(row_stat_ptr), tl.load(row_stat_ptr + 1), tl.load(row_stat_ptr + 2)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_token = token < vocabulary
-    score_ptr = scores_ptr + row * scores_strides[0] + step * scores_strides[1]
-    score = tl.load(score_ptr + token, mask=is_token, other=float("-inf"))
-    row_ptr = draft_probs_ptr + row * draft_probs_strides[0] + step * draft_probs_strides[1]
-    q = draft_prob(row_ptr, draft_ids_ptr, token, is_token, draft_vocabulary)
+    is_token = token < laws.vocabulary
+    score = score_of(laws, row, step, token, is_token)
+    q = draft_prob(laws, row, step, token, is_token)
     excess = tl.sum(tl.maximum(weight * (tl.exp(score - base) / total) - q, 0.0), axis=0)
     tl.store(excesses_ptr + cell * tl.num_programs(1) + tl.program_id(1), excess)
 
 
 @kernel
 def _verify_block_kernel(
-    scores_ptr,
-    draft_probs_ptr,
-    draft_ids_ptr,
+    laws,
     seeds_ptr,
     lengths_ptr,
     remaining_ptr,
     row_stats_ptr,
     excesses_ptr,
     keys_ptr,
-    accepted_ptr,
-    committed_ptr,
-    scores_strides,
-    draft_probs_strides,
-    seeds_stride: Unspecialised,
-    lengths_stride: Unspecialised,
-    remaining_stride: Unspecialised,
+    out,
     num_drafts: Unspecialised,
     num_stats: Unspecialised,
-    vocabulary,
-    draft_vocabulary,
     STEPS: tl.constexpr,
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -137,13 +111,13 @@ def _verify_block_kernel(
     """Count the accepted drafts of a row, and write the keys of one block of the distribution of the token after them.
 
     Grid: (B, blocks). Reads `row_stats` and `excesses` of the row, and BLOCK elements of `scores[b, a]` and
-    `draft_probs[b, a]`, where a is the number of accepted drafts, which every program computes. Writes one element of
-    `keys[0]` and `keys[1]`, `[B, blocks]`, and in the first block of a row `accepted[b]` and `committed[b]`.
+    `draft_probs[b, a]` of `laws`, where a is the number of accepted drafts, which every program computes. Writes what
+    `store_next` does.
     """
     row = tl.program_id(0).to(tl.int64)
-    seed = tl.load(seeds_ptr + row * seeds_stride)
-    length = tl.load(lengths_ptr + row * lengths_stride)
-    remaining = tl.load(remaining_ptr + row * remaining_stride)
+    seed = tl.load(seeds_ptr + row)
+    length = tl.load(lengths_ptr + row)
+    remaining = tl.load(remaining_ptr + row)
     count = tl.maximum(tl.minimum(remaining, num_drafts), 0).to(tl.int32)
 
     # Element i is for the prefix of the first i drafts, 1 to K; its random number is that of its last draft.
@@ -163,14 +137,12 @@ def _verify_block_kernel(
     row_stat_ptr = row_stats_ptr + accepted * 3
     base, total, weight_next = tl.load(row_stat_ptr), tl.load(row_stat_ptr + 1), tl.load(row_stat_ptr + 2)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_token = token < vocabulary
-    score_ptr = scores_ptr + row * scores_strides[0] + accepted.to(tl.int64) * scores_strides[1]
-    p_next = tl.exp(tl.load(score_ptr + token, mask=is_token, other=float("-inf")) - base) / total
-    row_ptr = draft_probs_ptr + row * draft_probs_strides[0] + accepted.to(tl.int64) * draft_probs_strides[1]
-    is_read = token < tl.where(is_bonus, 0, vocabulary)
-    q_next = draft_prob(row_ptr, draft_ids_ptr, token, is_read, draft_vocabulary)
+    is_token = token < laws.vocabulary
+    p_next = tl.exp(score_of(laws, row, accepted.to(tl.int64), token, is_token) - base) / total
+    is_read = token < tl.where(is_bonus, 0, laws.vocabulary)
+    q_next = draft_prob(laws, row, accepted.to(tl.int64), token, is_read)
     residual = tl.where(is_bonus, p_next, tl.maximum(weight_next * p_next - q_next, 0.0))
-    store_next(keys_ptr, accepted_ptr, committed_ptr, residual, p_next, seed, length, accepted, token, is_token, BLOCK)
+    store_next(keys_ptr, out, residual, p_next, seed, length, accepted, token, is_token, BLOCK)
 
 
 @implements(verify_block_reference.verify_block)
@@ -181,65 +153,43 @@ def verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, remaini
     e_i, and once more in the row of the recovered or bonus token.
     """
     batch, num_drafts = drafts.shape
-    vocabulary, draft_vocabulary = scores.shape[2], draft_probs.shape[2]
-    keys = check_sampling(scores, drafts, draft_probs, draft_ids)
-    stats, out = softmax_stats(scores), empty_result(drafts)
+    laws = Laws.of(scores, drafts, draft_probs, draft_ids)
+    assert seeds.is_contiguous() and lengths.is_contiguous() and remaining.is_contiguous()
+    keys, stats, out = laws.empty_keys(), softmax_stats(scores), empty_result(*drafts.shape, drafts.device)
     # Of each row of scores the base and the normaliser of its softmax, and w_i of the drafts before it.
     row_stats = torch.empty(batch, num_drafts + 1, 3, dtype=torch.float32, device=scores.device)
     _prefix_weights_kernel[(batch,)](
-        scores,
+        laws,
         drafts,
-        draft_probs,
-        draft_ids,
         stats,
         row_stats,
-        scores.stride()[:2],
         *drafts.stride(),
-        draft_probs.stride()[:2],
         num_drafts,
         stats[0].shape[1],
-        vocabulary,
-        draft_vocabulary,
         STATS=triton.next_power_of_2(stats[0].shape[1]),
     )
-    shape = (batch * num_drafts, triton.cdiv(vocabulary, reduction.REDUCE_BLOCK))
+    shape = (batch * num_drafts, triton.cdiv(laws.vocabulary, reduction.REDUCE_BLOCK))
     excesses = torch.empty(shape, dtype=torch.float32, device=scores.device)
     if num_drafts > 0:
         _excess_kernel[shape](
-            scores,
-            draft_probs,
-            draft_ids,
+            laws,
             row_stats,
             excesses,
-            scores.stride()[:2],
-            draft_probs.stride()[:2],
             num_drafts,
-            vocabulary,
-            draft_vocabulary,
             BLOCK=reduction.REDUCE_BLOCK,
             num_warps=reduction.REDUCE_WARPS,
         )
     _verify_block_kernel[keys.shape[1:]](
-        scores,
-        draft_probs,
-        draft_ids,
+        laws,
         seeds,
         lengths,
         remaining,
         row_stats,
         excesses,
         keys,
-        out.accepted,
-        out.committed,
-        scores.stride()[:2],
-        draft_probs.stride()[:2],
-        seeds.stride(0),
-        lengths.stride(0),
-        remaining.stride(0),
+        out,
         num_drafts,
         shape[1],
-        vocabulary,
-        draft_vocabulary,
         STEPS=triton.next_power_of_2(num_drafts + 1),
         STATS=triton.next_power_of_2(shape[1]),
         BLOCK=reduction.SAMPLE_BLOCK,

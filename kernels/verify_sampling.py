@@ -18,7 +18,7 @@ import triton.language as tl
 from . import reduction, verify_sampling_reference
 from .jit import Unspecialised, implements, kernel
 from .random import uniform
-from .recovered_token import check_sampling, draft_prob, has_probs, merge_recovered, store_next
+from .recovered_token import Laws, draft_prob, has_probs, merge_recovered, score_of, store_next
 from .reduction import empty_result, merge_softmax_stats, softmax_stats
 from .types import RandomStream
 
@@ -27,26 +27,17 @@ _ACCEPT = tl.constexpr(int(RandomStream.ACCEPT))
 
 @kernel
 def _verify_sampling_kernel(
-    scores_ptr,
+    laws,
     drafts_ptr,
-    draft_probs_ptr,
-    draft_ids_ptr,
     seeds_ptr,
     lengths_ptr,
     stats,
     keys_ptr,
-    accepted_ptr,
-    committed_ptr,
-    scores_strides,
+    out,
     drafts_stride_b: Unspecialised,
     drafts_stride_n: Unspecialised,
-    draft_probs_strides,
-    seeds_stride: Unspecialised,
-    lengths_stride: Unspecialised,
     num_drafts: Unspecialised,
     num_stats: Unspecialised,
-    vocabulary,
-    draft_vocabulary,
     STEPS: tl.constexpr,
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -54,17 +45,12 @@ def _verify_sampling_kernel(
     """Count the accepted drafts of a row, and write the keys of one block of the distribution of the token after them.
 
     Grid: (B, blocks). Reads the softmax statistics `stats` `[B * (K + 1), stat blocks]`, the drafts of
-    the row and their probabilities, and BLOCK elements of `scores[b, a]` and `draft_probs[b, a]`, where a is the number
-    of accepted drafts, which every program computes. Writes one element of `keys[0]` and `keys[1]`, `[B, blocks]`, and
-    in the first block of a row `accepted[b]` and `committed[b]`.
+    the row and their probabilities, and BLOCK elements of `scores[b, a]` and `draft_probs[b, a]` of `laws`, where a is
+    the number of accepted drafts, which every program computes. Writes what `store_next` does.
     """
     row = tl.program_id(0).to(tl.int64)
-    seed = tl.load(seeds_ptr + row * seeds_stride)
-    length = tl.load(lengths_ptr + row * lengths_stride)
-    scores_ptr += row * scores_strides[0]
-    if draft_probs_ptr is not None:
-        draft_probs_ptr += row * draft_probs_strides[0]
-
+    seed = tl.load(seeds_ptr + row)
+    length = tl.load(lengths_ptr + row)
     step = tl.arange(0, STEPS)
     stat = tl.arange(0, STATS)
     at = (row * (num_drafts + 1) + step)[:, None] * num_stats + stat[None, :]
@@ -75,15 +61,13 @@ def _verify_sampling_kernel(
     is_draft = step < num_drafts
     draft = tl.load(drafts_ptr + row * drafts_stride_b + step * drafts_stride_n, mask=is_draft, other=0)
     # A draft outside the vocabulary has probability 0; nothing is read for it.
-    is_known = is_draft & (draft >= 0) & (draft < vocabulary)
+    is_known = is_draft & (draft >= 0) & (draft < laws.vocabulary)
     wide_step = step.to(tl.int64)
-    score = tl.load(scores_ptr + wide_step * scores_strides[1] + draft, mask=is_known, other=float("-inf"))
-    p_draft = tl.exp(score - bases) / totals
+    p_draft = tl.exp(score_of(laws, row, wide_step, draft, is_known) - bases) / totals
     q_draft = tl.full([STEPS], 1.0, tl.float32)
     count = num_drafts
-    if draft_probs_ptr is not None:
-        row_ptr = draft_probs_ptr + wide_step * draft_probs_strides[1]
-        q_draft = draft_prob(row_ptr, draft_ids_ptr, draft, is_known, draft_vocabulary)
+    if laws.draft_probs is not None:
+        q_draft = draft_prob(laws, row, wide_step, draft, is_known)
         count = tl.min(tl.where(is_draft & (has_probs(q_draft) == 0), step, num_drafts), axis=0)
     number = uniform(seed, length, step * 0, step, _ACCEPT)
     is_accepted = is_draft & (number * q_draft < p_draft)
@@ -94,19 +78,16 @@ def _verify_sampling_kernel(
     base = tl.sum(tl.where(is_next, bases, 0.0), axis=0)
     total = tl.sum(tl.where(is_next, totals, 0.0), axis=0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_token = token < vocabulary
-    score = tl.load(scores_ptr + accepted.to(tl.int64) * scores_strides[1] + token, mask=is_token, other=float("-inf"))
-    p_next = tl.exp(score - base) / total
-    if draft_probs_ptr is not None:
-        row_ptr = draft_probs_ptr + accepted.to(tl.int64) * draft_probs_strides[1]
-        is_read = token < tl.where(is_bonus, 0, vocabulary)
-        q_next = draft_prob(row_ptr, draft_ids_ptr, token, is_read, draft_vocabulary)
-        residual = tl.maximum(p_next - q_next, 0.0)
+    is_token = token < laws.vocabulary
+    p_next = tl.exp(score_of(laws, row, accepted.to(tl.int64), token, is_token) - base) / total
+    if laws.draft_probs is not None:
+        is_read = token < tl.where(is_bonus, 0, laws.vocabulary)
+        residual = tl.maximum(p_next - draft_prob(laws, row, accepted.to(tl.int64), token, is_read), 0.0)
     else:
         rejected = tl.sum(tl.where(is_next & is_draft, draft, 0), axis=0)
         residual = tl.where(token == rejected, 0.0, p_next)
     residual = tl.where(is_bonus, p_next, residual)
-    store_next(keys_ptr, accepted_ptr, committed_ptr, residual, p_next, seed, length, accepted, token, is_token, BLOCK)
+    store_next(keys_ptr, out, residual, p_next, seed, length, accepted, token, is_token, BLOCK)
 
 
 @implements(verify_sampling_reference.verify_sampling)
@@ -117,29 +98,21 @@ def verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths):
     token.
     """
     num_drafts = drafts.shape[1]
-    keys = check_sampling(scores, drafts, draft_probs, draft_ids)
-    stats, out = softmax_stats(scores), empty_result(drafts)
+    laws = Laws.of(scores, drafts, draft_probs, draft_ids)
+    assert seeds.is_contiguous() and lengths.is_contiguous()
+    keys, stats, out = laws.empty_keys(), softmax_stats(scores), empty_result(*drafts.shape, drafts.device)
     steps, num_stats = triton.next_power_of_2(num_drafts + 1), triton.next_power_of_2(stats[0].shape[1])
     _verify_sampling_kernel[keys.shape[1:]](
-        scores,
+        laws,
         drafts,
-        draft_probs,
-        draft_ids,
         seeds,
         lengths,
         stats,
         keys,
-        out.accepted,
-        out.committed,
-        scores.stride()[:2],
+        out,
         *drafts.stride(),
-        None if draft_probs is None else draft_probs.stride()[:2],
-        seeds.stride(0),
-        lengths.stride(0),
         num_drafts,
         stats[0].shape[1],
-        scores.shape[2],
-        None if draft_probs is None else draft_probs.shape[2],
         STEPS=steps,
         STATS=num_stats,
         BLOCK=reduction.SAMPLE_BLOCK,

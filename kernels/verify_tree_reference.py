@@ -24,28 +24,31 @@ def verify_tree(
     text is that of rounds without drafts, whatever the drafts and however they were chosen.
 
     Args:
-        scores: `[B, N + 1, V]`, processed logits of the target at the root and at the drafts; float32 with `seeds`.
-        drafts: `[B, N]` int64. Those of one parent are different.
+        scores: `[B, N + 1, V]`, processed logits of the target at the root and at the drafts; float32 with `seeds`,
+            else of any floating dtype. Of equal ones the lowest token is the most likely. NaN is larger than every
+            number, and with `seeds` the token of a row without a softmax is `NO_TOKEN`.
+        drafts: `[B, N]` int64. Those of one parent are different. N may be 0 of a chain.
         parents, depths: see `Tree`; None of a chain.
         seeds: `[B]` int64 row seeds; None for greedy decoding.
         lengths: `[B]` int64, the position of the token after the root.
-        depth: D, the most drafts of a path.
+        depth: D, the most drafts of a path; N of a chain.
 
     Returns:
         tokens `[B, D + 1]`, accepted and committed `[B]` of a `VerificationResult`, and the path `[B, D + 1]` int64,
-        the nodes that were accepted, the root first; after these it is undefined.
+        the nodes that were accepted, the root first; after these both are undefined.
     """
-    batch, count = scores.shape[:2]
-    if parents is None:
-        depths = torch.arange(count, device=drafts.device).expand(batch, -1)
-        parents = depths - 1
+    batch = len(drafts)
+    steps = torch.arange(depth + 1, device=drafts.device).expand(batch, -1)
     if seeds is None:
         chosen = scores.argmax(dim=-1)
     else:
         probs = scores.softmax(dim=-1)
-        positions = lengths[:, None] + depths
+        positions = lengths[:, None] + (steps if parents is None else depths)
         chosen = random_reference.exponential_sample(probs, seeds[:, None], positions, RandomStream.TARGET)
         chosen = chosen.masked_fill(probs[..., 0].isnan(), NO_TOKEN)
+    if parents is None:
+        accepted = (drafts == chosen[:, :-1]).cumprod(dim=1).sum(dim=1)
+        return chosen, accepted, accepted + 1, steps.contiguous()
     tokens = torch.cat([drafts.new_full((batch, 1), NO_TOKEN), drafts], dim=1)
     node = torch.zeros(batch, 1, dtype=torch.int64, device=drafts.device)
     is_accepted, path = torch.ones_like(node, dtype=torch.bool), [node]

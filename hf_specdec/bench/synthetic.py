@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from .. import state_ops
 from ..engine import rounds
-from ..kernels.types import Proposal, RandomStream, VerificationResult
+from ..kernels.types import Proposal, VerificationResult
 from ..modules.patch import replaced
+from ..ops import draw_draft
 from ..state import DecodeState
 
-# A random stream of its own, independent of those of sampling.
-_STREAM = max(RandomStream) + 1
+# In the place of the index of a draft in its round: beyond those of drafts, whose random numbers are others.
+_INDEX = 1 << 16
 
 
 def acceptance_rates(requested: Sequence[float], num_draft_tokens: int) -> list[float]:
@@ -75,7 +76,13 @@ def scripted_acceptance(rates: Sequence[float], device: torch.device) -> Iterato
     nodes at even distances, whose keys and values are then moved as those of a path are.
     """
     true_verify = rounds.verify
-    shares = torch.tensor(rates, dtype=torch.float32, device=device)
+
+    @functools.cache
+    def law(batch: int, depth: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Numbers of rows, temperatures, and logits of how many of `depth` drafts each row accepts."""
+        shares = torch.tensor([1.0, *rates[:depth], 0.0], device="cpu")
+        logits = (shares[:-1] - shares[1:]).log().to(device)
+        return torch.arange(batch, device=device), torch.ones(batch, device=device), logits.expand(batch, 1, -1)
 
     def verify(
         scores: torch.Tensor, state: DecodeState, proposal: Proposal
@@ -84,9 +91,9 @@ def scripted_acceptance(rates: Sequence[float], device: torch.device) -> Iterato
         depth = min(result.tokens.shape[1] - 1, drafts.shape[1])
         if not depth:
             return result, path
-        rows = torch.arange(len(drafts), device=drafts.device)
-        number = state_ops.row_uniform(rows, state.lengths, drafts[:, 0], _STREAM)
-        accepted = (number[:, None] < shares[:depth]).sum(dim=1)
+        rows, temperatures, logits = law(len(drafts), depth)
+        seeds = torch.add(rows, drafts[:, 0], alpha=len(rows))
+        accepted = draw_draft(logits, temperatures, seeds, state.lengths, _INDEX)[0][:, 0]
         steps = torch.arange(result.tokens.shape[1], device=drafts.device)
         nodes = (steps * drafts.shape[1] // depth).clamp(max=drafts.shape[1])
         following = drafts[:, (nodes[1:] - 1)]

@@ -13,7 +13,7 @@ import torch
 from ..drafters.base import MATCH, Drafter
 from ..drafters.none import no_drafts
 from ..kernels.types import NO_TOKEN, Proposal, VerificationResult
-from ..ops import token_logprobs, verify_block, verify_greedy, verify_sampling, verify_tree
+from ..ops import token_logprobs, verify_block, verify_sampling, verify_tree
 from ..row_buffers import set_rows
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
@@ -166,18 +166,16 @@ def verify_and_commit(
 def verify(
     scores: torch.Tensor, state: DecodeState, proposal: Proposal
 ) -> tuple[VerificationResult, torch.Tensor | None]:
-    """Verify `proposal` by `scores` `[B, n, V]`: a chain greedily, by rejection sampling, or by the target's own
-    tokens; a tree by these. Returns the result, tokens `[B, K + 1]`, and of a tree the path `[B, K + 1]`, see
+    """Verify `proposal` by `scores` `[B, n, V]`: by the target's own tokens, the most likely or drawn ones, or a chain
+    by rejection sampling. Returns the result, tokens `[B, K + 1]`, and of a tree the path `[B, K + 1]`, see
     `ops.verify_tree`, else None."""
-    if proposal.tree is not None or (state.is_sampling and state.verification == MATCH):
+    if proposal.tree is not None or not state.is_sampling or state.verification == MATCH:
         parents, depths, depth = None, None, proposal.tokens.shape[1]
         if proposal.tree is not None:
             parents, depths, depth = *proposal.tree[:2], state.num_draft_tokens
         scores, seeds = (scores.float(), state.seeds) if state.is_sampling else (scores, None)
         *result, path = verify_tree(scores, proposal.tokens, parents, depths, seeds, state.lengths, depth)
         return VerificationResult(*result), None if proposal.tree is None else path
-    if not state.is_sampling:
-        return verify_greedy(scores, proposal.tokens), None
     scores, drafts = scores.float(), proposal[:3]
     if state.verification == "block" and proposal.probs is not None:
         return verify_block(scores, *drafts, state.seeds, state.lengths, state.limits - state.lengths), None

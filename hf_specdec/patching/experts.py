@@ -14,7 +14,7 @@ from .. import ops
 from ..host.modeling import ALL_EXPERTS_FUNCTIONS, EXPERTS_ENTRY, apply_gate
 from ..kernels.types import StoredWeight
 from ..modules.hidden_states import modules_of
-from ..modules.patch import Replacements, constant, original, runs_engine
+from ..modules.patch import DTYPES, Replacements, constant, original, runs_engine
 from ..modules.signature import signature_of
 from ..modules.weights import PLAIN_WEIGHTS
 
@@ -31,8 +31,6 @@ MAX_TOKENS_OF_KERNEL = 64
 
 # Implementations that transformers picks by itself, where the user has set none.
 DEFAULTS = ("eager", "grouped_mm")
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 # What MXFP4 has in the place of a weight `[experts, out, in]`: `[experts, out, in / 32, 16]` uint8 and the exponents of
@@ -121,7 +119,7 @@ def _is_suitable(model: PreTrainedModel) -> bool:
     modules = (one for one in modules_of(model) if f"down_proj{BLOCKS}" not in one._parameters)
     parameters = (one for module in modules for one in module._parameters.values() if one is not None)
     stacked = (parameter for parameter in parameters if parameter.dim() == 3 and len(parameter) > 1)
-    return all(type(weight) in (*PLAIN_WEIGHTS, DTensor) and weight.dtype in _DTYPES for weight in stacked)
+    return all(type(weight) in (*PLAIN_WEIGHTS, DTensor) and weight.dtype in DTYPES for weight in stacked)
 
 
 def original_experts_implementation(model: PreTrainedModel) -> str | None:

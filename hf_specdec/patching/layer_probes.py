@@ -173,7 +173,7 @@ def _stand_in(value: Any) -> Hashable:
     return value if type(value) in PLAIN_VALUES else id(value)
 
 
-def _copy(module: nn.Module, **changes: dict[str, Any]) -> nn.Module:
+def copied(module: nn.Module, **changes: dict[str, Any]) -> nn.Module:
     """A copy of `module` itself, with its children, and with other parameters or children."""
     clone = copy.copy(module)
     vars(clone).update(changes)
@@ -195,7 +195,7 @@ def _find_norm(module: nn.Module, size: int | None) -> Norm | None:
         weight = None if size is None else _draw(size, seed=0, dtype=dtype)
         inputs = _draw(len(_NORM_SCALES), size or _WIDTH, seed=1, dtype=dtype)
         inputs *= _column(_NORM_SCALES, dtype)
-        found = _copy(module, _parameters={} if weight is None else {"weight": weight})(inputs)
+        found = copied(module, _parameters={} if weight is None else {"weight": weight})(inputs)
         candidates = [one for one in candidates if _are_rounded_alike(found, layer_ops.rms_norm(inputs, weight, *one))]
     return candidates[0] if candidates else None
 
@@ -229,7 +229,7 @@ def _find_angles(module: nn.Module, sizes: dict[str, tuple[int, torch.dtype]], l
     ]
     for dtype in (torch.bfloat16, torch.float32):
         # Copies: a module may write to its buffers, or register others.
-        clone = _copy(module, _buffers={name: one.clone() for name, one in buffers.items()})
+        clone = copied(module, _buffers={name: one.clone() for name, one in buffers.items()})
         found = clone(_draw(2, 3, 8, seed=9, dtype=dtype), positions, **options)
         if not isinstance(found, tuple) or len(found) != 2:
             return None
@@ -264,7 +264,7 @@ def _find_gated_mlp(module: nn.Module, sizes: dict[str, tuple[int, int]]) -> Gat
         size = 2 * _WIDTH if _computes_both(name, sizes) else _WIDTH
         stubs[name] = RandomLinear(_WIDTH, size, _draw(size, _WIDTH, seed=seed))
     inputs = _draw(len(_MLP_SCALES), _WIDTH, seed=0) * _column(_MLP_SCALES, torch.bfloat16)
-    found = _copy(module, _modules={**module._modules, **stubs})(inputs)
+    found = copied(module, _modules={**module._modules, **stubs})(inputs)
     if not isinstance(found, torch.Tensor):
         return None
     for candidate in _candidates(sizes):

@@ -88,7 +88,7 @@ def gated_linear(
     flat = inputs.reshape(-1, inputs.shape[-1])
     policy = DEVICE_POLICIES.get(inputs.device.type, DEFAULT_POLICY)
     if policy.few_row_linear and ops.has_gated_linear(flat, weight):
-        out = ops.gated_linear(flat, weight, bias, activation)
+        out = ops.linear(flat, weight, bias, activation)
         return out.reshape(*inputs.shape[:-1], out.shape[-1])
     return layer_ops.gated_activation(*linear(inputs, weight, bias).chunk(2, dim=-1), activation)
 

@@ -79,12 +79,7 @@ def _is_stateless(kind: type[nn.Module]) -> bool:
     return not STATELESS.isdisjoint(names_in(kind.forward))
 
 
-def _running_layer_forwards(*models: nn.Module) -> list[tuple[nn.Module, Callable[[Any], Any]]]:
-    """For `Replacements` of `forward`: the modules of `models` that call a function of `STATELESS`."""
-    return [(module, _make_forward) for module in modules_of(*models) if _is_stateless(type(module))]
-
-
-def _make_forward(module: nn.Module) -> Callable[..., Any]:
+def _running_layer(module: nn.Module) -> Callable[..., Any]:
     own = original(module, "forward")
     return functools.partial(_run_layer, module, type(module).forward.__get__(module) if own is None else own)
 
@@ -289,12 +284,13 @@ _MASKS: dict[str, Callable] = {RECURRENT_MASK: _token_mask}
 
 def recurrent_functions(*models: nn.Module) -> Replacements:
     """Context in which recurrent layers of `models` run on a `RaggedCache`; other models are not affected."""
-    functions = _REPLACEMENTS | _MASKS
+    functions, modules = _REPLACEMENTS | _MASKS, modules_of(*models)
     replaced, methods = replacing_functions(functions, _over_original, *models), former_inputs(functions, *models)
     forwards = methods.pop("forward", [])
     taken = {id(module) for module, _ in forwards}
-    others = (module for module in modules_of(*models) if id(module) not in taken and _convolves_itself(module))
-    forwards += [*_running_layer_forwards(*models), *((module, bound(_own_convolution)) for module in others)]
+    forwards += [(module, _running_layer) for module in modules if _is_stateless(type(module))]
+    others = (module for module in modules if id(module) not in taken and _convolves_itself(module))
+    forwards += [(module, bound(_own_convolution)) for module in others]
     return Replacements(replaced | methods | {"forward": forwards})
 
 

@@ -33,6 +33,18 @@ class NoGpu:
         self.get_current_stream = lambda device: 0
 
 
+def _kinds(args: Any) -> Any:
+    """Dtypes of tensors among arguments, and which ones are None; also inside of tuples."""
+    if isinstance(args, tuple):
+        return tuple(map(_kinds, args))
+    return args.dtype if isinstance(args, torch.Tensor) else args is None
+
+
+def _given(args: Any) -> Any:
+    """Which arguments are None, also inside of tuples."""
+    return tuple(map(_given, args)) if isinstance(args, tuple) else args is None
+
+
 class Compiling:
     """A plugin of pytest in whose runs launches compile.
 
@@ -53,10 +65,10 @@ class Compiling:
 
         def compile_only(kernel: JITFunction, *args: Any, grid: Any, warmup: bool = True, **options: Any) -> None:
             name = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
-            kinds = tuple(one.dtype if isinstance(one, torch.Tensor) else one is None for one in args)
+            kinds = _kinds(args)
             variant = name, kinds, tuple(sorted((key, str(value)) for key, value in options.items()))
             flags = tuple(sorted((key, min(value, 2)) for key, value in options.items() if isinstance(value, int)))
-            branches = name, tuple(one is None for one in args), flags
+            branches = name, _given(args), flags
             if variant in self._seen or self._branches[branches] >= most or kernel.fn.__module__.startswith("test"):
                 return
             self._seen.add(variant)

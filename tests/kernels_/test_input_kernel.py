@@ -95,14 +95,11 @@ def draw_small_case(random: Random) -> Case:
 
 
 def bury(values: torch.Tensor, margin: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A buffer of poison, and a view of it that holds `values`, `margin` rows and columns from every side."""
-    table = values if values.dim() == 2 else values[:, None]
-    rows, columns = table.shape
+    """A buffer of poison, and a view of it that holds `values`, `margin` elements from every side."""
     poison = True if values.dtype == torch.bool else POISON
-    buffer = torch.full((rows + 2 * margin, columns + 2 * margin), poison, dtype=values.dtype, device=DEVICE)
-    view = buffer[margin : margin + rows, margin : margin + columns]
-    view.copy_(table)
-    return buffer, view if values.dim() == 2 else view[:, 0]
+    buffer = torch.full([size + 2 * margin for size in values.shape], poison, dtype=values.dtype, device=DEVICE)
+    view = buffer[tuple(slice(margin, margin + size) for size in values.shape)]
+    return buffer, view.copy_(values)
 
 
 def run(prepare, case: Case, margin: int = 0, inputs: list[torch.Tensor] | None = None) -> torch.Tensor:

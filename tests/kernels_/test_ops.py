@@ -58,7 +58,6 @@ def examples():
         "next_slots": [(lengths, limits, finished, -2, 3, SLOTS - 1)],
         "block": [(tokens, lengths, limits, finished, result[0][:, 1:], SLOTS - 1)],
         "position_ids": [(tokens, one, SLOTS - 1) for one in (lengths, None)],
-        "row_uniform": [(lengths, limits, tokens[:, 0], 4)],
         "add_rms_norm": [(states, states, one, 1e-5, *NormKind(cast_first=True)) for one in (weight, None)],
         "rotary_angles": [
             (draw(4), tokens, torch.float32, *AnglesKind(one, 1.5)) for one in ("halves", "pairs", "once")

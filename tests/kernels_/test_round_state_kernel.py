@@ -7,7 +7,7 @@ import pytest
 import torch
 from case_counts import num_cases
 
-from hf_specdec.kernels import random, random_reference, round_state, round_state_reference
+from hf_specdec.kernels import round_state, round_state_reference
 from hf_specdec.kernels.types import VerificationResult
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -114,11 +114,3 @@ def test_commit(width, seed):
     *_, kept_tokens, kept_accepted, kept_committed = runs[1]
     assert torch.equal(kept_tokens[:, :width], new.clamp(min=0)) and bool((kept_tokens[:, width:] == -5).all())
     assert torch.equal(kept_accepted, accepted) and kept_committed.tolist() == expected[3]
-
-
-def test_numbers_of_rows():
-    seeds = torch.tensor([0, 7, 2**62 + 5] * 50, device=DEVICE)
-    positions, tokens = torch.arange(150, device=DEVICE), torch.arange(300, device=DEVICE)[::2]
-    for stream in (0, 4):
-        expected = random_reference.uniform(seeds, positions, tokens, stream)
-        assert torch.equal(random.row_uniform(seeds, positions, tokens, stream), expected)

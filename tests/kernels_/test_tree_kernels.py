@@ -305,8 +305,11 @@ def test_a_chain_is_a_tree_in_which_each_parent_is_the_node_before(is_drawn):
     for module in (verify_tree, verify_tree_reference):
         options = (seeds if is_drawn else None, lengths, 3)
         chain = module.verify_tree(scores, drafts, None, None, *options)
-        for ours, right in zip(chain, module.verify_tree(scores, drafts, nodes - 1, nodes, *options), strict=True):
-            assert torch.equal(ours, right)
+        tree = module.verify_tree(scores, drafts, nodes - 1, nodes, *options)
+        assert torch.equal(chain[1], tree[1]) and torch.equal(chain[2], tree[2])
+        is_committed = nodes < chain[2][:, None]
+        for ours, right in zip((chain[0], chain[3]), (tree[0], tree[3]), strict=True):
+            assert torch.equal(ours[is_committed], right[is_committed])
 
 
 @pytest.mark.parametrize(("has_ids", "is_one_draft"), [(False, True), (True, False)])

@@ -26,10 +26,10 @@ from hf_specdec.kernels import (
     reduction,
     verify_block,
     verify_block_reference,
-    verify_greedy,
-    verify_greedy_reference,
     verify_sampling,
     verify_sampling_reference,
+    verify_tree,
+    verify_tree_reference,
 )
 from hf_specdec.kernels.random import race_times, uniform
 from hf_specdec.kernels.types import NO_TOKEN, RandomStream, VerificationResult
@@ -42,14 +42,14 @@ INF, NAN = float("inf"), float("nan")
 MARGIN = 1e-5
 
 reference = SimpleNamespace(
-    verify_greedy=verify_greedy_reference.verify_greedy,
+    verify_tree=verify_tree_reference.verify_tree,
     verify_sampling=verify_sampling_reference.verify_sampling,
     verify_block=verify_block_reference.verify_block,
     best_draft=draft_sampling_reference.best_draft,
     draw_draft=draft_sampling_reference.draw_draft,
 )
 kernels = SimpleNamespace(
-    verify_greedy=verify_greedy.verify_greedy,
+    verify_tree=verify_tree.verify_tree,
     verify_sampling=verify_sampling.verify_sampling,
     verify_block=verify_block.verify_block,
     best_draft=draft_sampling.best_draft,
@@ -311,6 +311,13 @@ def greedy_scores(random, batch, width, vocabulary, dtype):
     return scores
 
 
+def verify_greedy(module, scores, drafts):
+    """Greedy verification of chains."""
+    lengths = torch.zeros(len(drafts), dtype=torch.int64, device=drafts.device)
+    *result, _ = module.verify_tree(scores, drafts, None, None, None, lengths, drafts.shape[1])
+    return VerificationResult(*result)
+
+
 def plain_greedy(scores, drafts):
     tokens = [[first_largest(row) for row in rows] for rows in scores.double().tolist()]
     accepted = []
@@ -343,11 +350,11 @@ def test_greedy_equals_reference(random):
     for _ in range(random.randint(0, batch)):
         if num_drafts:
             drafts[random.randrange(batch), random.randrange(num_drafts)] = random.randrange(vocabulary)
-    expected = reference.verify_greedy(scores, drafts)
+    expected = verify_greedy(reference, scores, drafts)
     assert_same(expected, plain_greedy(scores, drafts))
     margin = random.randint(0, 3)
     with blocks(*draw_blocks(random, batch * (num_drafts + 1), vocabulary)):
-        assert_same(kernels.verify_greedy(buried(scores, margin), buried(drafts, margin)), expected)
+        assert_same(verify_greedy(kernels, buried(scores, margin), buried(drafts, margin)), expected)
 
 
 @both
@@ -368,7 +375,7 @@ def test_greedy_edges(module, size):
     for scan in (max(16, triton.next_power_of_2(size) // 8), 8192):
         with blocks(scan, scan):
             assert module.best_draft(rows.to(DEVICE)).tolist() == expected
-            result = module.verify_greedy(rows[None].to(DEVICE), torch.tensor([expected[:7]], device=DEVICE))
+            result = verify_greedy(module, rows[None].to(DEVICE), torch.tensor([expected[:7]], device=DEVICE))
             assert result.tokens.tolist() == [expected]
             assert result.accepted.tolist() == [7] and result.committed.tolist() == [8]
 
@@ -511,7 +518,7 @@ def test_largest_vocabulary(is_soft):
     with blocks(reduction.REDUCE_BLOCK, reduction.SAMPLE_BLOCK if ON_GPU else 16_384):
         assert_same(kernels.verify_sampling(*case.buried(0)), expected)
         if not is_soft:  # greedy verification reads no laws
-            assert_same(kernels.verify_greedy(*case.buried(0)[:2]), reference.verify_greedy(*case[:2]))
+            assert_same(verify_greedy(kernels, *case.buried(0)[:2]), verify_greedy(reference, *case[:2]))
 
 
 def test_most_rows_are_away_from_decision_boundaries():
@@ -907,13 +914,13 @@ def test_best_drafts_are_tokens_of_the_target(module):
 # ---- dispatch and capture
 
 
-@pytest.mark.parametrize("name", ["verify_greedy", "verify_sampling", "verify_block", "best_draft", "draw_draft"])
+@pytest.mark.parametrize("name", ["verify_tree", "verify_sampling", "verify_block", "best_draft", "draw_draft"])
 def test_kernels_refuse_unsupported_inputs(name):
     scores = torch.zeros(2, 5, 3, device=DEVICE).transpose(1, 2)
     drafts = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
     numbers = torch.ones(2, dtype=torch.int64, device=DEVICE)
     arguments = {
-        "verify_greedy": (scores, drafts),
+        "verify_tree": (scores, drafts, None, None, None, numbers, 2),
         "verify_sampling": (scores, drafts, None, None, numbers, numbers),
         "verify_block": (scores, drafts, torch.zeros(2, 2, 5, device=DEVICE), None, numbers, numbers, numbers),
         "best_draft": (scores,),
@@ -945,7 +952,7 @@ def test_cuda_graph_replays_a_round(vocabulary, mode):
             sampled = module.verify_block(scores, drafts, probs, None, seeds, lengths, remaining)
         else:
             sampled = module.verify_sampling(scores, best, None, None, seeds, lengths)
-        return (best, drafts, *sampled, *module.verify_greedy(scores, best))
+        return (best, drafts, *sampled, *verify_greedy(module, scores, best))
 
     start = lengths.clone()
     round_of(ops)

@@ -31,22 +31,20 @@ def _has(module: nn.Module, names: tuple[str, ...]) -> bool:
     return all(hasattr(module, name) for name in names)
 
 
-def compressors_of(*models: nn.Module) -> list[nn.Module]:
-    """The compressors of attention layers of `models`; those inside of indexers are not among them."""
-    return [
-        module
-        for module in modules_of(*models)
-        if _has(module, COMPRESSOR)
+def _is_compressor(module: nn.Module) -> bool:
+    """Whether `module` is the compressor of an attention layer; those inside of indexers are none."""
+    return (
+        _has(module, COMPRESSOR)
         and not _has(module, COMPRESSOR_INDEXER)
         and is_unpatched(module, _forward)
         and ROTATION in _functions_of(module)
         and (not hasattr(module, "indexer") or _has(module.indexer, COMPRESSOR_INDEXER))
-    ]
+    )
 
 
 def compressed_attention(*models: nn.Module) -> Replacements:
     """Context in which compressors of `models` run on a `RaggedCache`; on other caches they run as they are."""
-    return Replacements({"forward": [(module, bound(_forward)) for module in compressors_of(*models)]})
+    return Replacements({"forward": [(one, bound(_forward)) for one in modules_of(*models) if _is_compressor(one)]})
 
 
 def _compress(

@@ -6,7 +6,6 @@ once on a `RaggedCache` in two passes.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +23,8 @@ from ...host.caches import cache_argument
 from ...host.modeling import LAYER_TYPES, UPDATE_INDEXER
 from ...modules.hidden_states import modules_of
 from ...modules.patch import Replacements, bound, is_unpatched
-from ...modules.signature import names_in
-from ..layer_probes import RandomLinear, tried
+from ...modules.signature import PLAIN_VALUES, names_in
+from ..layer_probes import RandomLinear, copied, tried
 from .pooled_indexers import Form, PooledIndexer, indexer_forward, kind_of, visible_slots
 
 # Pools of the text and of the budget. Of the text's last tokens, more than half a pool is not in a complete one.
@@ -34,7 +33,6 @@ _NUM_POOLS, _BUDGET = 5, 2
 _TIES = 0.05
 # Of a head so many elements are rotated.
 _NUM_ANGLES = 4
-_PLAIN_VALUES = (bool, int, float, str, type(None))
 
 _found: dict[Hashable, Form | None] = {}
 
@@ -54,7 +52,7 @@ def pooled_indexers(*models: nn.Module) -> Replacements:
 
 def _form_of(module: nn.Module, kind: PooledIndexer) -> Form | None:
     """What `module` returns, see `indexer_forward`; None if it is not of `kind`. One of equal settings is tried."""
-    settings = sorted((name, value) for name, value in vars(module).items() if type(value) in _PLAIN_VALUES)
+    settings = sorted((name, value) for name, value in vars(module).items() if type(value) in PLAIN_VALUES)
     key = (type(module), *((name, value) for name, value in settings if name not in ("layer_idx", "training")))
 
     def probe() -> Form | None:
@@ -82,11 +80,9 @@ def _random_copy(module: nn.Module, kind: PooledIndexer) -> nn.Module:
 
 def _with_random_parameters(module: nn.Module) -> nn.Module:
     """A copy of `module` itself, with its children."""
-    clone = copy.copy(module)
-    vars(clone)["_parameters"] = {
-        name: None if one is None else torch.randn(one.shape, device="cpu") for name, one in module._parameters.items()
-    }
-    return clone
+    found = module._parameters.items()
+    parameters = {name: None if one is None else torch.randn(one.shape, device="cpu") for name, one in found}
+    return copied(module, _parameters=parameters)
 
 
 def _probe(module: nn.Module, kind: PooledIndexer) -> Form | None:
