@@ -16,6 +16,7 @@ from ..state import DecodeState
 
 # In the place of the index of a draft in its round: beyond those of drafts, whose random numbers are others.
 _INDEX = 1 << 16
+_MOST_ROWS = 1 << 16
 
 
 def acceptance_rates(requested: Sequence[float], num_draft_tokens: int) -> list[float]:
@@ -92,7 +93,7 @@ def scripted_acceptance(rates: Sequence[float], device: torch.device) -> Iterato
         if not depth:
             return result, path
         rows, temperatures, logits = law(len(drafts), depth)
-        seeds = torch.add(rows, drafts[:, 0], alpha=len(rows))
+        seeds = torch.add(rows, drafts[:, 0], alpha=_MOST_ROWS)
         accepted = draw_draft(logits, temperatures, seeds, state.lengths, _INDEX)[0][:, 0]
         steps = torch.arange(result.tokens.shape[1], device=drafts.device)
         nodes = (steps * drafts.shape[1] // depth).clamp(max=drafts.shape[1])

@@ -34,7 +34,7 @@ def of_tokens(steps, tokens):
 )
 def test_those_of_generate(monkeypatch, option, kind):
     """The bits of `output_scores` in a call that returns these, and the same in captured rounds."""
-    target = tiny_target("llama")
+    target = tiny_target("llama", num_layers=4)  # whose texts have no padding tokens of their own
     makers = {**RANDOM_DRAFTERS, "none": NoDrafter, "copy": lambda target: copy_of(target, noise=0.03)}
     inputs, options = padded_prompts([6, 2, 4]), {**OPTIONS[option], "max_new_tokens": 14}
     options |= {"return_dict_in_generate": True, "return_logprobs": "both", "num_assistant_tokens": 3}

@@ -24,6 +24,7 @@ from hf_specdec.checkpoints.mtp_layouts import FAMILIES
 from hf_specdec.cli import main
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
+from hf_specdec.kernels.types import Columns
 
 
 class CountingFile:
@@ -121,7 +122,8 @@ def test_config_of_every_family(family, tmp_path):
         for index in range(2):
             tokens = tokens[1:]
             state = Scratch()
-            normed, outputs = drafter.run(state, index % num_modules, tokens[None, :10], state.slots, outputs[:, :10])
+            columns = Columns(tokens[None, :10], slots=state.slots, hidden=outputs[:, :10])
+            normed, outputs = drafter.run(state, index % num_modules, columns)
         return drafter.logits(index % num_modules, normed)
 
     plain = logits(drafter)

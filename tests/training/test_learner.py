@@ -18,7 +18,7 @@ class Training:
     """Steps of a trainer on a few prompts, padded before: a rollout, a pass with gradients, an optimizer's step."""
 
     def __init__(self, family="eagle3", dtype=torch.float32, **settings):
-        self.target = new_target("llama").to(dtype)
+        self.target = new_target("llama", num_layers=4).to(dtype)
         self.drafter = RANDOM_DRAFTERS[family](self.target).to(dtype)
         self.drafter.bind(self.target)
         self.drafter.num_assistant_tokens = 3
