@@ -269,29 +269,30 @@ class RowMemory:
         """Let `row` write from `slots` on: a piece that it shares there, and has a part of the leading `slots` slots,
         becomes a copy of its own, and what lies behind is given back. Without memory for the copy the row gives back
         all that it shares. The device must not use the row; returns how many of the leading slots it still has."""
-        shared, kept = self._shared(row), slots * self.token_bytes
-        first = next((one for one in shared if one.start + one.size > kept), None)
-        if first is not None:
-            start = row * self._row_bytes + first.start
+        written = self._shared(row, slots)
+        if written:
+            first, begin = written[0], self._shared(row)[0].start
             blank = torch.empty(0, dtype=torch.uint8, device=self._device)
-            part = blank.set_(self._pages.storage(start), 0, (max(kept - first.start, 0),))
+            size = max(slots * self.token_bytes - first.start, 0)
+            part = blank.set_(self._pages.storage(row * self._row_bytes + first.start), 0, (size,))
             copy = part.to("cpu", copy=True)
             self._take(row, first.start)
-            if len(copy):
+            if size:
                 try:
                     _take_bytes(self._device, first.size)
                     self._put(row, first.size)
                     part.copy_(copy)
                 except torch.OutOfMemoryError:
-                    self._take(row, shared[0].start)
+                    self._take(row, begin)
         return min(slots, self.committed_slots(row))
 
     def is_shared(self, row: int, slots: int) -> bool:
         """Whether `row` shares memory from `slots` on."""
-        return any(one.start + one.size > slots * self.token_bytes for one in self._shared(row))
+        return bool(self._shared(row, slots))
 
-    def _shared(self, row: int) -> list[_Piece]:
-        return [one for one in self._pieces[row] if one.memory.users > 1]
+    def _shared(self, row: int, slots: int = 0) -> list[_Piece]:
+        end = slots * self.token_bytes
+        return [one for one in self._pieces[row] if one.memory.users > 1 and one.start + one.size > end]
 
     def _shareable(self, row: int, source: int, slots: int) -> list[_Piece]:
         """The pieces of `source` within its leading `slots` slots, behind what `row` always has memory for."""
