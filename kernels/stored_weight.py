@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import wait_for_inputs
+from .rounded_inputs import divide_by_scales
 from .stored_weight_reference import CODES
 from .types import SCALES_OF_OUTER, StoredWeight
 
@@ -249,9 +250,8 @@ def stored_arguments(inputs: torch.Tensor, weight: StoredWeight | None, depth: i
 @triton.jit
 def round_inputs(inputs, ASM: tl.constexpr):
     """Rows `[n, m]` as numbers of e4m3 in their dtype, and their scales `[n]` in float32."""
-    scale = tl.maximum(tl.max(tl.abs(inputs.to(tl.float32)), axis=1) / 448, 1e-12)
-    rounded = (inputs.to(tl.float32) / scale[:, None]).to(tl.float8e4nv)
-    return widen_bytes(rounded.to(tl.uint8, bitcast=True), "e4m3", inputs.dtype, ASM), scale
+    values, scale = divide_by_scales(inputs.to(tl.float32), 448.0)
+    return widen_bytes(values.to(tl.float8e4nv).to(tl.uint8, bitcast=True), "e4m3", inputs.dtype, ASM), scale
 
 
 @triton.jit

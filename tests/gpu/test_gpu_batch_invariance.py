@@ -97,9 +97,9 @@ def test_the_same_logits(family):
         found = torch.stack(generate(target, alone, [row], **kept).logits)
         assert torch.equal(found[:, 0], together[:, row])
     out = generate(target, alone, [2], **kept)
-    again = target.generate(
-        input_ids=out.sequences[:, :-1], assistant_model=alone, do_sample=False, max_new_tokens=1, **kept
-    )
+    text = out.sequences[:, :-1]
+    options = {"attention_mask": torch.ones_like(text), "do_sample": False, "max_new_tokens": 1}
+    again = target.generate(text, assistant_model=alone, **options, **kept)
     assert torch.equal(again.logits[0], out.logits[-1])
 
 

@@ -116,8 +116,8 @@ def test_requests_move_to_fewer_rows(monkeypatch, kind):
     drafter = KINDS[kind](target).configure(compile_rounds=False)
     for _ in range(2):
         assert generate_batch(target, drafter, 16) == alone("llama")
-    # Six requests do not end before their limit.
-    assert {len(session.state.lengths) for _, session in drafter.sessions._idle} >= {16, 8}
+    rows = {len(session.state.lengths) for _, session in drafter.sessions._idle}
+    assert 16 in rows and min(rows) < 16
 
 
 def test_sampled_requests_are_those_of_generate_alone():

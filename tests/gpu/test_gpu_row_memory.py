@@ -230,7 +230,9 @@ def test_texts_that_begin_alike_share_memory(monkeypatch, is_compiled):
                 texts, None, ContinuousBatchingConfig(max_requests_per_batch=4), **options, assistant_model=drafter
             )
             assert [one.generated_tokens for one in results.values()] == expected
-            assert sum(shared) >= 6
+            # A row that shares stays with what it has of the next text, and is not to share again.
+            assert len(shared) >= 3 and all(shared)
+            assert sum(one.cached_tokens for one in drafter.stats.rows) > 9 * 190
         drafter.release()
 
 
