@@ -72,6 +72,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--layers is {args.layers}, but module k is trained at step k; expected 1 to --num-steps, {args.num_steps}"
         )
+    if args.weight_bits == 8 and args.family in ("pard", "pard2"):
+        parser.error(
+            f"--weight-bits is 8, but {args.family} is saved as a language model, which transformers loads; expected 16"
+        )
     if not 0 <= args.long_share < 1:
         parser.error(f"--long-share is {args.long_share}; expected a share of the documents, 0 or more and below 1")
     if not 0 <= args.composed_share <= 1:

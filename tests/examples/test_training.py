@@ -714,6 +714,13 @@ def test_modules_that_no_step_trains_are_refused(capsys, count):
     assert f"--layers is {count}, but module k is trained at step k; expected 1 to --num-steps, 3" in error
 
 
+@pytest.mark.parametrize("family", ["pard", "pard2"])
+def test_language_models_are_not_stored_in_8_bits(capsys, family):
+    with pytest.raises(SystemExit):
+        train_drafter.parse_arguments(["--family", family, "--steps", "1", "--weight-bits", "8"])
+    assert f"{family} is saved as a language model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("family", targets.STATIC_FAMILIES)
 def test_new_modules_are_made_of_the_targets_layers(family):
     target = targets.tiny_target(family)
