@@ -512,6 +512,13 @@ class Drafter(PreTrainedModel):
                 "call drafter.bind(model) first."
             )
 
+    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
+        """Raise `ValueError`: a drafter's layers run the project's attention, over the caches of engines."""
+        raise ValueError(
+            f"{type(self).__name__} drafts on a cache of an engine, which no attention implementation of transformers "
+            "reads; expected set_attn_implementation() of the target only."
+        )
+
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Save the drafter in normal form, whatever dialect it was read from; `push_to_hub` uploads the same files.
 

@@ -137,9 +137,8 @@ class Lockstep(Runner):
             self.state.live = call.prompts.longest
             drafted = self.drafts.current
             needs_rounds = call.max_new_tokens > 1
-            # A pass allocates what is captured or copied to, and tells how the target's layers hold states.
-            has_states = call.prompts.cached and self.state.cache.recurrence is not None
-            if self.target.is_captured or has_states or self._groups is not None:
+            # A pass allocates what is captured or copied to, in the target's dtypes, and tells how layers hold states.
+            if self.target.is_captured or call.prompts.cached or self._groups is not None:
                 lease.allocate()
             if needs_rounds and lease.lacks_round(drafted):
                 lease.capture_round(drafted)

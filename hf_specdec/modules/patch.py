@@ -119,25 +119,35 @@ def replaced(name: str, values: Iterable[tuple[object, Any]]) -> Iterator[None]:
                 attributes = vars(owner)
                 before = attributes.get(name, ABSENT)
                 _replaced.setdefault((id(owner), name), (owner, before, {}))[2][token] = value
-                if value is ABSENT:
-                    attributes.pop(name, None)
-                else:
-                    attributes[name] = value
+                _set(owner, name, value)
         yield
     finally:
-        with _lock:
-            for owner, _ in values:
-                _, before, own = _replaced.get((id(owner), name), (owner, ABSENT, {}))
-                if token in own:
-                    current = next(reversed(own.values()))
-                    del own[token]
-                    value = next(reversed(own.values()), before)
-                    if vars(owner).get(name, ABSENT) is current and value is ABSENT:
-                        vars(owner).pop(name, None)
-                    elif vars(owner).get(name, ABSENT) is current:
-                        vars(owner)[name] = value
-                    if not own:
-                        del _replaced[id(owner), name]
+        try:
+            _restore(name, values, token)
+        except BaseException:  # an interrupt, which may come between any two steps
+            _restore(name, values, token)
+            raise
+
+
+def _set(owner: object, name: str, value: Any) -> None:
+    if value is ABSENT:
+        vars(owner).pop(name, None)
+    else:
+        vars(owner)[name] = value
+
+
+def _restore(name: str, values: list[tuple[object, Any]], token: object) -> None:
+    """Leave the `replaced` context of `token`, or what is left of it."""
+    with _lock:
+        for owner, _ in values:
+            _, before, own = _replaced.get((id(owner), name), (owner, ABSENT, {}))
+            if token in own:
+                *_, current = own.values()
+                if vars(owner).get(name, ABSENT) is current:
+                    _set(owner, name, [before, *(own[one] for one in own if one is not token)][-1])
+                del own[token]
+            if not own:
+                _replaced.pop((id(owner), name), None)
 
 
 class Patch(AbstractContextManager[None]):

@@ -25,6 +25,7 @@ from ..engine.rounds import propose
 from ..host.caches import (
     OUTPUT_NAME,
     GenerateDecoderOnlyOutput,
+    StaticLayer,
     given_cache,
     is_of_caller,
     recording_layers,
@@ -393,10 +394,13 @@ def check_stock_call(call: Call, model_kwargs: dict[str, Any]) -> None:
             f"cannot run this call ({reason}). Pass the model itself, loaded with AutoModelForCausalLM, as "
             "assistant_model: transformers runs it in its own loop, one row at a time."
         )
-    if not configured_layers(call.model).knows_length and is_of_caller(given_cache(model_kwargs)):
+    cache, kinds = given_cache(model_kwargs), configured_layers(call.model)
+    # Static layers write into their tensors, which `ReplayCache` does not copy.
+    is_static = cache is not None and any(isinstance(layer, StaticLayer) for layer in cache.layers)
+    if (kinds.keeps_states and is_static) or (not kinds.knows_length and is_of_caller(cache)):
         raise ValueError(
-            f"{name} cannot continue such a cache with a drafter: {reason}. Pass the whole text without the cache, or "
-            "generate without assistant_model."
+            f"{name} has recurrent layers, and cannot use a {type(cache).__name__} with a drafter: {reason}. Pass the "
+            "whole text without that cache, or generate without assistant_model."
         )
     if prompts.hidden:
         raise ValueError(

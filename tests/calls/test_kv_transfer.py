@@ -85,6 +85,21 @@ def test_turns_of_a_chat(family, kind, lengths):
     assert drafter["assistant_model"].stats.engine == "static"
 
 
+def test_a_cache_of_a_call_under_autocast():
+    """Its values are bfloat16 beside keys in float32; a call in float32 reads them into buffers of its own dtype."""
+    target, inputs = tiny_target("llama"), padded_prompts([9, 1, 5])
+    drafter = {"assistant_model": random_eagle3(target)}
+    with torch.autocast("cpu", torch.bfloat16):
+        first = target.generate(**inputs, **OPTIONS)
+    assert first[OUTPUT_NAME].layers[0].values.dtype == torch.bfloat16
+    turn, texts = next_turn(inputs, first.sequences), []
+    for who in ({}, drafter):
+        cache = copy.deepcopy(first[OUTPUT_NAME])
+        texts.append(target.generate(**turn, **OPTIONS, **who, **{OUTPUT_NAME: cache}).sequences)
+        assert cache.layers[0].values.dtype == torch.float32
+    assert torch.equal(*texts) and drafter["assistant_model"].stats.engine == "static"
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("make", [DynamicCache, lambda: DynamicCache(config=tiny_target("gemma3").config)])
 def test_cached_tokens_are_not_computed_again(make):

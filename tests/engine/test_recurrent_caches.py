@@ -191,6 +191,19 @@ def test_static_caches_and_chunks():
     check_turns(target, inputs, who(target), (1, 1), [4, 1], make)
 
 
+@pytest.mark.parametrize("lengths", [[9], [9, 5]])
+def test_static_caches_on_the_stock_engine(lengths):
+    """They cannot be taken back to before a pass: tokens that stay would be written after those that were rejected."""
+    target, inputs = tiny_target("falcon-h1"), padded_prompts(lengths)
+    drafter = {"assistant_model": random_eagle3(target).configure(engine="stock")}
+    cache = StaticCache(config=target.config, max_cache_len=80)
+    for given in ({OUTPUT_NAME: cache}, {"cache_implementation": "static"}):
+        with pytest.raises(ValueError, match="recurrent layers, and cannot use a StaticCache with a drafter: forced"):
+            target.generate(**inputs, **OPTIONS, **given, **drafter)
+    found = target.generate(**inputs, **OPTIONS, **{OUTPUT_NAME: cache}).sequences
+    assert torch.equal(found, target.generate(**inputs, **OPTIONS, **drafter).sequences)
+
+
 class Fails(LogitsProcessor):
     calls = 0
 

@@ -643,3 +643,14 @@ def test_errors_keep_the_statistics_of_the_last_call(target, drafter):
 def test_an_oracle_is_refused_like_any_drafter(target):
     drafter = OracleDrafter(target, torch.zeros(1, 4, dtype=torch.int64), [9])
     refused(llama(), drafter, "OracleDrafter is bound to another target")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["draft-model", "mtp"])
+def test_drafters_have_no_other_attention(target, kind):
+    drafter, inputs = RANDOM_DRAFTERS[kind](target), padded_prompts(PROMPTS[1])
+    for name in ("sdpa", "eager"):
+        with pytest.raises(ValueError, match=r"no attention implementation of transformers reads; expected set_attn_"):
+            drafter.set_attn_implementation(name)
+    drafted = target.generate(**inputs, max_new_tokens=6, assistant_model=drafter)
+    assert torch.equal(drafted, target.generate(**inputs, max_new_tokens=6))

@@ -2,7 +2,10 @@
 
 import copy
 import hashlib
+import itertools
+import linecache
 import pickle
+import sys
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -312,3 +315,40 @@ def test_overlapping_replacements():
         assert vars(owner) == {}
         other.name = "somebody else's"
     assert owner.name == "own" and other.name == "somebody else's" and not patch._replaced
+
+
+def test_replacements_are_undone_after_an_interrupt():
+    """As of Ctrl-C, before any line that puts values in place or takes them back; `with` and `try` are Python's own."""
+
+    class Owner:
+        pass
+
+    def interrupt(frame, event, arg):
+        nonlocal left
+        if frame.f_globals is not vars(patch):
+            return None
+        line = linecache.getline(patch.__file__, frame.f_lineno).lstrip()
+        if event == "line" and not line.startswith(("with ", "try:")):
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return interrupt
+
+    tracer, interrupts = sys.gettrace(), 0
+    for count in itertools.count(1):
+        owner, other, left = Owner(), Owner(), count
+        owner.name = "own"
+        with patch.replaced("name", [(owner, "before"), (other, "before")]):
+            try:
+                sys.settrace(interrupt)
+                with patch.replaced("name", [(owner, "ours"), (other, patch.ABSENT)]):
+                    pass
+            except KeyboardInterrupt:
+                interrupts += 1
+            finally:
+                sys.settrace(tracer)
+            assert vars(owner) == vars(other) == {"name": "before"}
+        assert vars(owner) == {"name": "own"} and vars(other) == {} and not patch._replaced
+        if left > 0:
+            break
+    assert interrupts == count - 1 > 20
