@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import triton
 
-from hf_specdec import layer_ops, ops
+from hf_specdec import ops
 from hf_specdec.kernels import (
     attention_reference,
     draft_inputs_reference,
@@ -246,14 +246,14 @@ def time_layer_ops(num_rows: int) -> Iterator[tuple[str, float, int]]:
     parts = torch.randn(1, num_rows, LINEARS[0][0], dtype=DTYPE, device="cuda").unflatten(-1, (-1, DIM))
     query, key, _ = (part.transpose(1, 2) for part in parts.split([HEADS, KV_HEADS, KV_HEADS], dim=2))
     gate, up = torch.randn(1, num_rows, 2 * inner, dtype=DTYPE, device="cuda").chunk(2, dim=-1)
-    norm, rotary = layer_ops.NormKind(cast_first=True), layer_ops.RotaryKind()
+    norm, rotary = ops.NormKind(cast_first=True), ops.RotaryKind()
     cases = (
         ("rms_norm", (hidden, weight, 1e-5, norm), 2 * width),
         ("rotary", (cos, sin, [query, key], rotary), 2 * (HEADS + KV_HEADS) * DIM),
         ("gated_activation", (gate, up, "silu"), 3 * inner),
     )
     for name, arguments, elements in cases:
-        function = getattr(layer_ops, name)
+        function = getattr(ops, name)
         with ops.references():
             expected = function(*arguments)
         found = function(*arguments)

@@ -11,7 +11,7 @@ _NONE = float("-inf")
 
 def best_paths(
     logprobs: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None, num_nodes: int
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The `num_nodes` likeliest paths of drafts: best first (DDTree, arXiv 2604.12989). A path is at most as likely as
     what it begins with, so they are a tree.
 

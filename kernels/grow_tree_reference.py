@@ -29,7 +29,7 @@ def grow_tree(
     dummy: int,
     is_chained: bool,
     num_words: int,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[(torch.Tensor,) * 9]:
     """Choose the drafts of a layer that a tree goes on from (EAGLE-2, arXiv 2406.16858), and say what a pass over all
     columns so far reads and writes: the `window`, of which each column follows the one before and the last one is the
     root, and the drafts that were gone on from, `width` of each layer.

@@ -20,8 +20,6 @@ ORDER = [
     "device_policy",
     "op_choice",
     "ops",
-    "layer_ops",
-    "state_ops",
     "memory",
     "modules",
     "cache",
@@ -119,9 +117,7 @@ def test_packages_import_in_layers():
             continue  # see the next test
         seen += 1
         assert below in ORDER and ORDER.index(below) < ORDER.index(layer), f"{name} imports {imported}"
-        assert below != "kernels" or layer in ("ops", "layer_ops", "state_ops") or imported == "kernels.types", (
-            f"{name} imports {imported}"
-        )
+        assert below != "kernels" or layer == "ops" or imported == "kernels.types", f"{name} imports {imported}"
     assert seen > 100
 
 
