@@ -443,22 +443,22 @@ def _tile_of(num_queries: int, slot_block: int, itemsize: int, is_fixed: bool) -
 
 
 def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    scaling: float,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    softcap: float | None = None,
-    starts: torch.Tensor | None = None,
-    ends: torch.Tensor | None = None,
-    chunk: int | None = None,
-    scales: torch.Tensor | None = None,
-    ancestors: torch.Tensor | None = None,
+    query,
+    key,
+    value,
+    positions,
+    scaling,
+    window=None,
+    sinks=None,
+    softcap=None,
+    starts=None,
+    ends=None,
+    chunk=None,
+    scales=None,
+    ancestors=None,
     num_programs: int | None = None,
     fixed_splits: bool = False,
-) -> torch.Tensor:
+):
     """See `attention_reference.attention`. Accumulates in float32; padding queries get 0. Safe in a CUDA graph.
 
     A program takes some query heads of one key head, and its splits of the slots from the first that one of its live

@@ -16,9 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import draft_inputs_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, implements, kernel
+from .jit import Unspecialised, kernel
 
 
 @kernel
@@ -68,7 +67,6 @@ def _prepare_inputs_kernel(
     tl.store(out.sources + to, tl.where(is_kept, source, -1), mask=is_column)
 
 
-@implements(draft_inputs_reference.prepare_inputs)
 def prepare_inputs(tokens, lengths, committed, limits, finished, out, num_masks, mask_token, shift):
     """See `draft_inputs_reference.prepare_inputs`; equal bit for bit. One launch; safe in a CUDA graph.
 

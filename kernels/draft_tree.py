@@ -119,9 +119,7 @@ def _best_paths_kernel(
         high = tl.where(is_sibling, parent_high, tl.where(is_child, own_high, high))
 
 
-def best_paths(
-    logprobs: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None, num_nodes: int
-) -> tuple[torch.Tensor, ...]:
+def best_paths(logprobs, tokens, rows, num_nodes):
     """See `draft_tree_reference.best_paths`; equal. One launch."""
     batch, depth, num_rows, width = logprobs.shape
     assert tokens.shape == logprobs.shape, "tables must be of one shape"

@@ -14,9 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import experts_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, implements, kernel
+from .jit import Unspecialised, kernel
 from .linear_tiles import choose_stored_tiles
 from .stored_weight import SPLITS, stored_arguments, stored_sums
 from .types import StoredWeight
@@ -176,7 +175,7 @@ def _expert_linear_kernel(
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
-def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch.Tensor:
+def plan_experts(expert_ids, num_experts, rows):
     """See `experts_reference.plan_experts`; equal bit for bit. One launch; safe in a CUDA graph."""
     ids = expert_ids.reshape(-1)
     num_pairs = len(ids)
@@ -193,7 +192,6 @@ def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch
     return plan
 
 
-@implements(experts_reference.expert_linear)
 def expert_linear(inputs, weight, bias, plan, rows, is_transposed):
     """See `experts_reference.expert_linear`; accumulates in float32. One launch; safe in a CUDA graph."""
     stored = weight if isinstance(weight, StoredWeight) else None

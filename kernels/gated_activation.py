@@ -69,7 +69,7 @@ def _gated_activation_kernel(
     tl.store(out_ptr + row * width + column, (activated * up.to(tl.float32)).to(gate.dtype), mask=is_column)
 
 
-def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def gated_activation(gate, up, activation):
     """See `gated_activation_reference.gated_activation`. One launch that depends on shapes and strides only.
 
     The two may be parts of the rows of a wider tensor.

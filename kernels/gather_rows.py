@@ -49,7 +49,7 @@ def _gather_rows_kernel(
     tl.store(out_ptr + row * width + column, values, mask=is_column)
 
 
-def gather_rows(table: torch.Tensor, index: torch.Tensor, fill: torch.Tensor | None) -> torch.Tensor:
+def gather_rows(table, index, fill):
     """See `gather_rows_reference.gather_rows`. One launch that depends on shapes and strides only."""
     batch, count = index.shape
     width = table.shape[2]

@@ -20,9 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import grow_tree_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, implements, kernel
+from .jit import Unspecialised, kernel
 from .reduction import LEAST_KEY, index_of_key, keys_of, value_of_key
 
 # Elements of a hidden state that a program copies: one warp holds them all.
@@ -143,7 +142,6 @@ def _grow_tree_kernel(
         tl.store(out_hidden_ptr + to * size + dim, values, mask=dim < num_found)
 
 
-@implements(grow_tree_reference.grow_tree)
 def grow_tree(
     tokens,
     parents,

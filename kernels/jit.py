@@ -1,4 +1,7 @@
-"""How Triton kernels, and the functions that launch them, are declared."""
+"""How Triton kernels are declared.
+
+A function that launches kernels in the place of a reference has the reference's parameters, whose types that states.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,3 @@ def kernel(function: Callable) -> triton.JITFunction:
     parameters = inspect.signature(function).parameters.values()
     unspecialised = [one.name for one in parameters if one.annotation == "Unspecialised"]
     return triton.jit(function, do_not_specialize=unspecialised)
-
-
-def implements(reference: Callable) -> Callable[[Callable], Callable]:
-    """Decorator: a function that launches kernels in the place of `reference`, and has its parameters and types."""
-
-    def declare(function: Callable) -> Callable:
-        assert list(inspect.signature(function).parameters) == list(inspect.signature(reference).parameters)
-        function.__annotations__ = reference.__annotations__
-        return function
-
-    return declare

@@ -13,10 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import kv_cache_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .float8 import magnitudes, scales_of
-from .jit import Unspecialised, implements, kernel
+from .jit import Unspecialised, kernel
 
 # Elements of the keys, and of the values, that one program copies.
 _TILE = 2048
@@ -114,7 +113,6 @@ def _write_kv_kernel(
     )
 
 
-@implements(kv_cache_reference.write_kv)
 def write_kv(keys, values, key_states, value_states, positions, scales=None):
     """See `kv_cache_reference.write_kv`; equal bit for bit. One launch for keys and values; safe in a CUDA graph."""
     batch, kv_heads, num_states, dim = key_states.shape

@@ -16,9 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import likeliest_tokens_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, implements, kernel
+from .jit import Unspecialised, kernel
 from .reduction import LEAST_KEY, index_of_key, keys_of, load_softmax, store_softmax_stats, value_of_key
 
 # Tokens of a block: one warp holds them all, so that finding the largest needs no shared memory.
@@ -93,7 +92,6 @@ def _merge_likeliest_kernel(
         tl.store(logprobs_ptr + row * COUNT + rank, value_of_key(key) - normaliser)
 
 
-@implements(likeliest_tokens_reference.likeliest_tokens)
 def likeliest_tokens(logits, target_ids, count):
     """See `likeliest_tokens_reference.likeliest_tokens`; tokens are equal, log-probabilities up to rounding.
 

@@ -17,9 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import low_rank_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, implements, kernel
+from .jit import Unspecialised, kernel
 
 # Rows of a program, and input features that it multiplies at a time.
 ROWS, DEPTH = tl.constexpr(16), tl.constexpr(128)
@@ -168,7 +167,6 @@ def _up_kernel(
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@implements(low_rank_reference.add_low_rank)
 def add_low_rank(out, inputs, adapters, down, up, places, scales, sizes):
     """See `low_rank_reference.add_low_rank`. Launches depend on shapes and strides only."""
     num_rows, size_in = inputs.shape

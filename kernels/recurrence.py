@@ -20,9 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import recurrence_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, implements, kernel
+from .jit import Unspecialised, kernel
 from .ring import find_block
 
 # Elements of the state that a program, which is one warp, keeps in registers.
@@ -238,7 +237,6 @@ def choose_value_block(dim: int, value_dim: int) -> int:
     return min(triton.next_power_of_2(value_dim), max(8, min(64, _TILE // triton.next_power_of_2(dim))))
 
 
-@implements(recurrence_reference.recurrence)
 def recurrence(
     query, key, value, decay, beta, state, ring, base, certain, positions, dummy, delta, normalize, scale, rates=None
 ):

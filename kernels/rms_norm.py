@@ -112,7 +112,7 @@ def _rows_of(inputs: torch.Tensor) -> tuple[torch.Tensor, int, int, int] | None:
     return (inputs, inner, stride_outer, stride_inner) if is_contiguous or is_aligned else None
 
 
-def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind) -> torch.Tensor:
+def rms_norm(inputs, weight, eps, kind):
     """See `rms_norm_reference.rms_norm`; sums in float32. One launch that depends on shapes and strides only.
 
     Rows may be at up to two strides, as the heads of a part of a wider tensor are; others are copied first.
@@ -120,9 +120,7 @@ def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind
     return _rms_norm(inputs, None, weight, eps, kind)[1]
 
 
-def add_rms_norm(
-    inputs: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(inputs, addend, weight, eps, kind):
     """See `rms_norm_reference.add_rms_norm`; the same bits as a sum by PyTorch and then `rms_norm`. One launch.
 
     Rows of `inputs` may be at up to two strides.

@@ -15,16 +15,14 @@ Every product and sum is rounded as PyTorch rounds it when each is a kernel of i
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from . import rotary_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .float8 import magnitudes, scales_of
-from .jit import Unspecialised, implements, kernel
+from .jit import Unspecialised, kernel
 from .kv_cache import copy_heads
 from .types import RotaryKind
 
@@ -227,9 +225,7 @@ def _sizes(most_heads: int, pairs: int, rest: int) -> tuple[int, int, int, int]:
     return heads, block, rest_block, max(1, 2 * heads * block // _ELEMENTS_OF_WARP)
 
 
-def rotary(
-    cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind
-) -> list[torch.Tensor]:
+def rotary(cos, sin, states, kind):
     """See `rotary_reference.rotary`; of one or two tensors. One launch that depends on shapes and strides only.
 
     Results have the memory of `[B, n, heads, D]`.
@@ -241,7 +237,6 @@ def rotary(
     return outputs
 
 
-@implements(rotary_reference.rotate_and_store)
 def rotate_and_store(cos, sin, states, kind, keys, values, value_states, positions, scales=None):
     """See `rotary_reference.rotate_and_store`; equal bit for bit. One launch; safe in a CUDA graph."""
     *query, key = states

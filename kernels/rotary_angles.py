@@ -17,7 +17,6 @@ from triton.language.extra import libdevice
 
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .jit import Unspecialised, kernel
-from .types import AnglesKind
 
 
 @kernel
@@ -63,9 +62,7 @@ def _rotary_angles_kernel(
         tl.store(sin_ptr + token * size + second, sin, mask=is_pair)
 
 
-def rotary_angles(
-    frequencies: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype, kind: AnglesKind
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_angles(frequencies, positions, dtype, kind):
     """See `rotary_angles_reference.rotary_angles`. One launch that depends on shapes and strides only."""
     assert frequencies.is_contiguous(), "frequencies must be contiguous"
     batch, num_tokens = positions.shape

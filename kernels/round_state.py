@@ -21,9 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import round_state_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, implements, kernel
+from .jit import Unspecialised, kernel
 from .types import NO_TOKEN
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
@@ -82,21 +81,17 @@ def _slots_kernel(
         tl.store(block_ptr + row * count + column, tl.where(column == 0, last, token), mask=is_column)
 
 
-def next_slots(
-    lengths: torch.Tensor, limits: torch.Tensor, finished: torch.Tensor, first: int, count: int, dummy: int
-) -> torch.Tensor:
+def next_slots(lengths, limits, finished, first, count, dummy):
     """See `round_state_reference.next_slots`; equal. One launch."""
     return _slots(None, lengths, limits, finished, None, None, None, first, count, dummy)[1]
 
 
-@implements(round_state_reference.block)
 def block(tokens, lengths, limits, finished, drafts, dummy):
     """See `round_state_reference.block`; equal. One launch."""
     count = drafts.shape[1] + 1
     return _slots(tokens, lengths, limits, finished, drafts, None, None, -1, count, dummy)[:2]
 
 
-@implements(round_state_reference.tree_block)
 def tree_block(tokens, lengths, limits, finished, drafts, parents, depths, dummy):
     """See `round_state_reference.tree_block`; equal. One launch."""
     assert parents.is_contiguous() and depths.is_contiguous()
@@ -170,7 +165,7 @@ def _position_ids_kernel(
     tl.store(out_ptr + row * width + column, tl.where(slot < dummy, position, 0), mask=is_column)
 
 
-def position_ids(slots: torch.Tensor, offsets: torch.Tensor | None, dummy: int) -> torch.Tensor:
+def position_ids(slots, offsets, dummy):
     """See `round_state_reference.position_ids`; equal. One launch."""
     batch, width = slots.shape
     assert offsets is None or offsets.is_contiguous()
@@ -246,7 +241,6 @@ def _commit_kernel(
         tl.store(kept.committed + row, committed)
 
 
-@implements(round_state_reference.commit)
 def commit(tokens, lengths, finished, limits, ends, result, kept):
     """See `round_state_reference.commit`; equal, but the last slot of `tokens` is not written. One launch."""
     batch, width = result.tokens.shape

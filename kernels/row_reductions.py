@@ -111,7 +111,7 @@ def _block(size: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": max(1, block // _OF_A_WARP)}
 
 
-def row_sum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def row_sum(values, dtype):
     """See `row_reductions_reference.row_sum`; accumulates in float32. One launch; safe in a CUDA graph."""
     outer, size, inner = values.shape
     values = values.contiguous()
@@ -125,7 +125,7 @@ def row_sum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def row_softmax(values: torch.Tensor, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
+def row_softmax(values, dtype, is_log):
     """See `row_reductions_reference.row_softmax`; in float32. One launch; safe in a CUDA graph."""
     values = values.contiguous()
     out = torch.empty_like(values, dtype=dtype)
@@ -134,7 +134,7 @@ def row_softmax(values: torch.Tensor, dtype: torch.dtype, is_log: bool) -> torch
     return out
 
 
-def row_cumsum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def row_cumsum(values, dtype):
     """See `row_reductions_reference.row_cumsum`; accumulates in float32. One launch; safe in a CUDA graph."""
     values = values.contiguous()
     out = torch.empty_like(values, dtype=dtype)

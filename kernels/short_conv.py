@@ -12,9 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import short_conv_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, implements, kernel
+from .jit import Unspecialised, kernel
 from .ring import find_block
 
 CHANNEL_BLOCK = tl.constexpr(64)
@@ -103,7 +102,6 @@ def _short_conv_kernel(
         tl.store(ring_ptr + (position % RING)[:, None] * CHANNELS + channel[None, :], new, mask=mask)
 
 
-@implements(short_conv_reference.short_conv)
 def short_conv(inputs, ring, positions, dummy, weight, bias, silu):
     """See `short_conv_reference.short_conv`; sums in float32. One launch that depends on shapes and strides only."""
     batch, num_columns, channels = inputs.shape

@@ -156,7 +156,7 @@ def _drafts_kernel(
         goes_on = goes_on & (token == draft)
 
 
-def suffix_drafts(tokens: torch.Tensor, lengths: torch.Tensor, history: torch.Tensor, num_drafts: int) -> torch.Tensor:
+def suffix_drafts(tokens, lengths, history, num_drafts):
     """See `suffix_drafts_reference.suffix_drafts`; equal. Two launches and a `topk`."""
     assert tokens.stride(1) == 1 and lengths.is_contiguous() and history.is_contiguous()
     batch, history_blocks = len(tokens), triton.cdiv(len(history), BLOCK.value)

@@ -46,7 +46,7 @@ def _token_logprobs_kernel(
     tl.store(out_ptr + row, tl.where(is_token, found, float("nan")))
 
 
-def token_logprobs(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def token_logprobs(scores, tokens):
     """See `token_logprobs_reference.token_logprobs`; equal up to rounding. Two launches."""
     assert tokens.shape == scores.shape[:2], "shapes must agree"
     stats = softmax_stats(scores)

@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import reduction, verify_block_reference
-from .jit import Unspecialised, implements, kernel
+from . import reduction
+from .jit import Unspecialised, kernel
 from .random import uniform
 from .recovered_token import Laws, draft_prob, has_probs, merge_recovered, score_of, store_next
 from .reduction import empty_result, load_softmax, softmax_stats
@@ -145,7 +145,6 @@ def _verify_block_kernel(
     store_next(keys_ptr, out, residual, p_next, seed, length, accepted, token, is_token, BLOCK)
 
 
-@implements(verify_block_reference.verify_block)
 def verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, remaining):
     """See `verify_block_reference.verify_block`; equal up to rounding. Five launches.
 

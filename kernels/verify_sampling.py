@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import reduction, verify_sampling_reference
-from .jit import Unspecialised, implements, kernel
+from . import reduction
+from .jit import Unspecialised, kernel
 from .random import uniform
 from .recovered_token import Laws, draft_prob, has_probs, merge_recovered, score_of, store_next
 from .reduction import empty_result, merge_softmax_stats, softmax_stats
@@ -90,7 +90,6 @@ def _verify_sampling_kernel(
     store_next(keys_ptr, out, residual, p_next, seed, length, accepted, token, is_token, BLOCK)
 
 
-@implements(verify_sampling_reference.verify_sampling)
 def verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths):
     """See `verify_sampling_reference.verify_sampling`; equal up to rounding. Three launches.
 

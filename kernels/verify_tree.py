@@ -16,10 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from . import verify_tree_reference
 from .dependent_launch import dependent_launch, wait_for_inputs
 from .draft_sampling import draw_keys
-from .jit import Unspecialised, implements, kernel
+from .jit import Unspecialised, kernel
 from .reduction import LEAST_KEY, argmax_keys, empty_result, index_of_key, is_key_of_nan
 from .types import NO_TOKEN, RandomStream
 
@@ -91,7 +90,6 @@ def _walk_kernel(
     tl.store(out.committed + row, accepted + 1)
 
 
-@implements(verify_tree_reference.verify_tree)
 def verify_tree(scores, drafts, parents, depths, seeds, lengths, depth):
     """See `verify_tree_reference.verify_tree`; equal, but for tokens that rounding decides. Two or three launches.
 
