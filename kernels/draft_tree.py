@@ -1,13 +1,7 @@
-"""Triton search for the tree of the likeliest paths; the reference is `draft_tree_reference.best_paths`.
+"""Triton search for the tree of the likeliest paths, see `draft_tree_reference`.
 
-Shapes: logprobs and tokens `[B, D, P, W]`, rows `[B, D - 1, P, W]`; N nodes, W' = N // 64 + 1 words of ancestors. With
-ranks r_1 to r_d a path has
-
-    score(r_1, ..., r_d) = sum over i of logprobs[b, i, p_i, r_i],    p_1 = 0, p_(i + 1) = rows[b, i, p_i, r_i]
-
-and the nodes are the N paths of the largest scores. Each is found by the one before its last rank, (r_1, ..., r_d - 1),
-or, if that is 0, by its parent: so the next one is the best of at most 2 N + 1 that are known.
-"""
+A path is found by that with the draft before its last one in the table's row or, if there is none, by its parent: so
+the next one is the best of at most 2 N + 1 that are known."""
 
 from __future__ import annotations
 

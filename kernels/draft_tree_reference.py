@@ -1,4 +1,4 @@
-"""PyTorch reference of the tree of the likeliest paths; shapes and formula are in `draft_tree`."""
+"""PyTorch reference of the tree of the likeliest paths."""
 
 from __future__ import annotations
 

@@ -1,18 +1,4 @@
-"""Triton growth of a tree by a layer; the reference is `grow_tree_reference.grow_tree`.
-
-Shapes: tokens and parents `[B, m]`, ancestors `[B, m, W]`, hidden `[B, m, H]`, feedback `[B, P, H]` or, chained,
-`[B, m, H]`; logprobs and drafts `[B, P, C]`, paths `[B, P]`; results of n = m + F columns. The F new columns are the
-candidates (p, c) of the largest
-
-    paths[b, p] + logprobs[b, p, c]
-
-and follow column m - P + p. With s(j) = j in the window of w columns, else w + (j - w) // F, column j has
-
-    place = lengths[b] + first + s(j), dummy if finished[b] or that is above limits[b] - 2
-    slot = lengths[b] + first + j, dummy if place is dummy or negative, or j < behind
-    position = max(place, 0) + offsets[b], 0 if place is dummy
-    ancestors = those of its parent and itself
-"""
+"""Triton growth of a tree by a layer, see `grow_tree_reference`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch reference of the growth of a tree by a layer; shapes and formulas are in `grow_tree`."""
+"""PyTorch reference of the growth of a tree by a layer."""
 
 from __future__ import annotations
 

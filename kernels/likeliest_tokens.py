@@ -1,14 +1,7 @@
-"""Triton top-k of log-probabilities; the reference is `likeliest_tokens_reference.likeliest_tokens`.
+"""Triton top-k of log-probabilities, see `likeliest_tokens_reference`.
 
-Shapes: logits `[B, n, V]`, target_ids `[V]`, results `[B, n, W]`: with v_1, v_2, ... the tokens by descending logits,
-and of equal ones by their numbers,
-
-    logprobs[b, i, j] = logits[b, i, v_j] - log(sum over v of exp(logits[b, i, v]))
-    tokens[b, i, j] = target_ids[v_j]
-
-A row is cut into blocks, of which a program each finds the W largest, as keys (see `reduction`), and the statistics of
-its softmax; the W largest of a row are among these.
-"""
+A row is cut into blocks, of which a program each finds the largest logits, as keys (see `reduction`), and the
+statistics of its softmax; the largest of a row are among these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch reference of the top-k of log-probabilities; shapes and formula are in `likeliest_tokens`."""
+"""PyTorch reference of the top-k of log-probabilities."""
 
 from __future__ import annotations
 

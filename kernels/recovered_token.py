@@ -1,14 +1,7 @@
-"""Triton sampling of the recovered or bonus token after the accepted drafts; see `recovered_token_reference`.
-
-Shapes: residual and probs `[B, V]`, keys `[2, B, blocks]`, tokens `[B, K + 1]`. With e = `random.race_times` of the
-row's seed and the token's position:
-
-    next token = argmax over v of residual[v] / e[v], or of probs[v] / e[v] where the residual is 0 everywhere;
-    NO_TOKEN where probs are NaN
+"""Triton sampling of the recovered or bonus token after the accepted drafts, see `recovered_token_reference`.
 
 Whether the residual is 0 everywhere is known only when all blocks of a row are done, so every program writes the keys
-(see `reduction`) of both maxima, and the merging kernel chooses.
-"""
+(see `reduction`) of both maxima, and the merging kernel chooses."""
 
 from __future__ import annotations
 

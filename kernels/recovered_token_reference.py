@@ -1,4 +1,4 @@
-"""PyTorch reference of the token after the accepted drafts, the recovered or bonus token; see `recovered_token`."""
+"""PyTorch reference of the token after the accepted drafts, the recovered or bonus token."""
 
 from __future__ import annotations
 

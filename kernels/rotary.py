@@ -1,13 +1,5 @@
-"""Triton rotary position embedding of query and key in one launch, which may store key and value; the references are
-in `rotary_reference`.
-
-Shapes: query, key and results `[B, heads, n, D]`, cosines and sines `[B or 1, n, R]` or `[B or 1, n, R / 2]`. For pair
-(x1, x2) of a head, with cosines (c1, c2) and sines (s1, s2) of its token:
-
-    result = (x1 c1 - x2 s1, x2 c2 + x1 s2)
-
-With a cache of keys `[B, slots, heads, D]` and values `[B, slots, heads, Dv]`, token i of row b stores its key and its
-value at slot positions[b, i]; with scales `[B, slots, heads, 2]` as float8, see `float8_reference`.
+"""Triton rotary position embedding of query and key in one launch, which may store key and value, see
+`rotary_reference`.
 
 Every product and sum is rounded as PyTorch rounds it when each is a kernel of its own, so the result is the same bits.
 """

@@ -1,12 +1,6 @@
-"""Triton cosines and sines of a rotary embedding; the reference is `rotary_angles_reference.rotary_angles`.
+"""Triton cosines and sines of a rotary embedding, see `rotary_angles_reference`.
 
-Shapes: frequencies `[R / 2]`, positions `[B, n]`, results `[B, n, R]` or `[B, n, R / 2]`. For token i of row b and
-frequency j, at the places of pair j:
-
-    cosine = scaling cos(positions[b, i] frequencies[j]),    sine = scaling sin(positions[b, i] frequencies[j])
-
-in float32, with the functions that PyTorch's kernels use, so that results are the same bits.
-"""
+In float32, with the functions that PyTorch's kernels use, so that results are the same bits."""
 
 from __future__ import annotations
 

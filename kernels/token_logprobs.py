@@ -1,11 +1,4 @@
-"""Triton log-probabilities of given tokens; the reference is `token_logprobs_reference.token_logprobs`.
-
-Shapes: scores `[B, n, V]`, tokens and result `[B, n]`:
-
-    result[b, i] = scores[b, i, t] - log(sum over v of exp(scores[b, i, v])),  t = tokens[b, i]
-
-NaN where t is no token of the vocabulary.
-"""
+"""Triton log-probabilities of given tokens, see `token_logprobs_reference`."""
 
 from __future__ import annotations
 

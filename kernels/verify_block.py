@@ -1,16 +1,4 @@
-"""Triton block verification; the reference is `verify_block_reference.verify_block`.
-
-Shapes: scores `[B, K + 1, V]`, drafts `[B, K]`, draft_probs `[B, K, V_d]`, remaining `[B]`, tokens `[B, K + 1]`,
-accepted and committed `[B]`. With p_i = softmax(scores[b, i]), q_i = draft_probs[b, i], drafts d_1 ... d_K that follow
-p_0 ... p_{K-1}, u_i = uniform(ACCEPT), and c = clamp(remaining[b], 0, K):
-
-    w_0 = 1,    w_i = min(w_{i-1} p_{i-1}(d_i) / q_{i-1}(d_i), 1),    e_i = sum_v max(w_i p_i(v) - q_i(v), 0)
-    h_i = e_i / (e_i + 1 - w_i) for i < c,    h_c = w_c
-    accepted[b] = a = largest i <= c with u_i < h_i, or 0,    committed[b] = a + 1
-    tokens[b, a] ~ max(w_a p_a - q_a, 0) normalised, the recovered token; p_a if a = c, the bonus token
-
-c is smaller where p_i or q_i is no distribution, of scores or draft logits without a softmax: the first such i.
-"""
+"""Triton block verification, see `verify_block_reference`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch reference of block verification (arXiv 2403.10444, algorithm 2); shapes and formula are in `verify_block`."""
+"""PyTorch reference of block verification (arXiv 2403.10444, algorithm 2)."""
 
 from __future__ import annotations
 

@@ -1,14 +1,4 @@
-"""Triton verification by rejection sampling; the reference is `verify_sampling_reference.verify_sampling`.
-
-Shapes: scores `[B, K + 1, V]`, drafts `[B, K]`, draft_probs `[B, K, V_d]`, tokens `[B, K + 1]`, accepted and committed
-`[B]`. With p_i = softmax(scores[b, i]), q_i the draft distribution, d_i the draft, and u_i = uniform(ACCEPT):
-
-    accepted[b] = a = number of leading i with u_i q_i(d_i) < p_i(d_i),    committed[b] = a + 1
-    tokens[b, a] ~ max(p_a - q_a, 0) normalised, the recovered token; p_K if a = K, the bonus token
-
-Without draft_probs q_i is 1 on d_i and 0 elsewhere. Only the drafts before the first with q_i(d_i) = NaN or inf count
-as drafts; their number is then K.
-"""
+"""Triton verification by rejection sampling, see `verify_sampling_reference`."""
 
 from __future__ import annotations
 

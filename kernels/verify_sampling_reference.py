@@ -1,4 +1,4 @@
-"""PyTorch reference of rejection sampling (arXiv 2211.17192, algorithm 1); see `verify_sampling` for the formula."""
+"""PyTorch reference of rejection sampling (arXiv 2211.17192, algorithm 1)."""
 
 from __future__ import annotations
 
