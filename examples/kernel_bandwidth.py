@@ -150,15 +150,12 @@ def time_prepare_inputs(batch: int, num_queries: int, live: int, slots: int) -> 
     lengths = torch.full((batch,), min(live, slots - 1), device="cuda")
     limits, committed = torch.full_like(lengths, slots - 1), torch.full_like(lengths, num_queries)
     finished = torch.zeros(batch, dtype=torch.bool, device="cuda")
-    outs = [DraftInputs.allocate(batch, num_queries, "cuda") for _ in range(2)]
-    settings = {"num_masks": 0, "mask_token": 0, "shift": 1}
 
-    def call(prepare=ops.prepare_inputs, out=outs[0]) -> None:
-        prepare(tokens, lengths, committed, limits, finished, out, **settings)
+    def call(prepare=ops.prepare_inputs) -> DraftInputs:
+        return prepare(tokens, lengths, committed, limits, finished, num_queries, 0, 0, 1)
 
-    call()
-    call(draft_inputs_reference.prepare_inputs, outs[1])
-    for name, got, expected in zip(DraftInputs._fields, *outs, strict=True):
+    pairs = zip(call(), call(draft_inputs_reference.prepare_inputs), strict=True)
+    for name, (got, expected) in zip(DraftInputs._fields, pairs, strict=True):
         if not torch.equal(got, expected):
             raise SystemExit(f"prepare_inputs: {name} differ from the reference; no time is worth reporting")
     return seconds_per_call([call] * CALLS), 5 * batch * num_queries * 8

@@ -129,7 +129,12 @@ recurrence = kernel_op(
 )
 
 # Drafts and their verification.
-prepare_inputs = kernel_op("draft_inputs.prepare_inputs", None, writes=("out",))
+prepare_inputs = kernel_op(
+    "draft_inputs.prepare_inputs",
+    lambda tokens, lengths, committed, limits, finished, width, *rest: tuple(
+        tokens.new_empty(len(tokens), width) for _ in range(4)
+    ),
+)
 suffix_drafts = kernel_op(
     "suffix_drafts.suffix_drafts",
     lambda tokens, lengths, history, num_drafts: tokens.new_empty(len(tokens), num_drafts),
