@@ -32,7 +32,7 @@ from hf_specdec.kernels import (
     linear_reference,
     recurrence_reference,
     short_conv_reference,
-    verify_sampling_reference,
+    verification_reference,
     verify_tree_reference,
 )
 from hf_specdec.kernels.attention import attention
@@ -290,7 +290,7 @@ def time_vocabulary(batch: int, num_queries: int) -> Iterator[tuple[str, float, 
         (
             "verify_sampling",
             ops.verify_sampling,
-            verify_sampling_reference.verify_sampling,
+            verification_reference.verify_sampling,
             scores,
             (drafts, *law),
             4 * size,

@@ -195,8 +195,8 @@ def _empty_result(scores, drafts, *rest):
     return drafts.new_empty(batch, num_drafts + 1), drafts.new_empty(batch), drafts.new_empty(batch)
 
 
-verify_sampling = kernel_op("verify_sampling.verify_sampling", _empty_result)
-verify_block = kernel_op("verify_block.verify_block", _empty_result)
+verify_sampling = kernel_op("verification.verify_sampling", _empty_result)
+verify_block = kernel_op("verification.verify_block", _empty_result)
 verify_tree = kernel_op(
     "verify_tree.verify_tree",
     lambda scores, drafts, parents, depths, seeds, lengths, depth: (

@@ -28,7 +28,7 @@ from hf_specdec.kernels import (
     random_reference,
     round_state,
     round_state_reference,
-    verify_sampling_reference,
+    verification_reference,
     verify_tree,
     verify_tree_reference,
 )
@@ -273,7 +273,7 @@ def test_verification_follows_the_targets_tokens(num_drafts, is_drawn):
             if is_drawn:
                 at = lengths[row : row + 1] + depths[row, node]
                 options = alone, drafts[:1, :0], None, None, seeds[row : row + 1], at
-                token = int(verify_sampling_reference.verify_sampling(*options).tokens)
+                token = int(verification_reference.verify_sampling(*options).tokens)
             else:
                 token = int(alone.argmax())
             walked.append((node, token))
