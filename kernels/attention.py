@@ -37,9 +37,8 @@ from .attention_splits import (
     split_range,
     visible_range,
 )
-from .dependent_launch import dependent_launch, wait_for_inputs
 from .float8 import first_of_pair, pairs_of, second_of_pair
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .types import MOST_WORDS, WORD_BITS
 
 # Bytes of the keys, or of the values, of one block of slots; several blocks are in flight per program.

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from . import reduction
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, kernel
 from .random import race_times, race_times_of
 from .reduction import argmax_keys, largest_key, load_softmax, merge_keys, softmax_stats
 from .types import RandomStream

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from .dependent_launch import dependent_launch, wait_for_inputs
+from .launch import dependent_launch, wait_for_inputs
 
 BLOCK, _WARPS = tl.constexpr(1024), 4
 

@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .reduction import LEAST_KEY, index_of_key, keys_of, value_of_key
 
 # Elements of a hidden state that a program copies: one warp holds them all.

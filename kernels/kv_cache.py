@@ -5,9 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
 from .float8 import magnitudes, scales_of
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 
 # Elements of the keys, and of the values, that one program copies.
 _TILE = 2048

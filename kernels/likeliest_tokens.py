@@ -9,8 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .reduction import LEAST_KEY, index_of_key, keys_of, load_softmax, store_softmax_stats, value_of_key
 
 # Tokens of a block: one warp holds them all, so that finding the largest needs no shared memory.

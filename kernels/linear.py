@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
 from .gated_activation import activate
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .stored_weight import SPLITS, stored_arguments, stored_sums
 from .types import LinearTiles, StoredWeight
 

@@ -16,8 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_splits import num_multiprocessors
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .linear import LINES, request_lines
 from .types import LinearTiles
 

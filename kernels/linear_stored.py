@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .stored_weight import load_scales, stored_arguments, widen_bytes, widen_halves
 from .types import LinearTiles, StoredWeight
 

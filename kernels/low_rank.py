@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 
 # Rows of a program, and input features that it multiplies at a time.
 ROWS, DEPTH = tl.constexpr(16), tl.constexpr(128)

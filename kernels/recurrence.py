@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .ring import find_block
 
 # Elements of the state that a program, which is one warp, keeps in registers.

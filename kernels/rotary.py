@@ -12,10 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
 from .float8 import magnitudes, scales_of
-from .jit import Unspecialised, kernel
 from .kv_cache import copy_heads
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .types import RotaryKind
 
 # Elements of a program, of one token and several heads.

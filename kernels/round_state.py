@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .types import NO_TOKEN
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)

@@ -9,8 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import kernel
+from .launch import dependent_launch, kernel, wait_for_inputs
 from .rounded_inputs_reference import LARGEST, LEAST_SCALE
 
 # Inputs of a program whose groups are smaller.

@@ -9,8 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 
 # Elements of a row that a program reads at a time, and of which it has a partial sum each; and elements of a warp.
 _MOST_AT_A_TIME, _OF_A_WARP = 4096, 512

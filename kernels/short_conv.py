@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .ring import find_block
 
 CHANNEL_BLOCK = tl.constexpr(64)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, kernel
 from .reduction import load_softmax, softmax_stats
 
 

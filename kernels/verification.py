@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from . import reduction
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, kernel
 from .random import race_times, uniform
 from .reduction import (
     LEAST_KEY,

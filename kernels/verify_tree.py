@@ -6,9 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
 from .draft_sampling import draw_keys
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .reduction import LEAST_KEY, argmax_keys, empty_result, index_of_key, is_key_of_nan
 from .types import NO_TOKEN, RandomStream
 
