@@ -155,7 +155,7 @@ add_target_noise = kernel_op(
     lambda logits, *rest: logits.new_empty(logits.shape, dtype=torch.float32),
 )
 likeliest_tokens = kernel_op(
-    "likeliest_tokens.likeliest_tokens",
+    "logprobs.likeliest_tokens",
     lambda logits, target_ids, count: (
         logits.new_empty(*logits.shape[:-1], count, dtype=torch.float32),
         logits.new_empty(*logits.shape[:-1], count, dtype=torch.int64),
@@ -206,7 +206,7 @@ verify_tree = kernel_op(
     ),
 )
 token_logprobs = kernel_op(
-    "token_logprobs.token_logprobs",
+    "logprobs.token_logprobs",
     lambda scores, tokens: scores.new_empty(tokens.shape, dtype=torch.float32),
 )
 
@@ -263,7 +263,7 @@ def _like_angles(frequencies, positions, dtype, kind):
     return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
-rotary_angles = kernel_op("rotary_angles.rotary_angles", _like_angles)
+rotary_angles = kernel_op("rotary.rotary_angles", _like_angles)
 gated_activation = kernel_op(
     "gated_activation.gated_activation", lambda gate, up, activation: gate.new_empty(gate.shape)
 )

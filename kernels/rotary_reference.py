@@ -1,4 +1,4 @@
-"""PyTorch reference of rotary position embeddings (RoPE, arXiv 2104.09864)."""
+"""PyTorch references of rotary position embeddings (RoPE, arXiv 2104.09864)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ from collections.abc import Sequence
 import torch
 
 from .kv_cache_reference import write_kv
-from .types import RotaryKind
+from .types import AnglesKind, RotaryKind
+
+
+def rotary_angles(
+    frequencies: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype, kind: AnglesKind
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of `positions` `[B, n]` int64 times `frequencies` `[R / 2]`, float32 or narrower; in float32,
+    and cast to `dtype` at the end. Each is `[B, n, R]`, or `[B, n, R / 2]` if `kind.repeats` is `"once"`."""
+    angles = positions[..., None].float() * frequencies.float()
+    if kind.repeats == "halves":
+        angles = torch.cat([angles, angles], dim=-1)
+    elif kind.repeats == "pairs":
+        angles = angles.repeat_interleave(2, dim=-1)
+    return (angles.cos() * kind.scaling).to(dtype), (angles.sin() * kind.scaling).to(dtype)
 
 
 def rotary(

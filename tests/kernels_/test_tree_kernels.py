@@ -21,8 +21,8 @@ from hf_specdec.kernels import (
     draft_tree_reference,
     grow_tree,
     grow_tree_reference,
-    likeliest_tokens,
-    likeliest_tokens_reference,
+    logprobs,
+    logprobs_reference,
     move_slots,
     move_slots_reference,
     random_reference,
@@ -467,7 +467,7 @@ def test_likeliest_tokens(vocabulary, dtype, has_ids):
     target_ids = torch.randperm(3 * vocabulary, generator=generator)[:vocabulary].to(DEVICE) if has_ids else None
     count = min(vocabulary, 16)
     expected = sorted_tokens(logits.to(DEVICE), target_ids, count)
-    for run in (likeliest_tokens, likeliest_tokens_reference):
-        logprobs, tokens = run.likeliest_tokens(logits.to(DEVICE), target_ids, count)
-        assert torch.equal(tokens, expected[1]) and logprobs.dtype == torch.float32
-        torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-5, atol=1e-5)
+    for run in (logprobs, logprobs_reference):
+        found, tokens = run.likeliest_tokens(logits.to(DEVICE), target_ids, count)
+        assert torch.equal(tokens, expected[1]) and found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected[0], rtol=1e-5, atol=1e-5)
