@@ -187,7 +187,7 @@ def _grown(tokens, parents, ancestors, hidden, feedback, logprobs, drafts, paths
     return *found, *columns, *placed, tokens.new_empty(0) if feedback is None else feedback
 
 
-grow_tree = kernel_op("grow_tree.grow_tree", _grown)
+grow_tree = kernel_op("draft_tree.grow_tree", _grown)
 
 
 def _empty_result(scores, drafts, *rest):

@@ -19,8 +19,6 @@ from hf_specdec.kernels import (
     draft_sampling_reference,
     draft_tree,
     draft_tree_reference,
-    grow_tree,
-    grow_tree_reference,
     logprobs,
     logprobs_reference,
     move_slots,
@@ -173,11 +171,11 @@ def grown(generator, window, size, is_chained, has_places, run):
 )
 def test_a_tree_grows_by_layers(window, size, is_chained, has_places, monkeypatch):
     """Kernel and reference, and that against a loop over columns."""
-    monkeypatch.setattr(grow_tree, "BLOCK", 16)
+    monkeypatch.setattr(draft_tree, "BLOCK", 16)
     arguments = window, size, is_chained, has_places
     both = (
         grown(torch.Generator().manual_seed(0), *arguments, run)
-        for run in (grow_tree_reference.grow_tree, grow_tree.grow_tree)
+        for run in (draft_tree_reference.grow_tree, draft_tree.grow_tree)
     )
     for (given, right), (_, ours) in zip(*both, strict=True):
         for one, other in zip(right, ours, strict=True):
