@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import triton
 
-from hf_specdec import layer_ops, ops
+from hf_specdec import ops
 from hf_specdec.kernels import (
     attention_reference,
     draft_inputs_reference,
@@ -32,7 +32,7 @@ from hf_specdec.kernels import (
     linear_reference,
     recurrence_reference,
     short_conv_reference,
-    verify_sampling_reference,
+    verification_reference,
     verify_tree_reference,
 )
 from hf_specdec.kernels.attention import attention
@@ -150,15 +150,12 @@ def time_prepare_inputs(batch: int, num_queries: int, live: int, slots: int) -> 
     lengths = torch.full((batch,), min(live, slots - 1), device="cuda")
     limits, committed = torch.full_like(lengths, slots - 1), torch.full_like(lengths, num_queries)
     finished = torch.zeros(batch, dtype=torch.bool, device="cuda")
-    outs = [DraftInputs.allocate(batch, num_queries, "cuda") for _ in range(2)]
-    settings = {"num_masks": 0, "mask_token": 0, "shift": 1}
 
-    def call(prepare=ops.prepare_inputs, out=outs[0]) -> None:
-        prepare(tokens, lengths, committed, limits, finished, out, **settings)
+    def call(prepare=ops.prepare_inputs) -> DraftInputs:
+        return prepare(tokens, lengths, committed, limits, finished, num_queries, 0, 0, 1)
 
-    call()
-    call(draft_inputs_reference.prepare_inputs, outs[1])
-    for name, got, expected in zip(DraftInputs._fields, *outs, strict=True):
+    pairs = zip(call(), call(draft_inputs_reference.prepare_inputs), strict=True)
+    for name, (got, expected) in zip(DraftInputs._fields, pairs, strict=True):
         if not torch.equal(got, expected):
             raise SystemExit(f"prepare_inputs: {name} differ from the reference; no time is worth reporting")
     return seconds_per_call([call] * CALLS), 5 * batch * num_queries * 8
@@ -246,14 +243,14 @@ def time_layer_ops(num_rows: int) -> Iterator[tuple[str, float, int]]:
     parts = torch.randn(1, num_rows, LINEARS[0][0], dtype=DTYPE, device="cuda").unflatten(-1, (-1, DIM))
     query, key, _ = (part.transpose(1, 2) for part in parts.split([HEADS, KV_HEADS, KV_HEADS], dim=2))
     gate, up = torch.randn(1, num_rows, 2 * inner, dtype=DTYPE, device="cuda").chunk(2, dim=-1)
-    norm, rotary = layer_ops.NormKind(cast_first=True), layer_ops.RotaryKind()
+    norm, rotary = ops.NormKind(cast_first=True), ops.RotaryKind()
     cases = (
         ("rms_norm", (hidden, weight, 1e-5, norm), 2 * width),
         ("rotary", (cos, sin, [query, key], rotary), 2 * (HEADS + KV_HEADS) * DIM),
         ("gated_activation", (gate, up, "silu"), 3 * inner),
     )
     for name, arguments, elements in cases:
-        function = getattr(layer_ops, name)
+        function = getattr(ops, name)
         with ops.references():
             expected = function(*arguments)
         found = function(*arguments)
@@ -293,7 +290,7 @@ def time_vocabulary(batch: int, num_queries: int) -> Iterator[tuple[str, float, 
         (
             "verify_sampling",
             ops.verify_sampling,
-            verify_sampling_reference.verify_sampling,
+            verification_reference.verify_sampling,
             scores,
             (drafts, *law),
             4 * size,

@@ -20,7 +20,7 @@ class DevicePolicy:
         batch_invariant: have kernels whose bits depend on no other row, see `Drafter.configure`.
         transposed_linear: run `nn.Linear` on a few float32 rows as `(weight @ inputs.T).T`, see `patching.linear`.
         layer_kernels: run norms, rotary embeddings and gated activations of layers that are not compiled by the ops of
-            `layer_ops`, see `patching.layer_kernels`.
+            `ops`, see `patching.layer_kernels`.
         symmetric_memory: run small all-reduces of a tensor-parallel target through torch's symmetric memory.
         rounds_ahead: rounds that are launched before the host has read the results of the last one.
         max_rows: rows of continuous batching unless the caller asks for a number.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
@@ -129,57 +131,101 @@ def _joined(args: Sequence[Any], groups: Mapping[int, type[tuple]]) -> list[Any]
     return found
 
 
+# How the schema of an op writes types of a reference.
+_SCHEMA_TYPES = {
+    torch.Tensor: "Tensor",
+    torch.dtype: "ScalarType",
+    list[torch.Tensor]: "Tensor[]",
+    Sequence[torch.Tensor]: "Tensor[]",
+    list[int]: "int[]",
+    **{one: one.__name__ for one in (int, float, bool, str)},
+}
+
+
+def _is_named_tuple(kind: Any) -> bool:
+    return hasattr(kind, "_fields")
+
+
+def _kinds_of(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type that `hint` is."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _schema_of(reference: Callable, writes: Collection[str]) -> tuple[str, dict[int, type[tuple]]]:
+    """The schema of the op that `reference` defines; and by place its parameters that are named tuples, of which the op
+    has the elements: instead of all of them, arguments may be None or the first element alone, as types say."""
+    hints, groups, arguments, num_written = get_type_hints(reference), {}, [], 0
+    for place, (name, parameter) in enumerate(inspect.signature(reference).parameters.items()):
+        kinds, parts = _kinds_of(hints[name]), {name: hints[name]}
+        group = next(filter(_is_named_tuple, kinds), None)
+        if group is not None:
+            groups[place] = group
+            parts = {f"{name}_{field}": hint for field, hint in get_type_hints(group).items()}
+        for number, (part, hint) in enumerate(parts.items()):
+            kind, *others = _kinds_of(hint)
+            may_lack = others or NoneType in kinds or (number > 0 and torch.Tensor in kinds)
+            is_written = name in writes
+            alias = f"({chr(ord('a') + num_written)}!)" if is_written else ""
+            num_written += is_written
+            default = "=None" if parameter.default is None and not is_written else ""
+            arguments.append(f"{_SCHEMA_TYPES[kind]}{alias}{'?' if may_lack else ''} {part}{default}")
+    found = hints["return"]
+    if found is NoneType:
+        results = "()"
+    elif found in _SCHEMA_TYPES:
+        results = _SCHEMA_TYPES[found]
+    else:
+        results = f"({', '.join(['Tensor'] * len(found._fields if _is_named_tuple(found) else get_args(found)))})"
+    return f"({', '.join(arguments)}) -> {results}", groups
+
+
 def kernel_op(
     place: str,
-    schema: str,
     fake: Callable | None,
-    reference: str | None = None,
-    result: type[tuple] = tuple,
+    writes: Collection[str] = (),
     launch: Callable | None = None,
-    groups: Mapping[int, type[tuple]] | None = None,
     is_opaque: bool = False,
 ) -> Callable:
     """A function that runs a Triton kernel where the device of its first argument has one, elsewhere the reference.
 
     It calls the kernel without torch's dispatcher in between, which takes the host several times as long as the launch.
     A custom op of torch is called where something has to see it: `torch.compile`, a dispatch mode, a subclass of
-    tensors, and autograd, which refuses to differentiate it.
+    tensors, and autograd, which refuses to differentiate it. Its schema follows from the types of the reference.
 
     Args:
-        place: `module.function` of the kernel in `kernels`, which is imported when it is first called.
-        schema: of the op of torch, which has the name of the function.
+        place: `module.function` of the kernel in `kernels`, which is imported when it is first called; the reference is
+            `module_reference.function`.
         fake: what the op returns for fake tensors; None if it returns nothing.
-        reference: `module.function` of the reference, if not `module_reference.function`.
-        result: the named tuple that is returned, where it is one: ops of torch return plain ones.
+        writes: names of the parameters that are written.
         launch: takes the place of the kernel, with the same arguments.
-        groups: arguments that are named tuples, or None or the first element alone, by place; the op has their elements
-            in the schema.
         is_opaque: whether the reference, too, reads values on the host, which nothing can trace or record.
     """
     module, _, name = place.partition(".")
-    file, _, name_there = (reference or f"{module}_reference.{name}").partition(".")
-    plain = getattr(importlib.import_module(f"{__package__}.kernels.{file}"), name_there)
+    plain = getattr(importlib.import_module(f"{__package__}.kernels.{module}_reference"), name)
     kernels = functools.cache(functools.partial(importlib.import_module, f"{__package__}.kernels.{module}"))
+    schema, groups = _schema_of(plain, writes)
+    returned = get_type_hints(plain)["return"]
+    result = returned if _is_named_tuple(returned) else tuple
 
     def run_kernel(tensor: torch.Tensor, *args: Any) -> Any:
         with torch.cuda.device_of(tensor):  # Triton launches on the current device
             return (launch or getattr(kernels(), name))(tensor, *args)
 
     def run_op(*args: Any) -> Any:
-        args = _joined(args, groups) if groups else args
+        args = _joined(args, groups)
         out = (plain if is_opaque and not is_for_triton(args[0]) else run_kernel)(*args)
         return tuple(out) if isinstance(out, tuple) else out
 
     written = re.findall(r"!\)\S* (\w+)", schema)
     op = torch.library.custom_op(f"hf_specdec::{name}", run_op, mutates_args=written, schema=schema)
     if fake is not None:
-        op.register_fake(fake)
+        op.register_fake(lambda *args: fake(*_joined(args, groups)))
 
     @functools.wraps(plain)
     def run(tensor: torch.Tensor, *args: Any) -> Any:
         if is_opaque or is_for_triton(tensor):
             if torch.compiler.is_compiling() or _must_be_dispatched((tensor, *args)):
-                out = op(tensor, *(_split(args, groups) if groups else args))
+                out = op(tensor, *_split(args, groups))
             else:
                 out = (run_kernel if is_for_triton(tensor) else plain)(tensor, *args)
         elif torch.compiler.is_compiling() or not (_choice.batch_invariant or _choice.on_reference):

@@ -1,7 +1,7 @@
 """The ops of a round: Triton kernels where the device runs them, else their PyTorch references.
 
-This module, `layer_ops` and `state_ops` are the only ones that import kernels and references; `kernels.types` is
-imported elsewhere, too. Triton is imported when the first kernel is called.
+This module is the only one that imports kernels and references; `kernels.types` is imported elsewhere, too. Triton is
+imported when the first kernel is called.
 """
 
 # ruff: noqa: F401
@@ -17,6 +17,7 @@ import torch
 from .kernels import linear_reference, move_slots_reference
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
 from .kernels.float8_reference import FLOAT8, as_bytes, dequantise, quantise
+from .kernels.gated_activation_reference import ACTIVATIONS
 from .kernels.linear_tiles import (
     MAX_GATED_ROWS,
     MAX_ROWS,
@@ -32,7 +33,7 @@ from .kernels.linear_tiles import (
 from .kernels.low_rank_reference import low_rank_places
 from .kernels.random_reference import exponential_sample, row_seeds, uniform
 from .kernels.stored_weight_reference import dequantise as dequantise_weight
-from .kernels.types import WORD_BITS, DraftInputs, LinearTiles, RecurrenceRing, StoredWeight, VerificationResult
+from .kernels.types import WORD_BITS, LinearTiles, StoredWeight
 from .op_choice import (
     batch_invariant,
     has_kernels,
@@ -42,6 +43,9 @@ from .op_choice import (
     kernel_op,
     references,
 )
+
+# Widest rows that a program of the norm's kernel keeps in its registers.
+MAX_NORM_WIDTH = 65536
 
 
 def _linear(inputs, weight, bias=None, activation=None):
@@ -88,62 +92,77 @@ def _attention(*args):
     return attention(*args, fixed_splits=is_batch_invariant())
 
 
+# The text: slots and tokens of rows (see `round_state_reference`), keys and values, attention, recurrences.
+next_slots = kernel_op(
+    "round_state.next_slots",
+    lambda lengths, limits, finished, first, count, dummy: lengths.new_empty(len(lengths), count),
+)
+block = kernel_op(
+    "round_state.block",
+    lambda tokens, lengths, limits, finished, drafts, dummy: tuple(
+        lengths.new_empty(len(lengths), drafts.shape[1] + 1) for _ in range(2)
+    ),
+)
+tree_block = kernel_op(
+    "round_state.tree_block",
+    lambda tokens, lengths, limits, finished, drafts, parents, *rest: tuple(
+        parents.new_empty(parents.shape) for _ in range(3)
+    ),
+)
+position_ids = kernel_op("round_state.position_ids", lambda slots, *rest: slots.new_empty(slots.shape))
+commit = kernel_op(
+    "round_state.commit",
+    lambda tokens, lengths, *rest: lengths.new_empty(lengths.shape),
+    writes=("tokens", "lengths", "finished", "kept"),
+)
 attention = kernel_op(
     "attention.attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor positions, float scaling, int? window=None, Tensor? sinks=None, "
-    "float? softcap=None, Tensor? starts=None, Tensor? ends=None, int? chunk=None, Tensor? scales=None, "
-    "Tensor? ancestors=None) -> Tensor",
     lambda query, key, value, *rest: query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]),
     launch=_attention,
 )
+write_kv = kernel_op("kv_cache.write_kv", None, writes=("keys", "values", "scales"))
+short_conv = kernel_op("short_conv.short_conv", lambda inputs, *rest: inputs.new_empty(inputs.shape), writes=("ring",))
+recurrence = kernel_op(
+    "recurrence.recurrence",
+    lambda query, key, value, *rest: value.new_empty(value.shape),
+    writes=("state", "ring"),
+)
+
+# Drafts and their verification.
 prepare_inputs = kernel_op(
     "draft_inputs.prepare_inputs",
-    "(Tensor tokens, Tensor lengths, Tensor committed, Tensor limits, Tensor finished, Tensor(a!) out_tokens, "
-    "Tensor(b!) out_slots, Tensor(c!) out_positions, Tensor(d!) out_sources, int num_masks, int mask_token, int shift) "
-    "-> ()",
-    None,
-    groups={5: DraftInputs},
+    lambda tokens, lengths, committed, limits, finished, width, *rest: tuple(
+        tokens.new_empty(len(tokens), width) for _ in range(4)
+    ),
 )
-write_kv = kernel_op(
-    "kv_cache.write_kv",
-    "(Tensor(a!) keys, Tensor(b!) values, Tensor key_states, Tensor value_states, Tensor positions, "
-    "Tensor(c!)? scales) -> ()",
-    None,
+suffix_drafts = kernel_op(
+    "suffix_drafts.suffix_drafts",
+    lambda tokens, lengths, history, num_drafts: tokens.new_empty(len(tokens), num_drafts),
 )
-
-
-def _empty_result(scores, drafts, *rest):
-    batch, num_drafts = drafts.shape
-    return drafts.new_empty(batch, num_drafts + 1), drafts.new_empty(batch), drafts.new_empty(batch)
-
-
-verify_sampling = kernel_op(
-    "verify_sampling.verify_sampling",
-    "(Tensor scores, Tensor drafts, Tensor? draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths) "
-    "-> (Tensor, Tensor, Tensor)",
-    _empty_result,
-    result=VerificationResult,
+best_draft = kernel_op(
+    "draft_sampling.best_draft",
+    lambda logits, *rest: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
 )
-verify_block = kernel_op(
-    "verify_block.verify_block",
-    "(Tensor scores, Tensor drafts, Tensor draft_probs, Tensor? draft_ids, Tensor seeds, Tensor lengths, "
-    "Tensor remaining) -> (Tensor, Tensor, Tensor)",
-    _empty_result,
-    result=VerificationResult,
+draw_draft = kernel_op(
+    "draft_sampling.draw_draft",
+    lambda logits, *rest: (
+        logits.new_empty(logits.shape[:-1], dtype=torch.int64),
+        logits.new_empty(logits.shape, dtype=torch.float32),
+    ),
 )
-verify_tree = kernel_op(
-    "verify_tree.verify_tree",
-    "(Tensor scores, Tensor drafts, Tensor? parents, Tensor? depths, Tensor? seeds, Tensor lengths, int depth) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    lambda scores, drafts, parents, depths, seeds, lengths, depth: (
-        drafts.new_empty(len(drafts), depth + 1),
-        *(drafts.new_empty(len(drafts)) for _ in range(2)),
-        drafts.new_empty(len(drafts), depth + 1),
+add_target_noise = kernel_op(
+    "draft_sampling.add_target_noise",
+    lambda logits, *rest: logits.new_empty(logits.shape, dtype=torch.float32),
+)
+likeliest_tokens = kernel_op(
+    "logprobs.likeliest_tokens",
+    lambda logits, target_ids, count: (
+        logits.new_empty(*logits.shape[:-1], count, dtype=torch.float32),
+        logits.new_empty(*logits.shape[:-1], count, dtype=torch.int64),
     ),
 )
 best_paths = kernel_op(
     "draft_tree.best_paths",
-    "(Tensor logprobs, Tensor tokens, Tensor? rows, int num_nodes) -> (Tensor, Tensor, Tensor, Tensor)",
     lambda logprobs, tokens, rows, num_nodes: (
         tokens.new_empty(len(tokens), num_nodes),
         *(tokens.new_empty(len(tokens), num_nodes + 1) for _ in range(2)),
@@ -168,111 +187,98 @@ def _grown(tokens, parents, ancestors, hidden, feedback, logprobs, drafts, paths
     return *found, *columns, *placed, tokens.new_empty(0) if feedback is None else feedback
 
 
-grow_tree = kernel_op(
-    "grow_tree.grow_tree",
-    "(Tensor tokens, Tensor? parents, Tensor? ancestors, Tensor? hidden, Tensor? feedback, Tensor? logprobs, "
-    "Tensor? drafts, Tensor? paths, Tensor? lengths, Tensor? limits, Tensor? finished, Tensor? offsets, int window, "
-    "int width, int first, int behind, int dummy, bool is_chained, int num_words) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _grown,
-)
-likeliest_tokens = kernel_op(
-    "likeliest_tokens.likeliest_tokens",
-    "(Tensor logits, Tensor? target_ids, int count) -> (Tensor, Tensor)",
-    lambda logits, target_ids, count: (
-        logits.new_empty(*logits.shape[:-1], count, dtype=torch.float32),
-        logits.new_empty(*logits.shape[:-1], count, dtype=torch.int64),
+grow_tree = kernel_op("draft_tree.grow_tree", _grown)
+
+
+def _empty_result(scores, drafts, *rest):
+    batch, num_drafts = drafts.shape
+    return drafts.new_empty(batch, num_drafts + 1), drafts.new_empty(batch), drafts.new_empty(batch)
+
+
+verify_sampling = kernel_op("verification.verify_sampling", _empty_result)
+verify_block = kernel_op("verification.verify_block", _empty_result)
+verify_tree = kernel_op(
+    "verify_tree.verify_tree",
+    lambda scores, drafts, parents, depths, seeds, lengths, depth: (
+        drafts.new_empty(len(drafts), depth + 1),
+        *(drafts.new_empty(len(drafts)) for _ in range(2)),
+        drafts.new_empty(len(drafts), depth + 1),
     ),
-)
-add_target_noise = kernel_op(
-    "draft_sampling.add_target_noise",
-    "(Tensor logits, Tensor? target_ids, Tensor temperatures, Tensor seeds, Tensor lengths, int first, "
-    "bool is_one_draft) -> Tensor",
-    lambda logits, *rest: logits.new_empty(logits.shape, dtype=torch.float32),
 )
 token_logprobs = kernel_op(
-    "token_logprobs.token_logprobs",
-    "(Tensor scores, Tensor tokens) -> Tensor",
+    "logprobs.token_logprobs",
     lambda scores, tokens: scores.new_empty(tokens.shape, dtype=torch.float32),
 )
-best_draft = kernel_op(
-    "draft_sampling.best_draft",
-    "(Tensor logits, Tensor? target_ids=None) -> Tensor",
-    lambda logits, target_ids=None: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
+
+# Linear layers and experts. `linear` is of use where `has_fast_linear`, or with an activation `has_gated_linear`, says
+# so.
+rounded_inputs = kernel_op(
+    "rounded_inputs.rounded_inputs",
+    lambda inputs, weight: torch.empty_like(inputs, memory_format=torch.contiguous_format),
 )
-draw_draft = kernel_op(
-    "draft_sampling.draw_draft",
-    "(Tensor logits, Tensor temperatures, Tensor seeds, Tensor lengths, int first) -> (Tensor, Tensor)",
-    lambda logits, temperatures, seeds, lengths, first: (
-        logits.new_empty(logits.shape[:-1], dtype=torch.int64),
-        logits.new_empty(logits.shape, dtype=torch.float32),
+linear = kernel_op(
+    "linear.linear",
+    lambda inputs, weight, bias=None, activation=None: inputs.new_empty(
+        len(inputs), weight.shape[0] // (1 if activation is None else 2)
     ),
-)
-short_conv = kernel_op(
-    "short_conv.short_conv",
-    "(Tensor inputs, Tensor(a!) ring, Tensor positions, int dummy, Tensor weight, Tensor? bias, bool silu) -> Tensor",
-    lambda inputs, *rest: inputs.new_empty(inputs.shape),
-)
-suffix_drafts = kernel_op(
-    "suffix_drafts.suffix_drafts",
-    "(Tensor tokens, Tensor lengths, Tensor history, int num_drafts) -> Tensor",
-    lambda tokens, lengths, history, num_drafts: tokens.new_empty(len(tokens), num_drafts),
+    launch=_linear,
 )
 plan_experts = kernel_op(
     "experts.plan_experts",
-    "(Tensor expert_ids, int num_experts, int rows) -> Tensor",
     lambda expert_ids, num_experts, rows: expert_ids.new_empty(4, expert_ids.numel(), dtype=torch.int32),
-)
-
-
-recurrence = kernel_op(
-    "recurrence.recurrence",
-    "(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta, Tensor(a!) state, Tensor(b!) ring_keys, "
-    "Tensor(c!) ring_updates, Tensor(d!) ring_decays, Tensor base, Tensor certain, Tensor positions, int dummy, "
-    "bool delta, bool normalize, float scale, Tensor? rates) -> Tensor",
-    lambda query, key, value, *rest: value.new_empty(value.shape),
-    groups={6: RecurrenceRing},
-)
-# A `StoredWeight`, or a plain weight as `values` alone.
-_WEIGHT = (
-    "Tensor values, Tensor? scales, Tensor? zeros, int? rows, int? group, bool? rounds_inputs, str? codes, "
-    "Tensor? outer, Tensor? scale_codes, Tensor? shift"
-)
-rounded_inputs = kernel_op(
-    "rounded_inputs.rounded_inputs",
-    f"(Tensor inputs, {_WEIGHT}) -> Tensor",
-    lambda inputs, *_: torch.empty_like(inputs, memory_format=torch.contiguous_format),
-    groups={1: StoredWeight},
-)
-
-
-def _linear_outputs(inputs, values, *rest):
-    _, activation = (*rest[len(StoredWeight._fields) - 1 :], None, None)[:2]
-    return inputs.new_empty(len(inputs), len(values) // (1 if activation is None else 2))
-
-
-# Of use where `has_fast_linear`, or with an activation `has_gated_linear`, says so.
-linear = kernel_op(
-    "linear.linear",
-    f"(Tensor inputs, {_WEIGHT}, Tensor? bias=None, str? activation=None) -> Tensor",
-    _linear_outputs,
-    launch=_linear,
-    groups={1: StoredWeight},
 )
 expert_linear = kernel_op(
     "experts.expert_linear",
-    f"(Tensor inputs, {_WEIGHT}, Tensor? bias, Tensor plan, int rows_of_blocks, bool is_transposed) -> Tensor",
-    lambda inputs, values, *rest: inputs.new_empty(rest[-3].shape[1], values.shape[2 if rest[-1] else 1]),
-    groups={1: StoredWeight},
+    lambda inputs, weight, bias, plan, rows, is_transposed: inputs.new_empty(
+        plan.shape[1], weight.shape[2 if is_transposed else 1]
+    ),
     is_opaque=True,  # the plan
 )
-add_low_rank = kernel_op(
-    "low_rank.add_low_rank",
-    "(Tensor(a!) out, Tensor inputs, Tensor adapters, Tensor[] down, Tensor[] up, Tensor places, Tensor scales, "
-    "int[] sizes) -> ()",
-    None,
-    is_opaque=True,  # which adapters there are
+add_low_rank = kernel_op("low_rank.add_low_rank", None, writes=("out",), is_opaque=True)  # which adapters there are
+
+
+# Operations of layers that PyTorch computes by several kernels each: norms, rotary embeddings, gated activations.
+rms_norm = kernel_op("rms_norm.rms_norm", lambda inputs, *rest: inputs.new_empty(inputs.shape))
+add_rms_norm = kernel_op(
+    "rms_norm.add_rms_norm",
+    lambda inputs, *rest: (inputs.new_empty(inputs.shape), inputs.new_empty(inputs.shape)),
 )
+
+
+def _like(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`[B, heads, n, D]` each, with the memory of `[B, n, heads, D]`."""
+    return [one.new_empty(one.transpose(1, 2).shape).transpose(1, 2) for one in states]
+
+
+rotary = kernel_op("rotary.rotary", lambda cos, sin, states, kind: _like(states))
+rotate_and_store = kernel_op(
+    "rotary.rotate_and_store",
+    lambda cos, sin, states, *rest: _like(states[:-1]),
+    writes=("keys", "values", "scales"),
+)
+
+
+def _like_angles(frequencies, positions, dtype, kind):
+    shape = *positions.shape, len(frequencies) * (1 if kind.repeats == "once" else 2)
+    return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
+
+
+rotary_angles = kernel_op("rotary.rotary_angles", _like_angles)
+gated_activation = kernel_op(
+    "gated_activation.gated_activation", lambda gate, up, activation: gate.new_empty(gate.shape)
+)
+gather_rows = kernel_op(
+    "gather_rows.gather_rows", lambda table, index, fill: table.new_empty(*index.shape, table.shape[2])
+)
+# Reductions of rows with one order of summation.
+row_sum = kernel_op(
+    "row_reductions.row_sum",
+    lambda values, dtype: values.new_empty(values.shape[0], values.shape[2], dtype=dtype),
+)
+row_softmax = kernel_op(
+    "row_reductions.row_softmax", lambda values, dtype, is_log: values.new_empty(values.shape, dtype=dtype)
+)
+row_cumsum = kernel_op("row_reductions.row_cumsum", lambda values, dtype: values.new_empty(values.shape, dtype=dtype))
 
 
 class SlotMoves:
@@ -314,7 +320,7 @@ def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -
 
 def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:
     """Whether `linear` of `[n, in]` by `[2 N, in]` with an activation is faster than without, and then
-    `layer_ops.gated_activation`, of whose results it has the bits."""
+    `gated_activation`, of whose results it has the bits."""
     if isinstance(weight, StoredWeight):
         is_taken = has_fast_linear(inputs, weight) and _wide_stored_tiles(inputs, weight) is None
         return is_taken and weight.shape[0] % 2 == 0 and is_for_triton(inputs)

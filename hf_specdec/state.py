@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import state_ops
+from . import ops
 from .cache.hidden_states import HiddenStates
 from .cache.layer_kinds import LayerKinds
 from .cache.ragged_cache import PackedCache, RaggedCache
@@ -311,12 +311,12 @@ class DecodeState:
 
         The dummy slot for finished rows, and for positions that the length limit leaves without a next token.
         """
-        return state_ops.next_slots(self.lengths, self.limits, self.finished, first, count, self.dummy_slot)
+        return ops.next_slots(self.lengths, self.limits, self.finished, first, count, self.dummy_slot)
 
     def text_positions(self, slots: torch.Tensor) -> torch.Tensor:
         """Positions of `slots` in their texts; 0 for the dummy slot, whose number may exceed a position embedding."""
         if self.row_slots == self.slots:
-            return state_ops.position_ids(slots, None, self.dummy_slot)
+            return ops.position_ids(slots, None, self.dummy_slot)
         return torch.where(slots < self.dummy_slot, slots % self.row_slots, 0)
 
     def position_ids(self, slots: torch.Tensor, sections: bool = False) -> torch.Tensor:
@@ -326,7 +326,7 @@ class DecodeState:
         if self.records is not None:
             return self.records.position_ids(slots, sections)
         if self.row_slots == self.slots:
-            return state_ops.position_ids(slots, self.position_offsets, self.dummy_slot)
+            return ops.position_ids(slots, self.position_offsets, self.dummy_slot)
         offsets = self.position_offsets[slots // self.row_slots]  # of rows that are packed in one
         return torch.where(slots < self.dummy_slot, slots % self.row_slots + offsets, 0)
 
@@ -342,12 +342,12 @@ class DecodeState:
 
     def block(self, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens to verify, the last committed one and the `drafts` `[B, K]`, and their slots; both `[B, K + 1]`."""
-        return state_ops.block(self.tokens, self.lengths, self.limits, self.finished, drafts, self.dummy_slot)
+        return ops.block(self.tokens, self.lengths, self.limits, self.finished, drafts, self.dummy_slot)
 
     def tree_block(self, proposal: Proposal) -> tuple[torch.Tensor, torch.Tensor, Nodes]:
         """`block` of a tree, `[B, N + 1]`, and its nodes: the root is the last committed token."""
         given = self.tokens, self.lengths, self.limits, self.finished, proposal.tokens
-        block, slots, positions = state_ops.tree_block(*given, *proposal.tree[:2], self.dummy_slot)
+        block, slots, positions = ops.tree_block(*given, *proposal.tree[:2], self.dummy_slot)
         return block, slots, Nodes(positions, proposal.tree.ancestors)
 
     def last_block(self, width: int) -> tuple[torch.Tensor | None, VerificationResult]:
@@ -376,5 +376,5 @@ class DecodeState:
         """
         kept = self.result if keeps else None
         rows = self.tokens, self.lengths, self.finished
-        committed = state_ops.commit(*rows, self.limits, self.eos, result, kept)
+        committed = ops.commit(*rows, self.limits, self.eos, result, kept)
         return VerificationResult(result.tokens, result.accepted, committed)

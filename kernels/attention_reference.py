@@ -1,4 +1,4 @@
-"""PyTorch reference of attention over the static KV cache; shapes and formula are in `attention`."""
+"""PyTorch reference of attention over the static KV cache."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 
 # Programs launched per multiprocessor, one for so many slots and at most as many: two or three run at a time, the rest
 # balance rows of unequal length.

@@ -1,24 +1,13 @@
-"""Triton preparation of a drafter's first inputs of a round; the reference is `draft_inputs_reference.prepare_inputs`.
-
-Shapes: tokens `[B, slots]`; lengths, committed, limits and finished `[B]`; the four results `[B, W]`. With
-`kept = W - num_masks`, column c of row b has
-
-    slot = lengths[b] - shift - kept + c
-    source = c - kept + clamp(committed[b], 0, kept)    (kept columns, c < kept)
-    token = tokens[b, slot + shift] if c < kept, else mask_token
-
-and is padding (token 0, position 0, the dummy slot, source -1) where `source < 0` in a kept column, `slot < 0`,
-`slot + 1 + shift >= limits[b]`, or the row is finished.
-"""
+"""Triton preparation of a drafter's first inputs of a round, see `draft_inputs_reference`."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from . import draft_inputs_reference
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, implements, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .types import DraftInputs
 
 
 @kernel
@@ -68,18 +57,18 @@ def _prepare_inputs_kernel(
     tl.store(out.sources + to, tl.where(is_kept, source, -1), mask=is_column)
 
 
-@implements(draft_inputs_reference.prepare_inputs)
-def prepare_inputs(tokens, lengths, committed, limits, finished, out, num_masks, mask_token, shift):
+def prepare_inputs(tokens, lengths, committed, limits, finished, width, num_masks, mask_token, shift):
     """See `draft_inputs_reference.prepare_inputs`; equal bit for bit. One launch; safe in a CUDA graph.
 
     Reads one element per row of `lengths`, `committed`, `limits` and `finished`, and of `tokens` the kept ones, all
-    inside the row. Writes every element of the four tensors of `out` and nothing else. These may be slices of larger
-    buffers of one shape; the launch depends on shapes and strides only.
+    inside the row. The launch depends on shapes and strides only.
     """
-    batch, width = out.tokens.shape
+    batch = len(tokens)
     assert all(one.is_contiguous() for one in (lengths, committed, limits, finished)), "numbers must be contiguous"
-    assert tokens.stride(1) == 1 and all(buffer.stride(1) == 1 for buffer in out), "rows must have unit stride"
-    assert len({(buffer.shape, buffer.stride()) for buffer in out}) == 1 and len(tokens) == batch, "shapes must agree"
+    assert tokens.stride(1) == 1, "rows must have unit stride"
+    out = DraftInputs(
+        *(torch.empty(batch, width, dtype=torch.int64, device=tokens.device) for _ in DraftInputs._fields)
+    )
     _prepare_inputs_kernel[(batch,)](
         tokens,
         lengths,
@@ -98,3 +87,4 @@ def prepare_inputs(tokens, lengths, committed, limits, finished, out, num_masks,
         num_warps=1,
         **dependent_launch(tokens.device),
     )
+    return out

@@ -1,4 +1,4 @@
-"""PyTorch reference of preparing the inputs of a drafter's first forward pass in a round; see also `draft_inputs`."""
+"""PyTorch reference of preparing the inputs of a drafter's first forward pass in a round."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def prepare_inputs(
     committed: torch.Tensor,
     limits: torch.Tensor,
     finished: torch.Tensor,
-    out: DraftInputs,
+    width: int,
     num_masks: int,
     mask_token: int,
     shift: int,
-) -> None:
+) -> DraftInputs:
     """Lay out the rows of a drafter's first forward pass after a round: `[padding | kept tokens | masks]`.
 
     Every row ends with `num_masks` mask columns. Before them are the tokens that the round kept, as many as the row
@@ -40,20 +40,22 @@ def prepare_inputs(
             to 0 to `W - num_masks`, the most that a round keeps.
         limits: `[B]` int64, the length at which a row ends, less than `slots`.
         finished: `[B]` bool.
-        out: `[B, W]` each, unit stride along a row; every element is written.
+        width: W, columns of each row: of tokens that the round kept, and of masks.
         num_masks: 0 for sequential drafting, K - 1 for parallel drafting.
         mask_token: token id of mask columns.
         shift: 1 if slot p holds token p + 1 beside the hidden state at p (EAGLE), 0 if it holds token p.
     """
-    num_kept = out.tokens.shape[1] - num_masks
-    column = torch.arange(out.tokens.shape[1], device=tokens.device)
+    num_kept = width - num_masks
+    column = torch.arange(width, device=tokens.device)
     slot = (lengths - shift - num_kept)[:, None] + column
     source = column - (num_kept - committed.clamp(0, num_kept))[:, None]
     is_mask = column >= num_kept
     is_kept = (source >= 0) & ~is_mask
     is_live = (is_kept | is_mask) & (slot >= 0) & (slot + 1 + shift < limits[:, None]) & ~finished[:, None]
     kept = tokens.gather(1, (slot + shift).clamp(0, tokens.shape[1] - 1))
-    out.tokens.copy_(torch.where(is_live, torch.where(is_mask, mask_token, kept), 0))
-    out.slots.copy_(torch.where(is_live, slot, tokens.shape[1] - 1))
-    out.positions.copy_(torch.where(is_live, slot, 0))
-    out.sources.copy_(torch.where(is_live & is_kept, source, -1))
+    return DraftInputs(
+        torch.where(is_live, torch.where(is_mask, mask_token, kept), 0),
+        torch.where(is_live, slot, tokens.shape[1] - 1),
+        torch.where(is_live, slot, 0),
+        torch.where(is_live & is_kept, source, -1),
+    )

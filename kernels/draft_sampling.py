@@ -1,15 +1,4 @@
-"""Triton choice of draft tokens from the logits of a drafter; the reference is `draft_sampling_reference`.
-
-Shapes: logits `[B, n, V_d]`, temperatures, seeds and lengths `[B]`, tokens or indices `[B, n]`, probs `[B, n, V_d]`.
-
-    best_draft = target_ids[argmax over v of logits[b, i, v]]
-    draw_draft: q_i = softmax(logits[b, i] / temperatures[b]), index = argmax over v of q_i(v) / e_i(v)
-
-    add_target_noise = logits[b, i, v] / temperatures[b] - log(g_i(v))
-
-with e_i(v) = race_times(seeds[b], lengths[b], v, DRAFT, first + i), and
-g_i(v) = race_times(seeds[b], lengths[b] + first + i, target_ids[v], TARGET), or without i if all are of one draft.
-"""
+"""Triton choice of draft tokens from the logits of a drafter, see `draft_sampling_reference`."""
 
 from __future__ import annotations
 
@@ -17,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import draft_sampling_reference, reduction
-from .jit import Unspecialised, implements, kernel
+from . import reduction
+from .launch import Unspecialised, kernel
 from .random import race_times, race_times_of
 from .reduction import argmax_keys, largest_key, load_softmax, merge_keys, softmax_stats
 from .types import RandomStream
@@ -122,15 +111,13 @@ def draw_keys(
     return keys
 
 
-def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
+def best_draft(logits, target_ids=None):
     """See `draft_sampling_reference.best_draft`; equal in every element. Two launches."""
     assert target_ids is None or target_ids.is_contiguous(), "target_ids must be contiguous"
     return merge_keys(argmax_keys(logits if logits.dim() == 3 else logits[None]), logits.shape[:-1], target_ids)
 
 
-def draw_draft(
-    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, lengths: torch.Tensor, first: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_draft(logits, temperatures, seeds, lengths, first):
     """See `draft_sampling_reference.draw_draft`; equal up to rounding. Three launches, which read the logits twice."""
     probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     keys = draw_keys(logits, temperatures, None, seeds, lengths, first, probs, RandomStream.DRAFT)
@@ -170,7 +157,6 @@ def _target_noise_kernel(
     tl.store(out_ptr + row * vocabulary + index, logit - tl.log(noise), mask=is_token)
 
 
-@implements(draft_sampling_reference.add_target_noise)
 def add_target_noise(logits, target_ids, temperatures, seeds, lengths, first, is_one_draft):
     """See `draft_sampling_reference.add_target_noise`; equal up to rounding. One launch."""
     batch, width, vocabulary = logits.shape

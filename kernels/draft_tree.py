@@ -1,13 +1,7 @@
-"""Triton search for the tree of the likeliest paths; the reference is `draft_tree_reference.best_paths`.
+"""Triton search for the tree of the likeliest paths, and growth of a tree by a layer, see `draft_tree_reference`.
 
-Shapes: logprobs and tokens `[B, D, P, W]`, rows `[B, D - 1, P, W]`; N nodes, W' = N // 64 + 1 words of ancestors. With
-ranks r_1 to r_d a path has
-
-    score(r_1, ..., r_d) = sum over i of logprobs[b, i, p_i, r_i],    p_1 = 0, p_(i + 1) = rows[b, i, p_i, r_i]
-
-and the nodes are the N paths of the largest scores. Each is found by the one before its last rank, (r_1, ..., r_d - 1),
-or, if that is 0, by its parent: so the next one is the best of at most 2 N + 1 that are known.
-"""
+In the search a path is found by that with the draft before its last one in the table's row or, if there is none, by its
+parent: so the next one is the best of at most 2 N + 1 that are known."""
 
 from __future__ import annotations
 
@@ -15,9 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .reduction import LEAST_KEY, index_of_key, keys_of, value_of_key
 from .types import Tree
+
+# Elements of a hidden state that a program of `grow_tree` copies: one warp holds them all.
+BLOCK = 1024
 
 
 @triton.jit
@@ -119,9 +116,7 @@ def _best_paths_kernel(
         high = tl.where(is_sibling, parent_high, tl.where(is_child, own_high, high))
 
 
-def best_paths(
-    logprobs: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None, num_nodes: int
-) -> tuple[torch.Tensor, ...]:
+def best_paths(logprobs, tokens, rows, num_nodes):
     """See `draft_tree_reference.best_paths`; equal. One launch."""
     batch, depth, num_rows, width = logprobs.shape
     assert tokens.shape == logprobs.shape, "tables must be of one shape"
@@ -150,3 +145,193 @@ def best_paths(
         **dependent_launch(tokens.device),
     )
     return out, *tree
+
+
+@kernel
+def _grow_tree_kernel(
+    columns,
+    hidden_ptr,
+    feedback_ptr,
+    candidates,
+    texts,
+    out,
+    tokens_stride: Unspecialised,
+    hidden_stride_b,
+    hidden_stride_n,
+    feedback_stride_b,
+    feedback_stride_n,
+    size,
+    count: Unspecialised,
+    num_drafts: Unspecialised,
+    window: Unspecialised,
+    first: Unspecialised,
+    behind: Unspecialised,
+    dummy: Unspecialised,
+    CANDIDATES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PLACES: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A column, or BLOCK elements of its hidden state.
+
+    Grid: (B, n, blocks of H). Reads a row of `logprobs` and `paths`, and what the column is made of; writes its element
+    of each result in `out`. The program of the first column writes a row of `out_paths` and `rows`, too.
+    """
+    tokens_ptr, parents_ptr, ancestors_ptr = columns
+    logprobs_ptr, drafts_ptr, paths_ptr = candidates
+    lengths_ptr, limits_ptr, finished_ptr, offsets_ptr = texts
+    out_paths_ptr, rows_ptr, out_tokens_ptr, out_parents_ptr, out_ancestors_ptr = out[:5]
+    places_ptr, slots_ptr, positions_ptr, out_hidden_ptr = out[5:]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1)
+    num_columns = tl.num_programs(1)
+    is_new = column >= count
+    is_first_block = tl.program_id(2) == 0
+    chosen = tl.full([], 0, tl.int64)
+    parent = tl.full([], 0, tl.int64)
+    followed = tl.full([], 0, tl.int64)
+    wait_for_inputs(PDL)
+    token = tl.load(tokens_ptr + row * tokens_stride + column, mask=column < count, other=0)
+    if parents_ptr is not None:
+        parent = tl.load(parents_ptr + row * count + column, mask=column < count, other=0)
+    else:
+        parent += tl.maximum(column - 1, 0)
+    if logprobs_ptr is not None:
+        num_candidates = num_drafts * CANDIDATES
+        place = tl.arange(0, PLACES)
+        is_place = place < num_candidates
+        score = tl.load(logprobs_ptr + row * num_candidates + place, mask=is_place, other=float("-inf"))
+        if paths_ptr is not None:
+            score += tl.load(paths_ptr + row * num_drafts + place // CANDIDATES, mask=is_place, other=0.0)
+        keys = keys_of(tl.where(score > float("-inf"), score, float("-inf")), place, is_place)  # NaN is the least
+        ranks = tl.full([PLACES], -1, tl.int64)
+        is_writer = column + tl.program_id(2) == 0
+        for rank in range(WIDTH):
+            key = tl.max(keys, axis=0)
+            keys = tl.where(keys == key, LEAST_KEY, keys)
+            at = index_of_key(key)
+            ranks = tl.where(place == at, rank, ranks)
+            chosen = tl.where(column == count + rank, at, chosen)
+            tl.store(out_paths_ptr + row * WIDTH + rank, value_of_key(key), mask=is_writer)
+        num_written = tl.where(is_writer, num_candidates, 0)
+        tl.store(rows_ptr + row * num_candidates + place, ranks, mask=place < num_written)
+        followed = chosen // CANDIDATES
+        draft = tl.load(drafts_ptr + row * num_candidates + chosen, mask=is_new, other=0)
+        token = tl.where(is_new, draft, token)
+        parent = tl.where(is_new, count - num_drafts + followed, parent)
+    to = row * num_columns + column
+    tl.store(out_tokens_ptr + to, token, mask=is_first_block)
+    tl.store(out_parents_ptr + to, parent, mask=is_first_block)
+    if lengths_ptr is not None:
+        source = tl.where(is_new, parent, column)
+        bit = tl.full([], 1, tl.int64) << (column & 63).to(tl.int64)
+        for word in tl.static_range(NUM_WORDS):
+            if ancestors_ptr is not None:
+                bits = tl.load(ancestors_ptr + (row * count + source) * NUM_WORDS + word)
+            else:  # of the window, whose ancestors are in one word
+                bits = (tl.full([], 2, tl.int64) << source) - 1 if word == 0 else tl.full([], 0, tl.int64)
+            bits |= tl.where(column // 64 == word, bit, 0)  # old ones have it
+            tl.store(out_ancestors_ptr + to * NUM_WORDS + word, bits, mask=is_first_block)
+        start = tl.load(lengths_ptr + row) + first
+        position = start + tl.where(column < window, column, window + (column - window) // WIDTH)
+        is_run = (tl.load(finished_ptr + row) == 0) & (position <= tl.load(limits_ptr + row) - 2)
+        is_written = is_run & (position >= 0) & (column >= behind)
+        tl.store(places_ptr + to, tl.where(is_run, position, dummy), mask=is_first_block)
+        tl.store(slots_ptr + to, tl.where(is_written, start + column, dummy), mask=is_first_block)
+        position = tl.maximum(position, 0)
+        if offsets_ptr is not None:
+            position += tl.load(offsets_ptr + row)
+        tl.store(positions_ptr + to, tl.where(is_run, position, 0), mask=is_first_block)
+    if feedback_ptr is not None:
+        dim = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        at = parent if IS_CHAINED else followed
+        num_found = size if IS_CHAINED else tl.where(is_new, size, 0)
+        found_ptr = feedback_ptr + row * feedback_stride_b + at * feedback_stride_n
+        values = tl.load(found_ptr + dim, mask=dim < num_found, other=0.0)
+        if hidden_ptr is not None and not IS_CHAINED:
+            kept_ptr = hidden_ptr + row * hidden_stride_b + column * hidden_stride_n
+            kept = tl.load(kept_ptr + dim, mask=dim < size - num_found, other=0.0)
+            values = tl.where(is_new, values, kept)
+            num_found = size
+        elif not IS_CHAINED:  # of new columns only
+            to = row * (num_columns - count) + column - count
+        tl.store(out_hidden_ptr + to * size + dim, values, mask=dim < num_found)
+
+
+def grow_tree(
+    tokens,
+    parents,
+    ancestors,
+    hidden,
+    feedback,
+    logprobs,
+    drafts,
+    paths,
+    lengths,
+    limits,
+    finished,
+    offsets,
+    window,
+    width,
+    first,
+    behind,
+    dummy,
+    is_chained,
+    num_words,
+):
+    """See `draft_tree_reference.grow_tree`; equal. One launch that depends on shapes and strides only."""
+    (batch, count), device = tokens.shape, tokens.device
+    small = parents, ancestors, paths, lengths, limits, finished, offsets
+    assert tokens.stride(1) == 1 and all(one is None or one.is_contiguous() for one in small)
+    logprobs, drafts = (None if one is None else one.contiguous() for one in (logprobs, drafts))
+    large = [one for one in (feedback, hidden) if one is not None]
+    assert all(one.stride(2) == 1 and one.dtype == feedback.dtype for one in large), "hidden states must be alike"
+    num_drafts, num_candidates = (1, 1) if logprobs is None else logprobs.shape[1:]
+    assert logprobs is None or (logprobs.dtype == torch.float32 and width <= num_drafts * num_candidates)
+    is_first = lengths is not None and ancestors is None
+    assert not is_first or window == count <= 64, "what there is before the first layer is the window, of one word"
+
+    num_columns = count + (0 if logprobs is None else width)
+    shape, size = (batch, num_columns), 0 if feedback is None else feedback.shape[2]
+    chosen = () if logprobs is None else (batch, width)
+    out_paths = torch.empty(chosen or 0, dtype=torch.float32, device=device)
+    rows, out_ancestors, places, slots, positions = (
+        torch.empty(one, dtype=torch.int64, device=device)
+        for one in (0 if logprobs is None else logprobs.shape, *[0 if lengths is None else shape] * 4)
+    )
+    if lengths is not None:
+        out_ancestors = out_ancestors.new_empty(*shape, num_words)
+    out_tokens, out_parents = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
+    num_states = num_columns if is_chained or hidden is not None else num_columns - count
+    out_hidden = tokens.new_empty(0) if feedback is None else feedback.new_empty(batch, num_states, size)
+    out = out_paths, rows, out_tokens, out_parents, out_ancestors, places, slots, positions, out_hidden
+    _grow_tree_kernel[(batch, num_columns, max(triton.cdiv(size, BLOCK), 1))](
+        (tokens, parents, ancestors),
+        hidden,
+        feedback,
+        (logprobs, drafts, paths),
+        (lengths, limits, finished, offsets),
+        out,
+        tokens.stride(0),
+        *((0, 0) if hidden is None else hidden.stride()[:2]),
+        *((0, 0) if feedback is None else feedback.stride()[:2]),
+        size,
+        count,
+        num_drafts,
+        window,
+        first,
+        behind,
+        dummy,
+        CANDIDATES=num_candidates,
+        WIDTH=width,
+        PLACES=triton.next_power_of_2(num_drafts * num_candidates),
+        NUM_WORDS=num_words,
+        IS_CHAINED=is_chained,
+        BLOCK=BLOCK,
+        num_warps=1,
+        **dependent_launch(device),
+    )
+    return out

@@ -1,4 +1,4 @@
-"""PyTorch reference of the tree of the likeliest paths; shapes and formula are in `draft_tree`."""
+"""PyTorch references of the tree of the likeliest paths, and of the growth of a tree by a layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NONE = float("-inf")
 
 def best_paths(
     logprobs: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None, num_nodes: int
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The `num_nodes` likeliest paths of drafts: best first (DDTree, arXiv 2604.12989). A path is at most as likely as
     what it begins with, so they are a tree.
 
@@ -74,3 +74,100 @@ def best_paths(
             for one, value in zip((scores, before, entries, parents), values, strict=True):
                 one[:, place] = value
     return out, *tree
+
+
+def grow_tree(
+    tokens: torch.Tensor,
+    parents: torch.Tensor | None,
+    ancestors: torch.Tensor | None,
+    hidden: torch.Tensor | None,
+    feedback: torch.Tensor | None,
+    logprobs: torch.Tensor | None,
+    drafts: torch.Tensor | None,
+    paths: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    limits: torch.Tensor | None,
+    finished: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    window: int,
+    width: int,
+    first: int,
+    behind: int,
+    dummy: int,
+    is_chained: bool,
+    num_words: int,
+) -> tuple[(torch.Tensor,) * 9]:
+    """Choose the drafts of a layer that a tree goes on from (EAGLE-2, arXiv 2406.16858), and say what a pass over all
+    columns so far reads and writes: the `window`, of which each column follows the one before and the last one is the
+    root, and the drafts that were gone on from, `width` of each layer.
+
+    Args:
+        tokens: `[B, m]` int64, of the columns before.
+        parents, ancestors: `[B, m]` and `[B, m, words]` int64, see `Columns`; None if the window is all.
+        hidden: `[B, m, H]`, of the columns before; None if they have none.
+        feedback: what the last pass has found, `[B, P, H]` of the P drafts that it went on from, which are its last
+            columns; with `is_chained` `[B, m, H]` of all. None if passes read none.
+        logprobs: `[B, P, C]` float32, of C candidates after each of these; NaN counts as -inf. None for no new drafts.
+        drafts: `[B, P, C]` int64, the candidates.
+        paths: `[B, P]` float32, log-probabilities of the paths to the P drafts; None of the root.
+        lengths, limits, finished: see `DecodeState`; None to choose drafts only.
+        offsets: `[B]` int64, of position ids; None for none.
+        window, width: see above; width is at most P C.
+        first: of the position of the first column, from `lengths` on.
+        behind: how many leading columns write nothing.
+        dummy: the dummy slot.
+        is_chained: whether each column reads what was found of its parent; else drafts do, and keep it.
+        num_words: of ancestors.
+
+    Returns:
+        the paths `[B, width]` float32 of the chosen drafts, descending, of equal ones the first; `rows` `[B, P, C]`
+        int64, their places in it, -1 of other candidates; and the tensors of `Columns` `[B, m + width]`, of hidden
+        states those of the new drafts alone if there were none before. What is not asked for is an empty tensor.
+    """
+    (batch, count), device, nothing = tokens.shape, tokens.device, tokens.new_empty(0)
+    parents = _chain(batch, count, device) if parents is None else parents
+    found, rows, followed = tokens.new_empty(0, dtype=torch.float32), nothing, parents[:, :0]
+    if logprobs is not None:
+        scores = logprobs if paths is None else logprobs + paths[..., None]
+        scores = torch.where(scores > _NONE, scores, _NONE).flatten(1)
+        found, at = (one[:, :width].contiguous() for one in scores.sort(dim=1, descending=True, stable=True))
+        rows, followed = torch.full_like(drafts, -1), at // drafts.shape[2]
+        rows.view(batch, -1).scatter_(1, at, torch.arange(width, device=device).expand_as(at))
+        tokens = torch.cat([tokens, drafts.flatten(1).gather(1, at)], dim=1)
+        parents = torch.cat([parents, count - drafts.shape[1] + followed], dim=1)
+    if feedback is None:
+        hidden = nothing
+    elif is_chained:
+        hidden = _take(feedback, parents)
+    else:
+        new = _take(feedback, followed)
+        hidden = new if hidden is None else torch.cat([hidden, new], dim=1)
+    if lengths is None:
+        return found, rows, tokens, parents, nothing, nothing, nothing, nothing, hidden
+
+    number = torch.arange(tokens.shape[1], device=device)
+    if ancestors is None:
+        ancestors = torch.zeros(batch, count, num_words, dtype=torch.int64, device=device)
+        ancestors[..., 0] = (2 << number[:count]) - 1
+    new = number[count:]
+    own = torch.zeros(len(new), num_words, dtype=torch.int64, device=device)
+    own.scatter_(1, (new // WORD_BITS)[:, None], (torch.ones_like(new) << new % WORD_BITS)[:, None])
+    ancestors = torch.cat([ancestors, _take(ancestors, parents[:, count:]) | own], dim=1)
+    steps = torch.where(number < window, number, window + (number - window) // width)
+    start = (lengths + first)[:, None]
+    places = torch.where(finished[:, None] | (start + steps > limits[:, None] - 2), dummy, start + steps)
+    is_written = (places >= 0) & (places < dummy) & (number >= behind)
+    slots = torch.where(is_written, start + number, dummy)
+    positions = places.clamp(min=0) + (0 if offsets is None else offsets[:, None])
+    positions = torch.where(places < dummy, positions, 0)
+    return found, rows, tokens, parents, ancestors, places, slots, positions, hidden
+
+
+def _chain(batch: int, count: int, device: torch.device) -> torch.Tensor:
+    """`[B, count]`, of each column the one before."""
+    return (torch.arange(count, device=device) - 1).clamp(min=0).expand(batch, -1)
+
+
+def _take(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Of `values` `[B, P, width]` those at `index` `[B, n]`."""
+    return values.gather(1, index[..., None].expand(-1, -1, values.shape[2]))

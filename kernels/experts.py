@@ -1,12 +1,4 @@
-"""Triton linear layers of a mixture of experts; the references are in `experts_reference`.
-
-Shapes: expert_ids `[n, k]`, plan `[4, n * k]`, inputs `[n, in]` or `[n * k, in]`, weight `[experts, out, in]`, plain or
-stored as numbers of few bits, or `[experts, in, out]`, result `[n * k, out]`. For pair i of token i // k:
-
-    result[i] = inputs[i // k] @ weight[e].T + bias[e],    e = expert_ids[i // k, i % k]
-
-Inputs of pairs, `[n * k, in]`, are read at i instead of i // k.
-"""
+"""Triton linear layers of a mixture of experts, see `experts_reference`."""
 
 from __future__ import annotations
 
@@ -14,9 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import experts_reference
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, implements, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .linear_tiles import choose_stored_tiles
 from .stored_weight import SPLITS, stored_arguments, stored_sums
 from .types import StoredWeight
@@ -176,7 +166,7 @@ def _expert_linear_kernel(
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
-def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch.Tensor:
+def plan_experts(expert_ids, num_experts, rows):
     """See `experts_reference.plan_experts`; equal bit for bit. One launch; safe in a CUDA graph."""
     ids = expert_ids.reshape(-1)
     num_pairs = len(ids)
@@ -193,7 +183,6 @@ def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch
     return plan
 
 
-@implements(experts_reference.expert_linear)
 def expert_linear(inputs, weight, bias, plan, rows, is_transposed):
     """See `experts_reference.expert_linear`; accumulates in float32. One launch; safe in a CUDA graph."""
     stored = weight if isinstance(weight, StoredWeight) else None

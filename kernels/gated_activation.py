@@ -1,13 +1,8 @@
-"""Triton gated activation; the reference is `gated_activation_reference.gated_activation`.
+"""Triton gated activation, see `gated_activation_reference`.
 
-Shapes: gate, up and result `[rows, N]`:
-
-    result = activation(gate) * up
-
-computed in float32, with the activation and the product rounded to the dtype, as PyTorch's two kernels do. Activations
-are computed by the functions that those use, so that results are the same bits; but for GELU, since the last bit of
-libdevice's erf may differ from that of the one PyTorch was compiled with.
-"""
+It is computed in float32, with the activation and the product rounded to the dtype, as PyTorch's two kernels do.
+Activations are computed by the functions that those use, so that results are the same bits; but for GELU, since the
+last bit of libdevice's erf may differ from that of the one PyTorch was compiled with."""
 
 from __future__ import annotations
 
@@ -16,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from .dependent_launch import dependent_launch, wait_for_inputs
+from .launch import dependent_launch, wait_for_inputs
 
 BLOCK, _WARPS = tl.constexpr(1024), 4
 
@@ -69,7 +64,7 @@ def _gated_activation_kernel(
     tl.store(out_ptr + row * width + column, (activated * up.to(tl.float32)).to(gate.dtype), mask=is_column)
 
 
-def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def gated_activation(gate, up, activation):
     """See `gated_activation_reference.gated_activation`. One launch that depends on shapes and strides only.
 
     The two may be parts of the rows of a wider tensor.

@@ -1,9 +1,4 @@
-"""Triton gathering of rows, such as embeddings; the reference is `gather_rows_reference.gather_rows`.
-
-Shapes: table `[B or 1, n, H]`, index `[B, W]`, fill `[H]`, result `[B, W, H]`:
-
-    result[b, w] = table[b, index[b, w]] if index[b, w] >= 0, else fill, or 0 without one
-"""
+"""Triton gathering of rows, such as embeddings, see `gather_rows_reference`."""
 
 from __future__ import annotations
 
@@ -11,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 
 BLOCK, _WARPS = tl.constexpr(2048), 4
 
@@ -49,7 +43,7 @@ def _gather_rows_kernel(
     tl.store(out_ptr + row * width + column, values, mask=is_column)
 
 
-def gather_rows(table: torch.Tensor, index: torch.Tensor, fill: torch.Tensor | None) -> torch.Tensor:
+def gather_rows(table, index, fill):
     """See `gather_rows_reference.gather_rows`. One launch that depends on shapes and strides only."""
     batch, count = index.shape
     width = table.shape[2]

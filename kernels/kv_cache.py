@@ -1,22 +1,12 @@
-"""Triton write of new keys and values to the static KV cache; the reference is `kv_cache_reference.write_kv`.
-
-Shapes: cache `[B, slots, kv_heads, D]` for keys and `[B, slots, kv_heads, Dv]` for values, new states
-`[B, kv_heads, n, D]` and `[B, kv_heads, n, Dv]`, positions `[B, n]`.
-
-    keys[b, positions[b, i], h] = key_states[b, h, i],    values[b, positions[b, i], h] = value_states[b, h, i]
-
-With scales `[B, slots, kv_heads, 2]` heads are stored as float8, see `float8_reference`.
-"""
+"""Triton write of new keys and values to the static KV cache, see `kv_cache_reference`."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from . import kv_cache_reference
-from .dependent_launch import dependent_launch, wait_for_inputs
 from .float8 import magnitudes, scales_of
-from .jit import Unspecialised, implements, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 
 # Elements of the keys, and of the values, that one program copies.
 _TILE = 2048
@@ -114,7 +104,6 @@ def _write_kv_kernel(
     )
 
 
-@implements(kv_cache_reference.write_kv)
 def write_kv(keys, values, key_states, value_states, positions, scales=None):
     """See `kv_cache_reference.write_kv`; equal bit for bit. One launch for keys and values; safe in a CUDA graph."""
     batch, kv_heads, num_states, dim = key_states.shape

@@ -1,9 +1,4 @@
-"""Triton linear layer, and that of a gated MLP; the reference is `linear_reference.linear`.
-
-Shapes: inputs `[n, in]`, weight `[out, in]`, bias `[out]`, result `[n, out]`, or with an activation `[n, out / 2]`:
-
-    outputs[i, o] = sum_k weight[o, k] inputs[i, k] + bias[o],      result = outputs
-    or with N = out / 2:                                            result[i, j] = f(outputs[i, j]) outputs[i, N + j]
+"""Triton linear layer, and that of a gated MLP, see `linear_reference`.
 
 With few rows the time of such a layer is that of reading its weight. The weight is the first operand of the products,
 so that tiles have many output features and few rows. One program adds all products of an output in float32, with k
@@ -16,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
 from .gated_activation import activate
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .stored_weight import SPLITS, stored_arguments, stored_sums
 from .types import LinearTiles, StoredWeight
 

@@ -1,8 +1,4 @@
-"""Triton linear layer for more than a few rows on Hopper and later GPUs; the reference is `linear_reference.linear`.
-
-Shapes: inputs `[n, in]`, weight `[out, in]`, bias `[out]`, result `[n, out]`:
-
-    result[i, o] = sum_k weight[o, k] inputs[i, k] + bias[o]
+"""Triton linear layer for more than a few rows on Hopper and later GPUs, see `linear_reference`.
 
 Tiles are loaded and stored by tensor descriptors (TMA), but for inputs of fewer rows than whole tiles: descriptors take
 longer for rows that there are not than for others (4096 x 14336, 33 rows in a tile of 64: 54 us on one H200, and 33 us
@@ -20,8 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_splits import num_multiprocessors
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .linear import LINES, request_lines
 from .types import LinearTiles
 

@@ -1,15 +1,9 @@
-"""Triton low-rank updates of linear layers (LoRA); the reference is `low_rank_reference.add_low_rank`.
-
-Shapes: inputs `[n, in]`, rows' adapters `[n]`, for layer l and adapter a down `[r, in]` and up `[N_l, r]`, outputs of L
-layers side by side `[n, sum of N_l]`:
-
-    out[i, o of l] += sum_{a: row i has a} scale[l, a] sum_r up[l, a][o, r] sum_k down[l, a][r, k] inputs[i, k]
+"""Triton low-rank updates of linear layers (LoRA), see `low_rank_reference`.
 
 Two launches. The first makes the narrow products, with the sum over k cut into parts whose bounds depend on the input
 features only, so that few rows have many programs; the second adds the parts in order and multiplies by `up`. Programs
 are of one adapter each, and do nothing if none of their rows has it, so weights that no row needs are not read.
-A row's result has the same bits whatever other rows there are, and is the same number whatever adapters these have.
-"""
+A row's result has the same bits whatever other rows there are, and is the same number whatever adapters these have."""
 
 from __future__ import annotations
 
@@ -17,9 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import low_rank_reference
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, implements, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 
 # Rows of a program, and input features that it multiplies at a time.
 ROWS, DEPTH = tl.constexpr(16), tl.constexpr(128)
@@ -168,7 +160,6 @@ def _up_kernel(
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@implements(low_rank_reference.add_low_rank)
 def add_low_rank(out, inputs, adapters, down, up, places, scales, sizes):
     """See `low_rank_reference.add_low_rank`. Launches depend on shapes and strides only."""
     num_rows, size_in = inputs.shape

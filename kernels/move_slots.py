@@ -1,11 +1,6 @@
-"""Triton move of the nodes of an accepted path; the reference is `move_slots_reference.move_slots`.
+"""Triton move of the nodes of an accepted path, see `move_slots_reference`.
 
-Shapes: buffers `[B, slots, heads, width]`, path `[B, D + 1]`, lengths and committed `[B]`. With the root's slot
-r = lengths[b] - committed[b] - 1, for 0 < j < committed[b]:
-
-    buffer[b, r + j] = buffer[b, r + path[b, j]]
-
-for all buffers in one launch: a table has the address of each, its strides and how much a slot holds, in bytes.
+All buffers are moved in one launch: a table has the address of each, its strides and how much a slot holds, in bytes.
 """
 
 from __future__ import annotations
@@ -17,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 
 # Words of a slot that a program moves.
 TILE = tl.constexpr(512)

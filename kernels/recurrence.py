@@ -1,18 +1,8 @@
-"""Triton recurrence of linear attention and state-space layers; the reference is `recurrence_reference.recurrence`.
+"""Triton recurrence of linear attention and state-space layers, see `recurrence_reference`.
 
-Shapes: query and key `[B, n, Hk, K]`, value `[B, n, H, V]`, decay `[B, n, H]`, `[B, n, H, K]` or `[B, n, H, V]`, beta
-`[B, n, H]`, state S `[B, H, K, V]`, rates `[H, K, V]`, base and certain `[B]`, positions `[B, n]`, result
-`[B, n, H, V]`; the ring has R slots in place of n columns. For the positions from `base` to the last of the block:
-
-    S = S * exp(decay)
-    u = beta * (value - S^T key) with the delta rule, else beta * value; before the block u is read from the ring
-    S = S + key u^T
-    out = S^T query
-
-The columns of S are independent of each other: a program keeps some of them in registers from the first replayed
-position to the last column, so the state is read once and written once, whatever the number of drafts. Sums are in
-float32 without `tl.dot`, which would round the state to TF32.
-"""
+The columns of the state are independent of each other: a program keeps some of them in registers from the first
+replayed position to the last column, so the state is read once and written once, whatever the number of drafts. Sums
+are in float32 without `tl.dot`, which would round the state to TF32."""
 
 from __future__ import annotations
 
@@ -20,9 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import recurrence_reference
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, implements, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .ring import find_block
 
 # Elements of the state that a program, which is one warp, keeps in registers.
@@ -238,7 +226,6 @@ def choose_value_block(dim: int, value_dim: int) -> int:
     return min(triton.next_power_of_2(value_dim), max(8, min(64, _TILE // triton.next_power_of_2(dim))))
 
 
-@implements(recurrence_reference.recurrence)
 def recurrence(
     query, key, value, decay, beta, state, ring, base, certain, positions, dummy, delta, normalize, scale, rates=None
 ):

@@ -18,8 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .types import VerificationResult
 
 LEAST_KEY = tl.constexpr(-(2**63))

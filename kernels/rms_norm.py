@@ -1,14 +1,8 @@
-"""Triton normalisation over the last dimension, also of a sum; the references are in `rms_norm_reference`.
-
-Shapes: inputs, addend, total and result `[rows, D]`, weight `[D]`:
-
-    result[r] = x[r] / sqrt(mean(x[r]^2) + eps) * (offset + weight),  x[r] = inputs[r], less its mean if CENTERED
-    total[r] = inputs[r] + addend[r], rounded to the dtype, and normed in the place of inputs[r]
+"""Triton normalisation over the last dimension, also of a sum, see `rms_norm_reference`.
 
 One program computes whole rows. The order of its sums depends on D and the dtype only: the sizes of blocks do, and
 rows are given to the kernel so that Triton's compiler knows the same about their alignment for every number of rows
-and every stride. So a row's result is the same bits whatever rows are beside it.
-"""
+and every stride. So a row's result is the same bits whatever rows are beside it."""
 
 from __future__ import annotations
 
@@ -18,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .types import NormKind
 
 # Rows of fewer elements share a program.
@@ -112,7 +105,7 @@ def _rows_of(inputs: torch.Tensor) -> tuple[torch.Tensor, int, int, int] | None:
     return (inputs, inner, stride_outer, stride_inner) if is_contiguous or is_aligned else None
 
 
-def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind) -> torch.Tensor:
+def rms_norm(inputs, weight, eps, kind):
     """See `rms_norm_reference.rms_norm`; sums in float32. One launch that depends on shapes and strides only.
 
     Rows may be at up to two strides, as the heads of a part of a wider tensor are; others are copied first.
@@ -120,9 +113,7 @@ def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind
     return _rms_norm(inputs, None, weight, eps, kind)[1]
 
 
-def add_rms_norm(
-    inputs: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(inputs, addend, weight, eps, kind):
     """See `rms_norm_reference.add_rms_norm`; the same bits as a sum by PyTorch and then `rms_norm`. One launch.
 
     Rows of `inputs` may be at up to two strides.

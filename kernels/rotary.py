@@ -1,35 +1,98 @@
-"""Triton rotary position embedding of query and key in one launch, which may store key and value; the references are
-in `rotary_reference`.
+"""Triton rotary position embedding, see `rotary_reference`: cosines and sines, in float32 with the functions that
+PyTorch's kernels use; and query and key in one launch, which may store key and value.
 
-Shapes: query, key and results `[B, heads, n, D]`, cosines and sines `[B or 1, n, R]` or `[B or 1, n, R / 2]`. For pair
-(x1, x2) of a head, with cosines (c1, c2) and sines (s1, s2) of its token:
-
-    result = (x1 c1 - x2 s1, x2 c2 + x1 s2)
-
-With a cache of keys `[B, slots, heads, D]` and values `[B, slots, heads, Dv]`, token i of row b stores its key and its
-value at slot positions[b, i]; with scales `[B, slots, heads, 2]` as float8, see `float8_reference`.
-
-Every product and sum is rounded as PyTorch rounds it when each is a kernel of its own, so the result is the same bits.
+Every product and sum is rounded as PyTorch rounds it when each is a kernel of its own, so results are the same bits.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
-from . import rotary_reference
-from .dependent_launch import dependent_launch, wait_for_inputs
 from .float8 import magnitudes, scales_of
-from .jit import Unspecialised, implements, kernel
 from .kv_cache import copy_heads
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .types import RotaryKind
 
 # Elements of a program, of one token and several heads.
 _ELEMENTS, _ELEMENTS_OF_WARP = 1024, 512
+
+
+@kernel
+def _rotary_angles_kernel(
+    frequencies_ptr,
+    positions_ptr,
+    cos_ptr,
+    sin_ptr,
+    num_tokens: Unspecialised,
+    positions_stride_b: Unspecialised,
+    positions_stride_n: Unspecialised,
+    scaling,
+    ANGLES: tl.constexpr,
+    REPEATS: tl.constexpr,
+    LIBDEVICE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The angles of one token.
+
+    Grid: (B * n,). Reads a position and all `frequencies`; writes a row of `cos` and of `sin`. Without LIBDEVICE, which
+    the interpreter lacks, the last bits may differ.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, BLOCK)
+    is_pair = pair < ANGLES
+    frequency = tl.load(frequencies_ptr + pair, mask=is_pair, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    row, column = token // num_tokens, token % num_tokens
+    position = tl.load(positions_ptr + row * positions_stride_b + column * positions_stride_n)
+    angle = position.to(tl.float32) * frequency
+    cos = (libdevice.cos(angle) if LIBDEVICE else tl.cos(angle)) * scaling
+    sin = (libdevice.sin(angle) if LIBDEVICE else tl.sin(angle)) * scaling
+    cos = cos.to(cos_ptr.dtype.element_ty)
+    sin = sin.to(sin_ptr.dtype.element_ty)
+    size: tl.constexpr = ANGLES if REPEATS == "once" else 2 * ANGLES
+    first = 2 * pair if REPEATS == "pairs" else pair
+    tl.store(cos_ptr + token * size + first, cos, mask=is_pair)
+    tl.store(sin_ptr + token * size + first, sin, mask=is_pair)
+    if REPEATS != "once":
+        second = first + (1 if REPEATS == "pairs" else ANGLES)
+        tl.store(cos_ptr + token * size + second, cos, mask=is_pair)
+        tl.store(sin_ptr + token * size + second, sin, mask=is_pair)
+
+
+def rotary_angles(frequencies, positions, dtype, kind):
+    """See `rotary_reference.rotary_angles`. One launch that depends on shapes and strides only."""
+    assert frequencies.is_contiguous(), "frequencies must be contiguous"
+    batch, num_tokens = positions.shape
+    count = len(frequencies)
+    size = count if kind.repeats == "once" else 2 * count
+    cos, sin = (torch.empty(batch, num_tokens, size, dtype=dtype, device=positions.device) for _ in range(2))
+    if cos.numel() == 0:
+        return cos, sin
+    block = triton.next_power_of_2(count)
+    _rotary_angles_kernel[(batch * num_tokens,)](
+        frequencies,
+        positions,
+        cos,
+        sin,
+        num_tokens,
+        *positions.stride(),
+        float(kind.scaling),
+        ANGLES=count,
+        REPEATS=kind.repeats,
+        LIBDEVICE=positions.is_cuda,
+        BLOCK=block,
+        num_warps=max(1, min(4, block // 32)),
+        # The product is rounded before the functions reduce it.
+        enable_fp_fusion=False,
+        **dependent_launch(positions.device),
+    )
+    return cos, sin
 
 
 @triton.jit
@@ -227,9 +290,7 @@ def _sizes(most_heads: int, pairs: int, rest: int) -> tuple[int, int, int, int]:
     return heads, block, rest_block, max(1, 2 * heads * block // _ELEMENTS_OF_WARP)
 
 
-def rotary(
-    cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind
-) -> list[torch.Tensor]:
+def rotary(cos, sin, states, kind):
     """See `rotary_reference.rotary`; of one or two tensors. One launch that depends on shapes and strides only.
 
     Results have the memory of `[B, n, heads, D]`.
@@ -241,7 +302,6 @@ def rotary(
     return outputs
 
 
-@implements(rotary_reference.rotate_and_store)
 def rotate_and_store(cos, sin, states, kind, keys, values, value_states, positions, scales=None):
     """See `rotary_reference.rotate_and_store`; equal bit for bit. One launch; safe in a CUDA graph."""
     *query, key = states

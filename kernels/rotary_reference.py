@@ -1,4 +1,4 @@
-"""PyTorch reference of rotary position embeddings (RoPE, arXiv 2104.09864)."""
+"""PyTorch references of rotary position embeddings (RoPE, arXiv 2104.09864)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,27 @@ from collections.abc import Sequence
 import torch
 
 from .kv_cache_reference import write_kv
-from .types import RotaryKind
+from .types import AnglesKind, RotaryKind
+
+
+def rotary_angles(
+    frequencies: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype, kind: AnglesKind
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of `positions` `[B, n]` int64 times `frequencies` `[R / 2]`, float32 or narrower; in float32,
+    and cast to `dtype` at the end. Each is `[B, n, R]`, or `[B, n, R / 2]` if `kind.repeats` is `"once"`."""
+    angles = positions[..., None].float() * frequencies.float()
+    if kind.repeats == "halves":
+        angles = torch.cat([angles, angles], dim=-1)
+    elif kind.repeats == "pairs":
+        angles = angles.repeat_interleave(2, dim=-1)
+    return (angles.cos() * kind.scaling).to(dtype), (angles.sin() * kind.scaling).to(dtype)
 
 
 def rotary(
     cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind
 ) -> list[torch.Tensor]:
     """Rotate the first R elements of every head of `states`, query, key or both, `[B, heads, n, D]` with numbers of
-    heads of their own; the others are copied. The formula is in `rotary`.
+    heads of their own; the others are copied. A pair (x1, x2) becomes (x1 c1 - x2 s1, x2 c2 + x1 s2).
 
     `cos` and `sin` are `[B or 1, n, R]`, or `[B or 1, n, R / 2]` if `kind.half_angles`; `kind` says which elements are
     pairs.

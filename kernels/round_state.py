@@ -1,19 +1,6 @@
-"""Triton kernels of what a round does with the rows of a `DecodeState`; the references are in `round_state_reference`.
+"""Triton kernels of what a round does with the rows of a `DecodeState`, see `round_state_reference`.
 
-Shapes: tokens `[B, slots]`; lengths, limits, finished and offsets `[B]`; drafts `[B, K]`; ends `[B, E]`; tokens of a
-result `[B, n]`, accepted and committed `[B]`. For position p = lengths[b] + first + i of row b:
-
-    slot = dummy if finished[b] or p > limits[b] - 2, else p
-    position id = slot + offsets[b], 0 for the dummy slot
-    committed'[b] = min(committed[b], limits[b] - lengths[b]) up to the first i with result[b, i] in ends[b] or
-                    NO_TOKEN, that one included; 0 if finished[b]
-
-The drafts may be the nodes of a tree, see `Tree`, node i with slot lengths[b] - 1 + i and position
-p = lengths[b] - 1 + depths[b, i]; the position is dummy if finished[b], if p > limits[b] - 2 and if the node is not
-used, the slot if finished[b].
-
-Then tokens[b, lengths[b] + i] = max(result[b, i], 0) for i < committed'[b]. One program computes a row.
-"""
+One program computes a row."""
 
 from __future__ import annotations
 
@@ -21,9 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import round_state_reference
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, implements, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .types import NO_TOKEN
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
@@ -82,21 +67,17 @@ def _slots_kernel(
         tl.store(block_ptr + row * count + column, tl.where(column == 0, last, token), mask=is_column)
 
 
-def next_slots(
-    lengths: torch.Tensor, limits: torch.Tensor, finished: torch.Tensor, first: int, count: int, dummy: int
-) -> torch.Tensor:
+def next_slots(lengths, limits, finished, first, count, dummy):
     """See `round_state_reference.next_slots`; equal. One launch."""
     return _slots(None, lengths, limits, finished, None, None, None, first, count, dummy)[1]
 
 
-@implements(round_state_reference.block)
 def block(tokens, lengths, limits, finished, drafts, dummy):
     """See `round_state_reference.block`; equal. One launch."""
     count = drafts.shape[1] + 1
     return _slots(tokens, lengths, limits, finished, drafts, None, None, -1, count, dummy)[:2]
 
 
-@implements(round_state_reference.tree_block)
 def tree_block(tokens, lengths, limits, finished, drafts, parents, depths, dummy):
     """See `round_state_reference.tree_block`; equal. One launch."""
     assert parents.is_contiguous() and depths.is_contiguous()
@@ -170,7 +151,7 @@ def _position_ids_kernel(
     tl.store(out_ptr + row * width + column, tl.where(slot < dummy, position, 0), mask=is_column)
 
 
-def position_ids(slots: torch.Tensor, offsets: torch.Tensor | None, dummy: int) -> torch.Tensor:
+def position_ids(slots, offsets, dummy):
     """See `round_state_reference.position_ids`; equal. One launch."""
     batch, width = slots.shape
     assert offsets is None or offsets.is_contiguous()
@@ -246,7 +227,6 @@ def _commit_kernel(
         tl.store(kept.committed + row, committed)
 
 
-@implements(round_state_reference.commit)
 def commit(tokens, lengths, finished, limits, ends, result, kept):
     """See `round_state_reference.commit`; equal, but the last slot of `tokens` is not written. One launch."""
     batch, width = result.tokens.shape

@@ -9,9 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import rounded_inputs_reference
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import implements, kernel
+from .launch import dependent_launch, kernel, wait_for_inputs
 from .rounded_inputs_reference import LARGEST, LEAST_SCALE
 
 # Inputs of a program whose groups are smaller.
@@ -74,7 +72,6 @@ def _round_kernel(
     tl.store(out_ptr + row * size_in + column, (rounded * scale[:, None]).to(inputs.dtype), mask=is_column)
 
 
-@implements(rounded_inputs_reference.rounded_inputs)
 def rounded_inputs(inputs, weight):
     """See `rounded_inputs_reference.rounded_inputs`. One launch that depends on shapes and strides only."""
     size_in = inputs.shape[-1]

@@ -1,14 +1,7 @@
-"""Triton reductions of rows with one order of summation; the references are in `row_reductions_reference`.
+"""Triton reductions of rows with one order of summation, in float32, see `row_reductions_reference`.
 
-Shapes: values `[outer, size, inner]` and its sum `[outer, inner]`; values, softmax and running sums `[rows, size]`.
-
-    sum[o, i] = sum_k values[o, k, i]
-    softmax[r, k] = exp(values[r, k] - m) / sum_j exp(values[r, j] - m),    m = max_j values[r, j]
-    running[r, k] = sum_(j <= k) values[r, j]
-
-All in float32. One program reduces a row, in blocks and by warps of which there are as many as the row's size asks for:
-the bits of a result do not depend on the number of rows.
-"""
+One program reduces a row, in blocks and by warps of which there are as many as the row's size asks for: the bits of a
+result do not depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -16,8 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 
 # Elements of a row that a program reads at a time, and of which it has a partial sum each; and elements of a warp.
 _MOST_AT_A_TIME, _OF_A_WARP = 4096, 512
@@ -111,7 +103,7 @@ def _block(size: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": max(1, block // _OF_A_WARP)}
 
 
-def row_sum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def row_sum(values, dtype):
     """See `row_reductions_reference.row_sum`; accumulates in float32. One launch; safe in a CUDA graph."""
     outer, size, inner = values.shape
     values = values.contiguous()
@@ -125,7 +117,7 @@ def row_sum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def row_softmax(values: torch.Tensor, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
+def row_softmax(values, dtype, is_log):
     """See `row_reductions_reference.row_softmax`; in float32. One launch; safe in a CUDA graph."""
     values = values.contiguous()
     out = torch.empty_like(values, dtype=dtype)
@@ -134,7 +126,7 @@ def row_softmax(values: torch.Tensor, dtype: torch.dtype, is_log: bool) -> torch
     return out
 
 
-def row_cumsum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def row_cumsum(values, dtype):
     """See `row_reductions_reference.row_cumsum`; accumulates in float32. One launch; safe in a CUDA graph."""
     values = values.contiguous()
     out = torch.empty_like(values, dtype=dtype)

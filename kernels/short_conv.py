@@ -1,20 +1,11 @@
-"""Triton causal depthwise convolution over positions; the reference is `short_conv_reference.short_conv`.
-
-Shapes: inputs `[B, n, C]`, ring `[B, Rc, C]`, positions `[B, n]`, weight `[C, W]`, bias `[C]`, result `[B, n, C]`.
-
-    out[b, i, c] = f(bias[c] + sum_t weight[c, t] x[b, positions[b, i] - W + 1 + t, c])
-
-with f = SiLU or the identity, and x[b, p, c] of the block, of the ring where p is before the block, or 0 where p < 0.
-"""
+"""Triton causal depthwise convolution over positions, see `short_conv_reference`."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from . import short_conv_reference
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, implements, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .ring import find_block
 
 CHANNEL_BLOCK = tl.constexpr(64)
@@ -103,7 +94,6 @@ def _short_conv_kernel(
         tl.store(ring_ptr + (position % RING)[:, None] * CHANNELS + channel[None, :], new, mask=mask)
 
 
-@implements(short_conv_reference.short_conv)
 def short_conv(inputs, ring, positions, dummy, weight, bias, silu):
     """See `short_conv_reference.short_conv`; sums in float32. One launch that depends on shapes and strides only."""
     batch, num_columns, channels = inputs.shape

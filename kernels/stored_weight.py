@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import wait_for_inputs
+from .launch import wait_for_inputs
 from .rounded_inputs import divide_by_scales
 from .stored_weight_reference import CODES
 from .types import SCALES_OF_OUTER, StoredWeight

@@ -15,8 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .types import LONGEST_MATCH, MOST_OCCURRENCES, NO_TOKEN, PLACE_BITS
 
 BLOCK, LONGEST = tl.constexpr(2048), tl.constexpr(LONGEST_MATCH)
@@ -156,7 +155,7 @@ def _drafts_kernel(
         goes_on = goes_on & (token == draft)
 
 
-def suffix_drafts(tokens: torch.Tensor, lengths: torch.Tensor, history: torch.Tensor, num_drafts: int) -> torch.Tensor:
+def suffix_drafts(tokens, lengths, history, num_drafts):
     """See `suffix_drafts_reference.suffix_drafts`; equal. Two launches and a `topk`."""
     assert tokens.stride(1) == 1 and lengths.is_contiguous() and history.is_contiguous()
     batch, history_blocks = len(tokens), triton.cdiv(len(history), BLOCK.value)

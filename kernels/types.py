@@ -9,7 +9,7 @@ import torch
 
 
 class DraftInputs(NamedTuple):
-    """Inputs of a drafter's first forward pass in a round, `[B, W]` int64 each; written by `prepare_inputs`.
+    """Inputs of a drafter's first forward pass in a round, `[B, W]` int64 each; made by `prepare_inputs`.
 
     Attributes:
         tokens: token ids to embed.
@@ -23,15 +23,6 @@ class DraftInputs(NamedTuple):
     slots: torch.Tensor
     positions: torch.Tensor
     sources: torch.Tensor
-
-    @classmethod
-    def allocate(cls, batch: int, width: int, device: torch.device | str) -> DraftInputs:
-        """Buffers for `batch` rows of `width` columns: K + 1 for the tokens of a round, and K - 1 for masks."""
-        return cls(*(torch.zeros(batch, width, dtype=torch.int64, device=device) for _ in cls._fields))
-
-    def first(self, width: int) -> DraftInputs:
-        """The first `width` columns of the buffers."""
-        return DraftInputs(*[buffer[:, :width] for buffer in self])
 
 
 class RandomStream(IntEnum):

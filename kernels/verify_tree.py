@@ -1,14 +1,4 @@
-"""Triton verification by the target's own tokens; the reference is `verify_tree_reference.verify_tree`.
-
-Shapes: scores `[B, N + 1, V]`, drafts `[B, N]`, parents and depths `[B, N + 1]`, tokens and path `[B, D + 1]`, accepted
-and committed `[B]`. With p_i = softmax(scores[b, i]) and e_i = race_times(TARGET) of position lengths[b] + depths[b, i]
-
-    chosen_i = argmax over v of scores[b, i, v], or of p_i(v) / e_i(v) with seeds
-    path_0 = 0,    path_(j + 1) = the i with parents[b, i] = path_j and drafts[b, i - 1] = chosen_(path_j)
-
-accepted is the largest j with a path_j, tokens[j] = chosen_(path_j). Without parents, those of node i are i - 1, and
-tokens are all of chosen.
-"""
+"""Triton verification by the target's own tokens, see `verify_tree_reference`."""
 
 from __future__ import annotations
 
@@ -16,10 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import verify_tree_reference
-from .dependent_launch import dependent_launch, wait_for_inputs
 from .draft_sampling import draw_keys
-from .jit import Unspecialised, implements, kernel
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .reduction import LEAST_KEY, argmax_keys, empty_result, index_of_key, is_key_of_nan
 from .types import NO_TOKEN, RandomStream
 
@@ -91,7 +79,6 @@ def _walk_kernel(
     tl.store(out.committed + row, accepted + 1)
 
 
-@implements(verify_tree_reference.verify_tree)
 def verify_tree(scores, drafts, parents, depths, seeds, lengths, depth):
     """See `verify_tree_reference.verify_tree`; equal, but for tokens that rounding decides. Two or three launches.
 

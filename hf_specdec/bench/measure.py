@@ -173,7 +173,6 @@ class Run:
     seconds: float = 0.0
     tokens: int = 0
     rounds: int = 0
-    timed_rounds: int = 0
     timed_seconds: float = 0.0
     to_first: list[float] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
@@ -287,7 +286,6 @@ class Bench:
             rounds = drafter.stats.num_rounds if drafter is not None else out.shape[1] - prompt - 1
             run.tokens += sum(counts)
             run.rounds += rounds
-            run.timed_rounds += rounds
             run.timed_seconds += clock.last - clock.first
             run.to_first.append(clock.first - start)
             lengths = inputs["attention_mask"].sum(dim=1).tolist()
@@ -298,11 +296,11 @@ class Bench:
 
     def _run_requests(self, batches: list[Batch], drafter: Drafter, options: dict[str, Any]) -> Run:
         """The prompts of all batches as requests; no time of a round, since prefill runs between rounds."""
-        prompts, num_rows = _prompts_of(batches), len(batches[0]["input_ids"])
-        config = ContinuousBatchingConfig(max_requests_per_batch=num_rows)
+        prompts = _prompts_of(batches)
+        config = ContinuousBatchingConfig(max_requests_per_batch=len(batches[0]["input_ids"]))
         torch.manual_seed(0)
         run = self._run_manager if self.serve else self._run_bulk
-        seconds, results = run(prompts, num_rows, config, self.options | options)
+        seconds, results = run(prompts, config, self.options | options)
         texts = [result.generated_tokens for result in results]
         return Run(
             seconds=seconds,
@@ -315,7 +313,7 @@ class Bench:
         )
 
     def _run_bulk(
-        self, prompts: list[list[int]], _: int, config: ContinuousBatchingConfig, options: dict[str, Any]
+        self, prompts: list[list[int]], config: ContinuousBatchingConfig, options: dict[str, Any]
     ) -> tuple[float, list[GenerationOutput]]:
         """Seconds and results of one call over all prompts."""
         synchronize(self.target.device)
@@ -324,7 +322,7 @@ class Bench:
         return time.perf_counter() - start, list(out.values())
 
     def _run_manager(
-        self, prompts: list[list[int]], in_flight: int, config: ContinuousBatchingConfig, options: dict[str, Any]
+        self, prompts: list[list[int]], config: ContinuousBatchingConfig, options: dict[str, Any]
     ) -> tuple[float, list[GenerationOutput]]:
         """Seconds and results of all prompts by a manager; a request is added whenever one has ended."""
         with self.target.continuous_batching_context_manager(
@@ -334,7 +332,8 @@ class Bench:
             **options,
         ) as manager:
             start, results = time.perf_counter(), {}
-            names = [manager.add_request(prompt, record_timestamps=True) for prompt in prompts[:in_flight]]
+            first = prompts[: config.max_requests_per_batch]
+            names = [manager.add_request(prompt, record_timestamps=True) for prompt in first]
             while len(results) < len(prompts):
                 result = manager.get_result()
                 if result is None or result.error is not None:
@@ -350,8 +349,8 @@ class Bench:
         case.tokens_per_second = Spread.of([run.tokens / run.seconds for run in runs])
         if first.to_first:
             case.ms_to_first_token = Spread.of([1e3 * statistics.fmean(run.to_first) for run in runs])
-        if all(run.timed_rounds > 0 for run in runs):
-            case.ms_per_round = Spread.of([1e3 * run.timed_seconds / run.timed_rounds for run in runs])
+        if all(run.to_first and run.rounds > 0 for run in runs):
+            case.ms_per_round = Spread.of([1e3 * run.timed_seconds / run.rounds for run in runs])
         results = [one for run in runs for one in run.results]
         case.request_to_first_token = Latency.of([one.timestamps[0] - one.created_time for one in results])
         spans = [one.timestamps for one in results if len(one.timestamps) > 1]

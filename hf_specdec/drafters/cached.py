@@ -27,13 +27,11 @@ class DraftMemory:
 
     Attributes:
         cache: its keys and values.
-        inputs: buffers of a round's first pass.
         draft_ids: `[vocab_size]` int64, the id of each target token in the draft vocabulary (see `Proposal.draft_ids`);
             None if the vocabularies agree or drafts are not drawn.
     """
 
     cache: RaggedCache
-    inputs: DraftInputs
     draft_ids: torch.Tensor | None
 
     @property
@@ -205,14 +203,11 @@ class CachedDrafter(Drafter):
         return hidden
 
     def new_memory(self, state: DecodeState) -> DraftMemory:
-        batch, num_drafts = state.lengths.shape[0], state.most_draft_tokens
-        width = num_drafts + 1 + self.num_masks(num_drafts)
-        layers = self.cached_layers.storing(self.key_dtype)
-        draft_ids = None
+        layers, draft_ids = self.cached_layers.storing(self.key_dtype), None
         if state.draft_probs and self.target_ids is not None:
             draft_ids = ops.invert_draft_vocabulary(self.target_ids, self.config.vocab_size)
-        cache = RaggedCache(layers, state.slots, state.lengths, state.draft_starts, num_drafts, num_again=1)
-        return DraftMemory(cache, DraftInputs.allocate(batch, width, state.lengths.device), draft_ids)
+        places = state.slots, state.lengths, state.draft_starts
+        return DraftMemory(RaggedCache(layers, *places, state.most_draft_tokens, num_again=1), draft_ids)
 
     def copy_rows(
         self, state: DecodeState, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor
@@ -240,18 +235,18 @@ class CachedDrafter(Drafter):
         self.extend_cache(state, Columns(tokens, slots=positions, positions=ids, hidden=hidden), num_logits=0)
 
     def prepare_inputs(
-        self, state: DecodeState, inputs: DraftInputs, committed: torch.Tensor, limits: torch.Tensor, num_masks: int
-    ) -> None:
+        self, state: DecodeState, committed: torch.Tensor, limits: torch.Tensor, width: int, num_masks: int
+    ) -> DraftInputs:
         """`ops.prepare_inputs` with what the state and the family give."""
         rows = state.tokens, state.lengths, committed, limits, state.finished
-        ops.prepare_inputs(*rows, inputs, num_masks, self.config.mask_token_id or 0, self.shift)
+        return ops.prepare_inputs(*rows, width, num_masks, self.config.mask_token_id or 0, self.shift)
 
     def propose(
         self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
     ) -> Proposal:
         num_masks = self.num_masks(state.num_draft_tokens)
-        inputs = state.memory.inputs.first(result.tokens.shape[1] + num_masks)
-        self.prepare_inputs(state, inputs, result.committed, state.limits, num_masks)
+        width = result.tokens.shape[1] + num_masks
+        inputs = self.prepare_inputs(state, result.committed, state.limits, width, num_masks)
         hidden = self.gather_hidden_states(self.combine_hidden_states(aux_hidden_states), inputs.sources)
         num_logits = 1 + num_masks if state.num_draft_tokens > 0 else 0
         positions = inputs.positions

@@ -116,10 +116,10 @@ class DFlashDrafter(DraftLayersDrafter):
     ) -> Proposal:
         num_context = result.tokens.shape[1]
         num_tokens = self.num_masks(state.num_draft_tokens) if state.num_draft_tokens > 0 else 0
-        inputs = state.memory.inputs.first(num_context + num_tokens)
         # A column with slot p is taken to draft the token at p + 2, but drafts that at p + 1, or at p.
         reach = 1 if self.config.anchor_first else 2
-        self.prepare_inputs(state, inputs, result.committed, state.limits + reach, num_tokens)
+        limits, width = state.limits + reach, num_context + num_tokens
+        inputs = self.prepare_inputs(state, result.committed, limits, width, num_tokens)
         combined = self.combine_hidden_states(aux_hidden_states)
         context = self.gather_hidden_states(combined, inputs.sources[:, :num_context])
         positions = inputs.positions + state.position_offsets[:, None]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .. import layer_ops
+from .. import ops
 from ..checkpoints.checkpoint import Checkpoint
 from ..config import DraftLayersConfig
 from ..modules.hidden_states import check_aux_hidden_states, decoder_layers
@@ -128,4 +128,4 @@ class DraftLayersDrafter(CachedDrafter):
         return passes, [(1, weights(self.read_once)), (num_draft_tokens, weights(self.read_by_draft)), (passes, each)]
 
     def gather_hidden_states(self, hidden: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-        return layer_ops.gather_rows(hidden, sources, self.mask_state)
+        return ops.gather_rows(hidden, sources, self.mask_state)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from ..config import DFlash2Config, DFlashConfig, DraftLayersConfig, Eagle3Config
 from ..host.modeling import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
-from ..layer_ops import RotaryKind
+from ..kernels.types import RotaryKind
 from ..modules.deferred import residual_stream, rotated
 from ..modules.patch import uses_layer_kernels
 

@@ -186,16 +186,13 @@ class MtpDrafter(CachedDrafter):
         return self._num_rerun(num_draft_tokens, has_trees) - 1
 
     def new_memory(self, state: DecodeState) -> MtpMemory:
-        memory = super().new_memory(state)
-        batch, width = memory.inputs.tokens.shape
-        device, num_modules = state.lengths.device, self.config.num_modules
-        if self.chains_passes:
-            width = self._num_rerun(state.most_draft_tokens, state.most_nodes > 0)
+        memory, num_modules = super().new_memory(state), self.config.num_modules
+        batch, device = len(state.lengths), state.lengths.device
+        width = self._num_rerun(state.most_draft_tokens, state.most_nodes > 0)
         places = state.slots, state.lengths, state.draft_starts
         num_caches = -(-state.most_draft_tokens // num_modules) if self.chains_passes else 1
         return MtpMemory(
             memory.cache,
-            DraftInputs.allocate(batch, width, device),
             memory.draft_ids,
             [RaggedCache(memory.cache.kinds, *places) for _ in range(num_caches - 1)],
             torch.zeros(batch, width, self.config.hidden_size, dtype=self.dtype, device=device),
@@ -397,8 +394,8 @@ class MtpDrafter(CachedDrafter):
     def propose(self, state: DecodeState, aux_hidden_states: torch.Tensor, result: VerificationResult) -> Proposal:
         memory = state.memory
         memory.append(aux_hidden_states, result.committed, state.lengths - 1)
-        inputs = memory.inputs if self.chains_passes else memory.inputs.first(result.tokens.shape[1])
-        self.prepare_inputs(state, inputs, memory.num_columns, state.limits, num_masks=0)
+        width = (memory.hidden if self.chains_passes else result.tokens).shape[1]
+        inputs = self.prepare_inputs(state, memory.num_columns, state.limits, width, num_masks=0)
         if state.num_nodes and state.num_draft_tokens:
             return self._draft_tree(state, inputs)
         drafts = self._draft_by_modules(state, inputs) if self.chains_passes else self._draft_by_target(state, inputs)

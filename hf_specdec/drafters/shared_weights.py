@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .. import layer_ops
+from .. import ops
 from ..checkpoints.tensors import is_plain, plain_weight
 from ..modules.patch import uses_layer_kernels
 from ..modules.signature import places_of, versions_of
@@ -98,7 +98,7 @@ def embed(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> tor
     """Embeddings `[..., H]` of `tokens` `[...]` int64 by `weight` `[V, H]`, on the tokens' device."""
     is_here = weight.device == tokens.device and weight.dtype == dtype and tokens.dim() == 2
     if is_here and not weight.requires_grad and uses_layer_kernels(weight):
-        return layer_ops.gather_rows(weight[None], tokens, None)
+        return ops.gather_rows(weight[None], tokens, None)
     # The embedding of a target that is split over devices may be on another device than its last layer.
     return F.embedding(tokens.to(weight.device), weight).to(tokens.device, dtype)
 

@@ -84,7 +84,7 @@ class GrowingTree:
         Without a state columns have tokens, parents and hidden states only.
 
         Args:
-            feedback, offsets, first, behind, is_chained: see `grow_tree_reference.grow_tree`.
+            feedback, offsets, first, behind, is_chained: see `draft_tree_reference.grow_tree`.
             has_front: whether any draft is gone on from.
         """
         before = self._columns

@@ -1,7 +1,7 @@
 """Tensors whose elements are computed when something reads them: together with what reads them, where that is an op.
 
 Modules add to the residual stream and norm the sum, or rotate keys and store them, in Python of their own. An op that
-computes both in one kernel takes such a tensor over (`layer_ops.add_rms_norm`, `rotate_and_store`); before anything
+computes both in one kernel takes such a tensor over (`ops.add_rms_norm`, `rotate_and_store`); before anything
 else reads it, torch calls `Deferred.__torch_function__`, which computes it.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .. import layer_ops, ops
-from ..layer_ops import RotaryKind
+from .. import ops
+from ..kernels.types import RotaryKind
 from .patch import DTYPES, uses_layer_kernels
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -104,24 +104,24 @@ def _deferred_sum(first: Any, second: Any) -> Deferred | None:
 
 
 def residual_stream(states: torch.Tensor) -> torch.Tensor:
-    """`states`, sums with which are computed by the norm that reads them, where layers run the ops of `layer_ops`."""
+    """`states`, sums with which are computed by the norm that reads them, where layers run the ops of `ops`."""
     if type(states) is not torch.Tensor or states.dtype not in DTYPES or torch.is_grad_enabled():
         return states
     return Deferred.of(states, states) if uses_layer_kernels(states) else states
 
 
-def normed(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: layer_ops.NormKind) -> torch.Tensor:
-    """`layer_ops.rms_norm`; computes `inputs`, too, if they are a sum that is not computed."""
+def normed(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: ops.NormKind) -> torch.Tensor:
+    """`ops.rms_norm`; computes `inputs`, too, if they are a sum that is not computed."""
     pending = inputs.pending if isinstance(inputs, Deferred) else None
     if not isinstance(pending, Sum):
-        return layer_ops.rms_norm(plain(inputs), weight, eps, kind)
-    inputs.value, out = layer_ops.add_rms_norm(*pending.terms, weight, eps, kind)
+        return ops.rms_norm(plain(inputs), weight, eps, kind)
+    inputs.value, out = ops.add_rms_norm(*pending.terms, weight, eps, kind)
     inputs.pending = None
     return out
 
 
 class Rotation:
-    """Rotary embedding of query and key, or of one of them; arguments as of `layer_ops.rotary`."""
+    """Rotary embedding of query and key, or of one of them; arguments as of `ops.rotary`."""
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind):
         self._cos, self._sin, self._states, self._kind = cos, sin, states, kind
@@ -131,7 +131,7 @@ class Rotation:
         if self._results[index] is None:
             missing = [place for place, one in enumerate(self._results) if one is None]
             states = [self._states[place] for place in missing]
-            for place, rotated in zip(missing, layer_ops.rotary(self._cos, self._sin, states, self._kind), strict=True):
+            for place, rotated in zip(missing, ops.rotary(self._cos, self._sin, states, self._kind), strict=True):
                 self._results[place] = rotated
         return self._results[index]
 
@@ -144,7 +144,7 @@ class Rotation:
         if not is_new or not (is_same or new[2] is not None):
             return False
         rotation = self._cos, self._sin, self._states, self._kind
-        self._results[:-1] = layer_ops.rotate_and_store(*rotation, keys, values, *new)
+        self._results[:-1] = ops.rotate_and_store(*rotation, keys, values, *new)
         return True
 
 
@@ -186,9 +186,9 @@ def read_by_attention(
 def rotated(
     cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind
 ) -> list[torch.Tensor]:
-    """`layer_ops.rotary` of query and key, computed when they are read; of keys, by what stores them."""
+    """`ops.rotary` of query and key, computed when they are read; of keys, by what stores them."""
     if torch.is_grad_enabled():
-        return layer_ops.rotary(cos, sin, states, kind)
+        return ops.rotary(cos, sin, states, kind)
     rotation = Rotation(cos, sin, states, kind)
     return [Deferred.of(one, None, rotation, index) for index, one in enumerate(states)]
 

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .. import ops
-from ..layer_ops import row_cumsum, row_softmax, row_sum
 from ..modules.patch import runs_engine
+from ..ops import row_cumsum, row_softmax, row_sum
 
 _aten = torch.ops.aten
 _Result = torch.Tensor | tuple[torch.Tensor, ...]

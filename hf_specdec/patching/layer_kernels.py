@@ -1,4 +1,4 @@
-"""Norms and gated MLPs whose small operations run as one kernel each, see `layer_ops`; so do sums before norms."""
+"""Norms and gated MLPs whose small operations run as one kernel each, see `ops`; so do sums before norms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import layer_ops
+from .. import ops
 from ..device_policy import policy_of
 from ..modules.deferred import normed, residual_stream
 from ..modules.hidden_states import modules_of
@@ -22,7 +22,7 @@ from .linear import computes, gated_linear
 def _norm_forward(module: nn.Module, norm: Norm, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if len(args) == 1 and not kwargs and uses_layer_kernels(args[0]):
         weight, inputs = module._parameters.get("weight"), args[0]
-        is_narrow = inputs.shape[-1] <= layer_ops.MAX_NORM_WIDTH
+        is_narrow = inputs.shape[-1] <= ops.MAX_NORM_WIDTH
         if is_narrow and inputs.dtype in DTYPES and (weight is None or weight.dtype == inputs.dtype):
             return normed(inputs, weight, *norm)
     return type(module).forward(module, *args, **kwargs)
@@ -38,7 +38,7 @@ def _activated(children: dict[str, nn.Module], mlp: GatedMlp, inputs: torch.Tens
     parameters = fused_parameters(children[mlp.gate], children[mlp.up]) if mlp.gate_first else None
     if parameters is not None and computes(inputs, parameters[0]):
         return gated_linear(inputs, *parameters, mlp.activation)
-    return layer_ops.gated_activation(*mlp.gate_and_up(children, inputs), mlp.activation)
+    return ops.gated_activation(*mlp.gate_and_up(children, inputs), mlp.activation)
 
 
 def _embedding_forward(module: nn.Embedding, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -47,7 +47,7 @@ def _embedding_forward(module: nn.Embedding, *args: torch.Tensor, **kwargs: Any)
     if is_plain and len(args) == 1 and not kwargs and uses_layer_kernels(weight) and weight.is_contiguous():
         tokens = args[0]
         if tokens.dim() == 2 and tokens.dtype == torch.int64 and tokens.device == weight.device:
-            return residual_stream(layer_ops.gather_rows(weight[None], tokens, None))
+            return residual_stream(ops.gather_rows(weight[None], tokens, None))
     return residual_stream(type(module).forward(module, *args, **kwargs))
 
 
@@ -59,7 +59,7 @@ def _angles_forward(
         angles = found.get(layer_type)
         frequencies = None if angles is None else module._buffers.get(angles.buffer)
         if frequencies is not None and uses_layer_kernels(states) and _fit(frequencies, states, positions):
-            return layer_ops.rotary_angles(frequencies, positions, states.dtype, angles.kind)
+            return ops.rotary_angles(frequencies, positions, states.dtype, angles.kind)
     return type(module).forward(module, *args, **kwargs)
 
 
@@ -80,7 +80,7 @@ _FORWARDS = (_norm_forward, _mlp_forward, _embedding_forward, _angles_forward)
 
 
 def layer_kernels(*models: nn.Module) -> Replacements:
-    """Context in which norms and gated MLPs of `models` run the ops of `layer_ops`, on devices whose policy says so.
+    """Context in which norms and gated MLPs of `models` run the ops of `ops`, on devices whose policy says so.
 
     Sums of outputs of embeddings and MLPs with other tensors, the residual stream, are computed by the norms that read
     them. Modules are recognised by what they compute, see `layer_probes`; those with hooks or a `forward` attribute,
@@ -107,6 +107,6 @@ def layer_kernels(*models: nn.Module) -> Replacements:
 
 
 def any_has_layer_kernels(modules: list[nn.Module]) -> bool:
-    """Whether any of `modules` has a weight on a device where layers may run the ops of `layer_ops`."""
+    """Whether any of `modules` has a weight on a device where layers may run the ops of `ops`."""
     devices = {one.device for module in modules for one in module._parameters.values() if one is not None}
     return any(policy_of(one).layer_kernels for one in devices)

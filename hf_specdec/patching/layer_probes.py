@@ -17,12 +17,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .. import layer_ops, ops
-from ..layer_ops import ACTIVATIONS, AnglesKind, NormKind
+from .. import ops
+from ..kernels.types import AnglesKind, NormKind
 from ..modules.module_hooks import has_hooks
 from ..modules.patch import DTYPES
 from ..modules.signature import OF_EVERY_MODULE, PLAIN_VALUES
 from ..modules.weights import PLAIN_WEIGHTS
+from ..ops import ACTIVATIONS
 
 NORM_KINDS = [
     NormKind(cast_first, offset, centered)
@@ -38,7 +39,7 @@ _ROUNDED_OTHERWISE = 0.005
 
 
 class Norm(NamedTuple):
-    """A norm over the last dimension, with the parameter `weight` or none: see `layer_ops.rms_norm`."""
+    """A norm over the last dimension, with the parameter `weight` or none: see `ops.rms_norm`."""
 
     eps: float
     kind: NormKind
@@ -49,7 +50,7 @@ class GatedMlp(NamedTuple):
 
     Attributes:
         gate, up, down: names of its children; gate and up are the same if one child computes both.
-        activation: see `layer_ops.gated_activation`.
+        activation: see `ops.gated_activation`.
         gate_first: of a child that computes both, whether the gate is the first half of its output.
     """
 
@@ -70,7 +71,7 @@ class GatedMlp(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """A rotary embedding, with frequencies in a buffer: see `layer_ops.rotary_angles`."""
+    """A rotary embedding, with frequencies in a buffer: see `ops.rotary_angles`."""
 
     buffer: str
     kind: AnglesKind
@@ -196,7 +197,7 @@ def _find_norm(module: nn.Module, size: int | None) -> Norm | None:
         inputs = _draw(len(_NORM_SCALES), size or _WIDTH, seed=1, dtype=dtype)
         inputs *= _column(_NORM_SCALES, dtype)
         found = copied(module, _parameters={} if weight is None else {"weight": weight})(inputs)
-        candidates = [one for one in candidates if _are_rounded_alike(found, layer_ops.rms_norm(inputs, weight, *one))]
+        candidates = [one for one in candidates if _are_rounded_alike(found, ops.rms_norm(inputs, weight, *one))]
     return candidates[0] if candidates else None
 
 
@@ -236,7 +237,7 @@ def _find_angles(module: nn.Module, sizes: dict[str, tuple[int, torch.dtype]], l
         candidates = [
             one
             for one in candidates
-            if all(map(same_bits, found, layer_ops.rotary_angles(buffers[one.buffer], positions, dtype, one.kind)))
+            if all(map(same_bits, found, ops.rotary_angles(buffers[one.buffer], positions, dtype, one.kind)))
         ]
     return candidates[0] if candidates else None
 
@@ -269,7 +270,7 @@ def _find_gated_mlp(module: nn.Module, sizes: dict[str, tuple[int, int]]) -> Gat
         return None
     for candidate in _candidates(sizes):
         gate, up = candidate.gate_and_up(stubs, inputs)
-        expected = stubs[candidate.down](layer_ops.gated_activation(gate, up, candidate.activation))
+        expected = stubs[candidate.down](ops.gated_activation(gate, up, candidate.activation))
         if same_bits(found, expected):
             return candidate
     return None

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from .. import layer_ops, ops
+from .. import ops
 from ..device_policy import DEFAULT_POLICY, DEVICE_POLICIES, policy_of
 from ..kernels.types import StoredWeight
 from ..modules.hidden_states import modules_of
@@ -90,7 +90,7 @@ def gated_linear(
     if policy.few_row_linear and ops.has_gated_linear(flat, weight):
         out = ops.linear(flat, weight, bias, activation)
         return out.reshape(*inputs.shape[:-1], out.shape[-1])
-    return layer_ops.gated_activation(*linear(inputs, weight, bias).chunk(2, dim=-1), activation)
+    return ops.gated_activation(*linear(inputs, weight, bias).chunk(2, dim=-1), activation)
 
 
 def runs_linear(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Rotary embeddings of transformers' attention layers as one kernel, see `layer_ops.rotary`.
+"""Rotary embeddings of transformers' attention layers as one kernel, see `ops.rotary`.
 
 Attention layers call a function that is a global of their modeling file. Which pairs it rotates, and how it rounds, is
 found by running it on a few random values on a CPU; it is replaced where it computes the bits of the op's reference.
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import layer_ops, ops
+from .. import ops
 from ..host.modeling import ROTATIONS
-from ..layer_ops import RotaryKind
+from ..kernels.types import RotaryKind
 from ..modules.deferred import plain, rotated
 from ..modules.hidden_states import modules_of
 from ..modules.patch import DTYPES, Replacements, original, uses_layer_kernels
@@ -53,14 +53,14 @@ def _rotary(function: Callable, state: int, count: int, *args: torch.Tensor, **k
         kind = _kind_of(function, state, count, states[0].dtype, cos.dtype, *sizes, options)
     if kind is None:
         return function(*args, **kwargs)
-    found = rotated(cos, sin, states, kind) if heads_dim == 1 else layer_ops.rotary(cos, sin, states, kind)
+    found = rotated(cos, sin, states, kind) if heads_dim == 1 else ops.rotary(cos, sin, states, kind)
     if heads_dim == 2:
         found = [one.transpose(1, 2) for one in found]
     return found[0] if count == 1 else tuple(found)
 
 
 def _fit(states: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether shapes and dtypes are such as `layer_ops.rotary` takes."""
+    """Whether shapes and dtypes are such as `ops.rotary` takes."""
     first = states[0]
     if first.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape or cos.dtype != sin.dtype:
         return False
@@ -99,14 +99,14 @@ def _kind_of(
         for kind in ROTARY_KINDS:
             is_whole = kind.half_angles or angles % 2 == 0
             if is_whole and angles * (2 if kind.half_angles else 1) <= size:
-                expected = layer_ops.rotary(cos, sin, states, kind)
+                expected = ops.rotary(cos, sin, states, kind)
                 if all(same_bits(*pair) for pair in zip(found, expected, strict=True)):
                     return kind
     return None
 
 
 def rotary_functions(*models: nn.Module) -> Replacements:
-    """Context in which attention layers of `models` rotate query and key by `layer_ops.rotary`, on devices whose policy
+    """Context in which attention layers of `models` rotate query and key by `ops.rotary`, on devices whose policy
     says so; other models are not affected."""
     if not any_has_layer_kernels(modules_of(*models)):
         return Replacements({})

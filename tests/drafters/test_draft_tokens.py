@@ -24,7 +24,6 @@ from varying_drafts import vary_drafts
 
 from hf_specdec import AutoDrafter, Drafter, ops
 from hf_specdec.host.caches import OUTPUT_NAME
-from hf_specdec.kernels.types import DraftInputs
 
 MASK = 5
 # Of targets: fewer than checkpoints name, which read none of the others.
@@ -329,12 +328,8 @@ def test_layout_of_the_first_pass(shift, num_draft_tokens, is_parallel):
     committed = draw(1, lengths.clamp(max=num_draft_tokens + 1))
     limits = draw(lengths + ~finished, slots - 1)
     tokens = torch.randint(1, 90, (batch, slots), generator=generator)
-    out = DraftInputs.allocate(batch, width, "cpu")
-    for buffer in out:
-        buffer.fill_(-77)
     before = [argument.clone() for argument in (tokens, lengths, committed, limits, finished)]
-    ops.prepare_inputs(*before, out, num_masks, 91, shift)
-    found = torch.stack(list(out), dim=-1).tolist()
+    found = torch.stack(ops.prepare_inputs(*before, width, num_masks, 91, shift), dim=-1).tolist()
     for row in range(batch):
         text = tokens[row, : lengths[row]].tolist()
         about = (int(committed[row]), int(limits[row]), bool(finished[row]), slots - 1, width, num_masks, 91, shift)

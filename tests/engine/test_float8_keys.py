@@ -14,7 +14,7 @@ from oracle import RANDOM_DRAFTERS, SELDOM, copy_of, random_eagle3
 from targets import HYBRIDS, STATIC_FAMILIES, build_target, padded_prompts, set_policy, tiny_target
 from transformers import ContinuousBatchingConfig, DynamicCache
 
-from hf_specdec import AutoDrafter, NoDrafter, layer_ops, ops
+from hf_specdec import AutoDrafter, NoDrafter, ops
 from hf_specdec.auto_k.auto_drafts import RoundTimes
 from hf_specdec.auto_k.round_costs import CostTable, find_table
 from hf_specdec.cache.key_layers import RaggedLayer, attention_layers
@@ -145,8 +145,8 @@ def test_layer_kernels_and_batch_invariant_calls(monkeypatch, family):
     set_policy(monkeypatch, "cpu", batch_invariant=True, layer_kernels=True)
     monkeypatch.setattr("hf_specdec.hosting.eligibility.why_not_batch_invariant", lambda model: None)
     target, inputs, stored = tiny_target(family), padded_prompts(PROMPTS[3]), []
-    store = layer_ops.rotate_and_store
-    monkeypatch.setattr(layer_ops, "rotate_and_store", lambda *args: stored.append(args[-1]) or store(*args))
+    store = ops.rotate_and_store
+    monkeypatch.setattr(ops, "rotate_and_store", lambda *args: stored.append(args[-1]) or store(*args))
     expected = rounded(target, inputs)
     for is_invariant in (False, True):
         drafter = of_float8("copy", target).configure(batch_invariant=is_invariant)

@@ -1,11 +1,11 @@
-"""On a GPU: programmatic dependent launch keeps the order that `kernels.dependent_launch` promises."""
+"""On a GPU: programmatic dependent launch keeps the order that `kernels.launch` promises."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from hf_specdec.kernels.dependent_launch import dependent_launch, wait_for_inputs
+from hf_specdec.kernels.launch import dependent_launch, wait_for_inputs
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ from transformers.models.glm4 import modeling_glm4
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
-from hf_specdec import NoDrafter, layer_ops
+from hf_specdec import NoDrafter, ops
 from hf_specdec.kernels.rms_norm import rms_norm
 from hf_specdec.patching.layer_probes import Probes
 from hf_specdec.patching.rotary_functions import _kind_of
@@ -40,13 +40,13 @@ def draw(*shape, dtype=torch.bfloat16, seed=0):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation", layer_ops.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
 def test_gated_activations_of_all_gates_are_the_bits_of_pytorch(activation, dtype):
     gate = torch.arange(2**16, device="cuda").to(torch.uint16).view(dtype)
     gate = gate[gate.isfinite()]
     for up in (torch.ones_like(gate), draw(len(gate), dtype=dtype)):
-        found = layer_ops.gated_activation(gate[None], up[None], activation)[0]
-        expected = layer_ops.ACTIVATIONS[activation](gate) * up
+        found = ops.gated_activation(gate[None], up[None], activation)[0]
+        expected = ops.ACTIVATIONS[activation](gate) * up
         is_right = (found == expected) | (found.isnan() & expected.isnan())
         if activation == "gelu":
             # The last bit of erf in float32 may differ, and much of 1 + erf is cancelled; then two roundings follow.
@@ -71,7 +71,7 @@ def test_rotary_embeddings_are_the_bits_of_transformers(name, dtype):
         cos, sin = draw(2, angle_rows, columns, angles, dtype=dtype, seed=1)
         kind = _kind_of(function, 0, 2, dtype, dtype, 128, angles, ())
         expected = function(query, key, cos, sin)
-        for found, right in zip(layer_ops.rotary(cos, sin, [query, key], kind), expected, strict=True):
+        for found, right in zip(ops.rotary(cos, sin, [query, key], kind), expected, strict=True):
             assert torch.equal(found, right)
 
 
@@ -83,7 +83,7 @@ def test_norms_are_those_of_transformers(name, width):
         module.weight += draw(width, seed=1) / 3
         inputs = draw(500, width)
         norm = Probes().norm(module)
-        found = layer_ops.rms_norm(inputs, module.weight, norm.eps, norm.kind)
+        found = ops.rms_norm(inputs, module.weight, norm.eps, norm.kind)
         expected = module(inputs)
     assert (found == expected).float().mean() > 0.999  # the sum of a row has another order
     torch.testing.assert_close(found, expected, rtol=8e-3, atol=1e-6)
@@ -111,8 +111,8 @@ def test_bits_of_a_norm_depend_on_its_row_only(width, dtype):
 def test_texts_are_the_same_with_and_without(monkeypatch, family):
     target = on_gpu(family)
     inputs = {name: tensor.to("cuda") for name, tensor in padded_prompts([9, 4]).items()}
-    runs, run = [], layer_ops.rms_norm
-    monkeypatch.setattr(layer_ops, "rms_norm", lambda *args: runs.append(1) or run(*args))
+    runs, run = [], ops.rms_norm
+    monkeypatch.setattr(ops, "rms_norm", lambda *args: runs.append(1) or run(*args))
     texts = [target.generate(**inputs, do_sample=False, max_new_tokens=24)]
     for uses in (True, False):
         set_policy(monkeypatch, "cuda", layer_kernels=uses)
@@ -128,13 +128,13 @@ def test_ops_in_compiled_code():
     """As a mode that fixes the order of sums in compiled rounds, too, needs them: shapes and strides of fakes."""
     inputs, weight = draw(1, 3, 4096), draw(4096, seed=1)
     cos, sin = draw(2, 1, 3, 128, seed=2)
-    kind, rotary = layer_ops.NormKind(cast_first=True), layer_ops.RotaryKind()
+    kind, rotary = ops.NormKind(cast_first=True), ops.RotaryKind()
 
     def layer(inputs):
-        hidden = layer_ops.rms_norm(inputs + 1, weight, 1e-6, kind)
+        hidden = ops.rms_norm(inputs + 1, weight, 1e-6, kind)
         states = hidden.view(1, 3, 32, 128).transpose(1, 2)
-        query, key = layer_ops.rotary(cos, sin, [states, states[:, :8]], rotary)
-        return layer_ops.gated_activation(query.transpose(1, 2).reshape(1, 3, -1), F.relu(hidden), "silu"), key
+        query, key = ops.rotary(cos, sin, [states, states[:, :8]], rotary)
+        return ops.gated_activation(query.transpose(1, 2).reshape(1, 3, -1), F.relu(hidden), "silu"), key
 
     expected = layer(inputs)
     found = torch.compile(layer, fullgraph=True)(inputs)

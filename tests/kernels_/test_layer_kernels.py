@@ -15,15 +15,13 @@ from hf_specdec.kernels import (
     gated_activation_reference,
     gather_rows_reference,
     rms_norm_reference,
-    rotary_angles_reference,
     rotary_reference,
 )
 from hf_specdec.kernels.gated_activation import gated_activation
 from hf_specdec.kernels.gated_activation_reference import ACTIVATIONS
 from hf_specdec.kernels.gather_rows import gather_rows
 from hf_specdec.kernels.rms_norm import add_rms_norm, rms_norm
-from hf_specdec.kernels.rotary import rotary, rotate_and_store
-from hf_specdec.kernels.rotary_angles import rotary_angles
+from hf_specdec.kernels.rotary import rotary, rotary_angles, rotate_and_store
 from hf_specdec.kernels.types import AnglesKind, NormKind, RotaryKind
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -225,7 +223,7 @@ def test_angles(repeats, scaling, poisoned):
         angles = torch.cat([angles] * 2, -1) if repeats == "halves" else angles.repeat_interleave(2, -1)
     for dtype, given in itertools.product((torch.float32, DTYPES[1]), (positions, within_integers(positions))):
         found = rotary_angles(frequencies, given, dtype, kind)
-        expected = rotary_angles_reference.rotary_angles(frequencies, given, dtype, kind)
+        expected = rotary_reference.rotary_angles(frequencies, given, dtype, kind)
         for one, right, exact in zip(found, expected, (angles.cos(), angles.sin()), strict=True):
             assert one.dtype == right.dtype == dtype and one.is_contiguous()
             assert DEVICE == "cpu" or torch.equal(one, right)

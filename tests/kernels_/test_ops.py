@@ -3,12 +3,14 @@
 On a machine without a GPU the kernels run in Triton's interpreter.
 """
 
+import importlib
+import inspect
+
 import pytest
 import torch
 
-from hf_specdec import op_choice, state_ops
-from hf_specdec.kernels.types import VerificationResult
-from hf_specdec.layer_ops import AnglesKind, NormKind
+from hf_specdec import op_choice, ops
+from hf_specdec.kernels.types import AnglesKind, NormKind, VerificationResult
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, SLOTS, WIDTH = 3, 12, 4
@@ -69,6 +71,18 @@ def examples():
     }
 
 
+def test_kernels_have_the_parameters_of_their_references():
+    seen = set()
+    for reference in {one.__wrapped__ for one in vars(ops).values() if hasattr(one, "__wrapped__")}:
+        module = reference.__module__.removesuffix("_reference")
+        if module != reference.__module__ and reference.__name__ != "linear":  # which is told its tiles
+            function = getattr(importlib.import_module(module), reference.__name__)
+            expected, found = (list(inspect.signature(one).parameters) for one in (reference, function))
+            assert found[: len(expected)] == expected, function
+            seen.add(reference.__name__)
+    assert len(seen) > 30
+
+
 def test_arguments_that_are_written_have_no_defaults():
     """torch 2.11 looks for what is written among the arguments that are given (`IndexError` of a dispatched call)."""
     ops = [one for one in torch._C._jit_get_all_schemas() if one.name.startswith("hf_specdec::")]
@@ -91,10 +105,10 @@ def test_compiled_code_sees_what_ops_write(monkeypatch):
 
     def step(state, result, kept):
         tokens, lengths, finished, limits, _ = state
-        before = state_ops.next_slots(lengths, limits, finished, 0, 2, SLOTS - 1) + 1
-        block, slots = state_ops.block(tokens, lengths, limits, finished, result[0][:, 1:], SLOTS - 1)
-        committed = state_ops.commit(*state, VerificationResult(*result), VerificationResult(*kept))
-        after = state_ops.next_slots(lengths, limits, finished, 0, 2, SLOTS - 1) + committed[:, None]
+        before = ops.next_slots(lengths, limits, finished, 0, 2, SLOTS - 1) + 1
+        block, slots = ops.block(tokens, lengths, limits, finished, result[0][:, 1:], SLOTS - 1)
+        committed = ops.commit(*state, VerificationResult(*result), VerificationResult(*kept))
+        after = ops.next_slots(lengths, limits, finished, 0, 2, SLOTS - 1) + committed[:, None]
         return before, block, slots, after, tokens[:, :-1] + 1, kept[0] * 2
 
     given, expected = rows(), rows()

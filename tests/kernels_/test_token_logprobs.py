@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_specdec.kernels import token_logprobs_reference
-from hf_specdec.kernels.token_logprobs import token_logprobs
+from hf_specdec.kernels import logprobs_reference
+from hf_specdec.kernels.logprobs import token_logprobs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
@@ -21,13 +21,13 @@ def test_equals_the_reference(batch, width, vocabulary, dtype):
     scores[0, 0, vocabulary // 2 :] = float("-inf")
     tokens = torch.randint(vocabulary, (batch, width + 1), generator=generator).to(DEVICE)[:, 1:]
     found = token_logprobs(scores, tokens)
-    expected = token_logprobs_reference.token_logprobs(scores.double().float(), tokens)
+    expected = logprobs_reference.token_logprobs(scores.double().float(), tokens)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
     exact = scores.double().log_softmax(-1).gather(-1, tokens[..., None])[..., 0].float()
     torch.testing.assert_close(expected, exact, rtol=1e-5, atol=2e-5)
     for outside in (-1, vocabulary, 2**40):
         assert token_logprobs(scores, torch.full_like(tokens, outside)).isnan().all()
-        assert token_logprobs_reference.token_logprobs(scores, torch.full_like(tokens, outside)).isnan().all()
+        assert logprobs_reference.token_logprobs(scores, torch.full_like(tokens, outside)).isnan().all()
     scores[0, 0] = float("-inf")
     assert token_logprobs(scores, tokens)[0, 0].isnan()
-    assert token_logprobs_reference.token_logprobs(scores, tokens)[0, 0].isnan()
+    assert logprobs_reference.token_logprobs(scores, tokens)[0, 0].isnan()

@@ -19,16 +19,14 @@ from hf_specdec.kernels import (
     draft_sampling_reference,
     draft_tree,
     draft_tree_reference,
-    grow_tree,
-    grow_tree_reference,
-    likeliest_tokens,
-    likeliest_tokens_reference,
+    logprobs,
+    logprobs_reference,
     move_slots,
     move_slots_reference,
     random_reference,
     round_state,
     round_state_reference,
-    verify_sampling_reference,
+    verification_reference,
     verify_tree,
     verify_tree_reference,
 )
@@ -173,11 +171,11 @@ def grown(generator, window, size, is_chained, has_places, run):
 )
 def test_a_tree_grows_by_layers(window, size, is_chained, has_places, monkeypatch):
     """Kernel and reference, and that against a loop over columns."""
-    monkeypatch.setattr(grow_tree, "BLOCK", 16)
+    monkeypatch.setattr(draft_tree, "BLOCK", 16)
     arguments = window, size, is_chained, has_places
     both = (
         grown(torch.Generator().manual_seed(0), *arguments, run)
-        for run in (grow_tree_reference.grow_tree, grow_tree.grow_tree)
+        for run in (draft_tree_reference.grow_tree, draft_tree.grow_tree)
     )
     for (given, right), (_, ours) in zip(*both, strict=True):
         for one, other in zip(right, ours, strict=True):
@@ -273,7 +271,7 @@ def test_verification_follows_the_targets_tokens(num_drafts, is_drawn):
             if is_drawn:
                 at = lengths[row : row + 1] + depths[row, node]
                 options = alone, drafts[:1, :0], None, None, seeds[row : row + 1], at
-                token = int(verify_sampling_reference.verify_sampling(*options).tokens)
+                token = int(verification_reference.verify_sampling(*options).tokens)
             else:
                 token = int(alone.argmax())
             walked.append((node, token))
@@ -467,7 +465,7 @@ def test_likeliest_tokens(vocabulary, dtype, has_ids):
     target_ids = torch.randperm(3 * vocabulary, generator=generator)[:vocabulary].to(DEVICE) if has_ids else None
     count = min(vocabulary, 16)
     expected = sorted_tokens(logits.to(DEVICE), target_ids, count)
-    for run in (likeliest_tokens, likeliest_tokens_reference):
-        logprobs, tokens = run.likeliest_tokens(logits.to(DEVICE), target_ids, count)
-        assert torch.equal(tokens, expected[1]) and logprobs.dtype == torch.float32
-        torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-5, atol=1e-5)
+    for run in (logprobs, logprobs_reference):
+        found, tokens = run.likeliest_tokens(logits.to(DEVICE), target_ids, count)
+        assert torch.equal(tokens, expected[1]) and found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected[0], rtol=1e-5, atol=1e-5)

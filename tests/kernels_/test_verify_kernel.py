@@ -24,10 +24,8 @@ from hf_specdec.kernels import (
     draft_sampling_reference,
     random_reference,
     reduction,
-    verify_block,
-    verify_block_reference,
-    verify_sampling,
-    verify_sampling_reference,
+    verification,
+    verification_reference,
     verify_tree,
     verify_tree_reference,
 )
@@ -43,15 +41,15 @@ MARGIN = 1e-5
 
 reference = SimpleNamespace(
     verify_tree=verify_tree_reference.verify_tree,
-    verify_sampling=verify_sampling_reference.verify_sampling,
-    verify_block=verify_block_reference.verify_block,
+    verify_sampling=verification_reference.verify_sampling,
+    verify_block=verification_reference.verify_block,
     best_draft=draft_sampling_reference.best_draft,
     draw_draft=draft_sampling_reference.draw_draft,
 )
 kernels = SimpleNamespace(
     verify_tree=verify_tree.verify_tree,
-    verify_sampling=verify_sampling.verify_sampling,
-    verify_block=verify_block.verify_block,
+    verify_sampling=verification.verify_sampling,
+    verify_block=verification.verify_block,
     best_draft=draft_sampling.best_draft,
     draw_draft=draft_sampling.draw_draft,
 )

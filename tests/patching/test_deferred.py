@@ -13,8 +13,8 @@ from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
-from hf_specdec import NoDrafter, layer_ops
-from hf_specdec.layer_ops import AnglesKind, NormKind, RotaryKind
+from hf_specdec import NoDrafter, ops
+from hf_specdec.kernels.types import AnglesKind, NormKind, RotaryKind
 from hf_specdec.modules import deferred
 from hf_specdec.modules.deferred import Deferred, normed, plain, residual_stream, rotated, store_kv
 from hf_specdec.modules.patch import engine
@@ -40,8 +40,8 @@ def calls(monkeypatch):
         monkeypatch.setattr(module, name, lambda *args: names.append(name) or run(*args))
 
     for name in ("rms_norm", "add_rms_norm", "rotary", "rotate_and_store", "rotary_angles"):
-        noted(layer_ops, name)
-    noted(layer_ops, "gated_activation")
+        noted(ops, name)
+    noted(ops, "gated_activation")
     noted(deferred.ops, "write_kv")
     noted(torch, "add")
     return names
@@ -60,7 +60,7 @@ def test_a_norm_computes_the_sum_that_it_reads(calls):
         found = normed(total, weight, 1e-6, LLAMA)
         assert calls == ["add_rms_norm"] and type(found) is torch.Tensor
         assert torch.equal(plain(total), states + more) and type(plain(total)) is torch.Tensor
-        assert torch.equal(found, layer_ops.rms_norm(states + more, weight, 1e-6, LLAMA))
+        assert torch.equal(found, ops.rms_norm(states + more, weight, 1e-6, LLAMA))
         calls.clear()
         normed(total, weight, 1e-6, LLAMA)  # is computed
         assert calls == ["rms_norm"]
@@ -131,7 +131,7 @@ def rotary_inputs(dtype=torch.float32):
 def test_what_stores_a_key_rotates_it(calls, read_first, cache_dtype):
     cos, sin, query, key, value = rotary_inputs()
     positions = torch.tensor([[4, 0, 2], [1, 2, 3]])
-    expected_query, expected_key = layer_ops.rotary(cos, sin, [query, key], RotaryKind())
+    expected_query, expected_key = ops.rotary(cos, sin, [query, key], RotaryKind())
     buffers = [torch.zeros(2, 6, 2, 8, dtype=cache_dtype) for _ in range(4)]
     deferred.ops.write_kv(*buffers[:2], expected_key, value, positions, None)
     calls.clear()

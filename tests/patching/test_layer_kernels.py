@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings and gated MLPs of targets and drafters run the ops of `layer_ops` where an engine runs."""
+"""Norms, rotary embeddings and gated MLPs of targets and drafters run the ops of `ops` where an engine runs."""
 
 import copy
 import functools
@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
-from hf_specdec import NoDrafter, layer_ops, op_choice, ops
+from hf_specdec import NoDrafter, op_choice, ops
 from hf_specdec.hosting.equivalence import why_not_equivalent
-from hf_specdec.layer_ops import NormKind, RotaryKind
+from hf_specdec.kernels.types import NormKind, RotaryKind
 from hf_specdec.modules.patch import engine
 from hf_specdec.modules.signature import Signature
 from hf_specdec.patching import rotary_functions as patched_functions
@@ -63,14 +63,14 @@ def used(monkeypatch):
     counts = Counter()
 
     def counted(name, key_of):
-        op = getattr(layer_ops, name)
+        op = getattr(ops, name)
 
         def run(*args):
             if not op_choice._choice.references_only:  # as probes and checks run
                 counts[name, key_of(*args)] += 1
             return op(*args)
 
-        monkeypatch.setattr(layer_ops, name, run)
+        monkeypatch.setattr(ops, name, run)
 
     set_policy(monkeypatch, "cpu", layer_kernels=True, transposed_linear=False)
     counted("rms_norm", lambda inputs, weight, eps, kind: kind)

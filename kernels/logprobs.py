@@ -1,14 +1,7 @@
-"""Triton top-k of log-probabilities; the reference is `likeliest_tokens_reference.likeliest_tokens`.
+"""Triton log-probabilities, of given tokens and of the likeliest ones, see `logprobs_reference`.
 
-Shapes: logits `[B, n, V]`, target_ids `[V]`, results `[B, n, W]`: with v_1, v_2, ... the tokens by descending logits,
-and of equal ones by their numbers,
-
-    logprobs[b, i, j] = logits[b, i, v_j] - log(sum over v of exp(logits[b, i, v]))
-    tokens[b, i, j] = target_ids[v_j]
-
-A row is cut into blocks, of which a program each finds the W largest, as keys (see `reduction`), and the statistics of
-its softmax; the W largest of a row are among these.
-"""
+To find the likeliest, a row is cut into blocks, of which a program each finds the largest logits, as keys (see
+`reduction`), and the statistics of its softmax; the largest of a row are among these."""
 
 from __future__ import annotations
 
@@ -16,13 +9,68 @@ import torch
 import triton
 import triton.language as tl
 
-from . import likeliest_tokens_reference
-from .dependent_launch import dependent_launch, wait_for_inputs
-from .jit import Unspecialised, implements, kernel
-from .reduction import LEAST_KEY, index_of_key, keys_of, load_softmax, store_softmax_stats, value_of_key
+from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .reduction import (
+    LEAST_KEY,
+    index_of_key,
+    keys_of,
+    load_softmax,
+    softmax_stats,
+    store_softmax_stats,
+    value_of_key,
+)
 
 # Tokens of a block: one warp holds them all, so that finding the largest needs no shared memory.
 BLOCK = 512
+
+
+@kernel
+def _token_logprobs_kernel(
+    scores_ptr,
+    tokens_ptr,
+    stats,
+    out_ptr,
+    scores_strides,
+    tokens_stride_b: Unspecialised,
+    tokens_stride_n: Unspecialised,
+    width: Unspecialised,
+    num_stats: Unspecialised,
+    vocabulary,
+    STATS: tl.constexpr,
+):
+    """The log-probability of one token.
+
+    Grid: (B * n,). Reads the row's softmax statistics `stats` `[B * n, stat blocks]`, its token and the score of that;
+    writes one element of `out` `[B, n]`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    base, total = load_softmax(stats, row, num_stats, STATS)
+    token = tl.load(tokens_ptr + row // width * tokens_stride_b + row % width * tokens_stride_n)
+    is_token = (token >= 0) & (token < vocabulary)
+    scores_ptr += row // width * scores_strides[0] + row % width * scores_strides[1]
+    score = tl.load(scores_ptr + token, mask=is_token, other=0.0).to(tl.float32)
+    found = tl.sum(score - base - tl.log(total), axis=0)
+    tl.store(out_ptr + row, tl.where(is_token, found, float("nan")))
+
+
+def token_logprobs(scores, tokens):
+    """See `logprobs_reference.token_logprobs`; equal up to rounding. Two launches."""
+    assert tokens.shape == scores.shape[:2], "shapes must agree"
+    stats = softmax_stats(scores)
+    out = torch.empty(tokens.shape, dtype=torch.float32, device=scores.device)
+    _token_logprobs_kernel[(tokens.numel(),)](
+        scores,
+        tokens,
+        stats,
+        out,
+        scores.stride()[:2],
+        *tokens.stride(),
+        tokens.shape[1],
+        stats[0].shape[1],
+        scores.shape[2],
+        STATS=triton.next_power_of_2(stats[0].shape[1]),
+    )
+    return out
 
 
 @kernel
@@ -93,9 +141,8 @@ def _merge_likeliest_kernel(
         tl.store(logprobs_ptr + row * COUNT + rank, value_of_key(key) - normaliser)
 
 
-@implements(likeliest_tokens_reference.likeliest_tokens)
 def likeliest_tokens(logits, target_ids, count):
-    """See `likeliest_tokens_reference.likeliest_tokens`; tokens are equal, log-probabilities up to rounding.
+    """See `logprobs_reference.likeliest_tokens`; tokens are equal, log-probabilities up to rounding.
 
     Two launches that depend on shapes only.
     """
