@@ -1,8 +1,22 @@
-"""Triton attention over the static KV cache, see `attention_reference`.
+"""Triton attention over the static KV cache; the reference is `attention_reference.attention`.
 
-Of the nodes of a tree, with splits at fixed places, slots are read in the places of their positions, node by node.
+Shapes: query `[B, heads, n, D]`, key `[B, kv_heads, slots, D]`, value `[B, kv_heads, slots, Dv]`, positions `[B, n]`,
+result `[B, n, heads, Dv]`. With G = heads // kv_heads:
 
-Float8 keys and values are widened in registers, which is exact, and scores and weights are multiplied by the scales.
+    result[b, n, h] = sum_s p[s] value[b, h // G, s]
+    p = softmax over the visible s of f(scaling * <query[b, h, n], key[b, h // G, s]>)
+    f(x) = softcap * tanh(x / softcap), or x without a softcap
+
+Slot s is visible iff starts[b, n] <= s <= ends[b, n], where ends is positions if not given, and, with a window,
+s > positions[b, n] - window, or, with chunks, s >= floor(positions[b, n] / chunk) chunk. Starts are `[B]` or `[B, n]`;
+chunks are for starts `[B]`. A sink adds exp(sinks[h]) to the denominator of the softmax.
+
+Queries may be the nodes of a tree (ancestors `[B, n, W]`): node i has slot f + i, where f is positions[b, 0], and
+position f + its depth. Then of the slots from f on those are visible of which ancestors[b, i] has the bit s - f. With
+splits at fixed places they are read in the places of their positions, node by node.
+
+Keys and values may be float8 with scales `[B, kv_heads, slots, 2]`, see `float8_reference`. They are widened in
+registers, which is exact, and scores and weights are multiplied by the scales.
 
 It is written for the few queries per row of a decoding round. Prefill runs it too: it reads only visible slots and
 needs no mask tensor. With starts for each query, those of packed prompts, a block of queries goes through the slots of

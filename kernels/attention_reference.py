@@ -1,4 +1,4 @@
-"""PyTorch reference of attention over the static KV cache."""
+"""PyTorch reference of attention over the static KV cache; shapes and formula are in `attention`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""Triton preparation of a drafter's first inputs of a round, see `draft_inputs_reference`."""
+"""Triton preparation of a drafter's first inputs of a round; the reference is `draft_inputs_reference.prepare_inputs`.
+
+Shapes: tokens `[B, slots]`; lengths, committed, limits and finished `[B]`; the four results `[B, W]`. With
+`kept = W - num_masks`, column c of row b has
+
+    slot = lengths[b] - shift - kept + c
+    source = c - kept + clamp(committed[b], 0, kept)    (kept columns, c < kept)
+    token = tokens[b, slot + shift] if c < kept, else mask_token
+
+and is padding (token 0, position 0, the dummy slot, source -1) where `source < 0` in a kept column, `slot < 0`,
+`slot + 1 + shift >= limits[b]`, or the row is finished.
+"""
 
 from __future__ import annotations
 

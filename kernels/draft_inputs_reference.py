@@ -1,4 +1,4 @@
-"""PyTorch reference of preparing the inputs of a drafter's first forward pass in a round."""
+"""PyTorch reference of preparing the inputs of a drafter's first forward pass in a round; see also `draft_inputs`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,27 @@
-"""Triton search for the tree of the likeliest paths, and growth of a tree by a layer, see `draft_tree_reference`.
+"""Triton search for the tree of the likeliest paths, and growth of a tree by a layer; the references are in
+`draft_tree_reference`.
 
-In the search a path is found by that with the draft before its last one in the table's row or, if there is none, by its
-parent: so the next one is the best of at most 2 N + 1 that are known."""
+The likeliest paths. Shapes: logprobs and tokens `[B, D, P, W]`, rows `[B, D - 1, P, W]`; N nodes, W' = N // 64 + 1
+words of ancestors. With ranks r_1 to r_d a path has
+
+    score(r_1, ..., r_d) = sum over i of logprobs[b, i, p_i, r_i],    p_1 = 0, p_(i + 1) = rows[b, i, p_i, r_i]
+
+and the nodes are the N paths of the largest scores. Each is found by the one before its last rank, (r_1, ..., r_d - 1),
+or, if that is 0, by its parent: so the next one is the best of at most 2 N + 1 that are known.
+
+Growth by a layer. Shapes: tokens and parents `[B, m]`, ancestors `[B, m, W]`, hidden `[B, m, H]`, feedback `[B, P, H]`
+or, chained, `[B, m, H]`; logprobs and drafts `[B, P, C]`, paths `[B, P]`; results of n = m + F columns. The F new
+columns are the candidates (p, c) of the largest
+
+    paths[b, p] + logprobs[b, p, c]
+
+and follow column m - P + p. With s(j) = j in the window of w columns, else w + (j - w) // F, column j has
+
+    place = lengths[b] + first + s(j), dummy if finished[b] or that is above limits[b] - 2
+    slot = lengths[b] + first + j, dummy if place is dummy or negative, or j < behind
+    position = max(place, 0) + offsets[b], 0 if place is dummy
+    ancestors = those of its parent and itself
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Triton linear layers of a mixture of experts, see `experts_reference`."""
+"""Triton linear layers of a mixture of experts; the references are in `experts_reference`.
+
+Shapes: expert_ids `[n, k]`, plan `[4, n * k]`, inputs `[n, in]` or `[n * k, in]`, weight `[experts, out, in]`, plain or
+stored as numbers of few bits, or `[experts, in, out]`, result `[n * k, out]`. For pair i of token i // k:
+
+    result[i] = inputs[i // k] @ weight[e].T + bias[e],    e = expert_ids[i // k, i % k]
+
+Inputs of pairs, `[n * k, in]`, are read at i instead of i // k.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch reference of the linear layers of a mixture of experts.
+"""PyTorch reference of the linear layers of a mixture of experts; shapes and formula are in `experts`.
 
 A token and one of the k experts it is routed to are a pair; n tokens have n * k pairs, pair i being of token i // k.
 """

@@ -1,8 +1,13 @@
-"""Triton gated activation, see `gated_activation_reference`.
+"""Triton gated activation; the reference is `gated_activation_reference.gated_activation`.
 
-It is computed in float32, with the activation and the product rounded to the dtype, as PyTorch's two kernels do.
-Activations are computed by the functions that those use, so that results are the same bits; but for GELU, since the
-last bit of libdevice's erf may differ from that of the one PyTorch was compiled with."""
+Shapes: gate, up and result `[rows, N]`:
+
+    result = activation(gate) * up
+
+computed in float32, with the activation and the product rounded to the dtype, as PyTorch's two kernels do. Activations
+are computed by the functions that those use, so that results are the same bits; but for GELU, since the last bit of
+libdevice's erf may differ from that of the one PyTorch was compiled with.
+"""
 
 from __future__ import annotations
 

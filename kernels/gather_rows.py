@@ -1,4 +1,9 @@
-"""Triton gathering of rows, such as embeddings, see `gather_rows_reference`."""
+"""Triton gathering of rows, such as embeddings; the reference is `gather_rows_reference.gather_rows`.
+
+Shapes: table `[B or 1, n, H]`, index `[B, W]`, fill `[H]`, result `[B, W, H]`:
+
+    result[b, w] = table[b, index[b, w]] if index[b, w] >= 0, else fill, or 0 without one
+"""
 
 from __future__ import annotations
 

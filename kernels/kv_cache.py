@@ -1,4 +1,12 @@
-"""Triton write of new keys and values to the static KV cache, see `kv_cache_reference`."""
+"""Triton write of new keys and values to the static KV cache; the reference is `kv_cache_reference.write_kv`.
+
+Shapes: cache `[B, slots, kv_heads, D]` for keys and `[B, slots, kv_heads, Dv]` for values, new states
+`[B, kv_heads, n, D]` and `[B, kv_heads, n, Dv]`, positions `[B, n]`.
+
+    keys[b, positions[b, i], h] = key_states[b, h, i],    values[b, positions[b, i], h] = value_states[b, h, i]
+
+With scales `[B, slots, kv_heads, 2]` heads are stored as float8, see `float8_reference`.
+"""
 
 from __future__ import annotations
 

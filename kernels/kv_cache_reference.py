@@ -1,4 +1,4 @@
-"""PyTorch reference of writing new keys and values to the static KV cache."""
+"""PyTorch reference of writing new keys and values to the static KV cache; the formula is in `kv_cache`."""
 
 from __future__ import annotations
 

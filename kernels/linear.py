@@ -1,4 +1,9 @@
-"""Triton linear layer, and that of a gated MLP, see `linear_reference`.
+"""Triton linear layer, and that of a gated MLP; the reference is `linear_reference.linear`.
+
+Shapes: inputs `[n, in]`, weight `[out, in]`, bias `[out]`, result `[n, out]`, or with an activation `[n, out / 2]`:
+
+    outputs[i, o] = sum_k weight[o, k] inputs[i, k] + bias[o],      result = outputs
+    or with N = out / 2:                                            result[i, j] = f(outputs[i, j]) outputs[i, N + j]
 
 With few rows the time of such a layer is that of reading its weight. The weight is the first operand of the products,
 so that tiles have many output features and few rows. One program adds all products of an output in float32, with k

@@ -1,4 +1,8 @@
-"""Triton linear layer for more than a few rows on Hopper and later GPUs, see `linear_reference`.
+"""Triton linear layer for more than a few rows on Hopper and later GPUs; the reference is `linear_reference.linear`.
+
+Shapes: inputs `[n, in]`, weight `[out, in]`, bias `[out]`, result `[n, out]`:
+
+    result[i, o] = sum_k weight[o, k] inputs[i, k] + bias[o]
 
 Tiles are loaded and stored by tensor descriptors (TMA), but for inputs of fewer rows than whole tiles: descriptors take
 longer for rows that there are not than for others (4096 x 14336, 33 rows in a tile of 64: 54 us on one H200, and 33 us

@@ -1,9 +1,14 @@
-"""Triton linear layer whose weight is stored, for more than a few rows, see `linear_reference`.
+"""Triton linear layer whose weight is stored, for more than a few rows; the reference is `linear_reference.linear`.
+
+Shapes: inputs `[n, in]`, weight `[out, in]` as a `StoredWeight`, bias `[out]`, result `[n, out]`:
+
+    result[i, o] = sum_k weight[o, k] inputs[i, k] + bias[o]
 
 `linear` widens a weight's numbers once for every 32 rows. Here a tile is widened once for up to 128 rows, as the first
 operand of the products of four warps together (wgmma), which is in registers. A sum is cut into PARTS of the input
 features, each a program's, so that narrow layers have programs enough; `_add_parts_kernel` adds them in their order.
-The bits are others than those of `linear`."""
+The bits are others than those of `linear`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,20 @@
-"""Triton log-probabilities, of given tokens and of the likeliest ones, see `logprobs_reference`.
+"""Triton log-probabilities, of given tokens and of the likeliest ones; the references are in `logprobs_reference`.
 
-To find the likeliest, a row is cut into blocks, of which a program each finds the largest logits, as keys (see
-`reduction`), and the statistics of its softmax; the largest of a row are among these."""
+Of given tokens. Shapes: scores `[B, n, V]`, tokens and result `[B, n]`:
+
+    result[b, i] = scores[b, i, t] - log(sum over v of exp(scores[b, i, v])),  t = tokens[b, i]
+
+NaN where t is no token of the vocabulary.
+
+Of the likeliest. Shapes: logits `[B, n, V]`, target_ids `[V]`, results `[B, n, W]`: with v_1, v_2, ... the tokens by
+descending logits, and of equal ones by their numbers,
+
+    logprobs[b, i, j] = logits[b, i, v_j] - log(sum over v of exp(logits[b, i, v]))
+    tokens[b, i, j] = target_ids[v_j]
+
+A row is cut into blocks, of which a program each finds the W largest, as keys (see `reduction`), and the statistics of
+its softmax; the W largest of a row are among these.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,15 @@
-"""Triton low-rank updates of linear layers (LoRA), see `low_rank_reference`.
+"""Triton low-rank updates of linear layers (LoRA); the reference is `low_rank_reference.add_low_rank`.
+
+Shapes: inputs `[n, in]`, rows' adapters `[n]`, for layer l and adapter a down `[r, in]` and up `[N_l, r]`, outputs of L
+layers side by side `[n, sum of N_l]`:
+
+    out[i, o of l] += sum_{a: row i has a} scale[l, a] sum_r up[l, a][o, r] sum_k down[l, a][r, k] inputs[i, k]
 
 Two launches. The first makes the narrow products, with the sum over k cut into parts whose bounds depend on the input
 features only, so that few rows have many programs; the second adds the parts in order and multiplies by `up`. Programs
 are of one adapter each, and do nothing if none of their rows has it, so weights that no row needs are not read.
-A row's result has the same bits whatever other rows there are, and is the same number whatever adapters these have."""
+A row's result has the same bits whatever other rows there are, and is the same number whatever adapters these have.
+"""
 
 from __future__ import annotations
 

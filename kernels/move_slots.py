@@ -1,6 +1,11 @@
-"""Triton move of the nodes of an accepted path, see `move_slots_reference`.
+"""Triton move of the nodes of an accepted path; the reference is `move_slots_reference.move_slots`.
 
-All buffers are moved in one launch: a table has the address of each, its strides and how much a slot holds, in bytes.
+Shapes: buffers `[B, slots, heads, width]`, path `[B, D + 1]`, lengths and committed `[B]`. With the root's slot
+r = lengths[b] - committed[b] - 1, for 0 < j < committed[b]:
+
+    buffer[b, r + j] = buffer[b, r + path[b, j]]
+
+for all buffers in one launch: a table has the address of each, its strides and how much a slot holds, in bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PyTorch reference of the move of the nodes of an accepted path."""
+"""PyTorch reference of the move of the nodes of an accepted path; shapes and formula are in `move_slots`."""
 
 from __future__ import annotations
 

@@ -1,19 +1,13 @@
 """PyTorch reference of the recurrence of linear attention and state-space layers, for blocks of drafts.
 
-Of each head with state S `[K, V]`, for the positions from `base` to the last of the block:
-
-    S = S * exp(decay)
-    u = beta * (value - S^T key) with the delta rule, else beta * value; before the block u is read from the ring
-    S = S + key u^T
-    out = S^T query
-
-Head h has the key head h // (H / Hk). It covers Gated DeltaNet and Kimi Delta Attention (`delta`, `normalize`), Mamba2
-(query C, key B, value x, decay dt * A, beta dt) and Mamba1 (one head, `rates` A).
+The formula is in `recurrence`; head h has the key head h // (H / Hk). It covers Gated DeltaNet and Kimi Delta Attention
+(`delta`, `normalize`), Mamba2 (query C, key B, value x, decay dt * A, beta dt) and Mamba1 (one head, `rates` A).
 
 Nothing is rolled back. The stored state is that of position `base`: all tokens before it are in it. For later tokens a
 ring holds what the recurrence needs to pass them again, slot = position mod R: key, u and decay, so that this takes no
 product with the state. A block that begins behind `base` first replays the positions between, which are the drafts of
-the last block that were accepted; the rejected ones are overwritten."""
+the last block that were accepted; the rejected ones are overwritten.
+"""
 
 from __future__ import annotations
 

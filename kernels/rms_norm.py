@@ -1,8 +1,14 @@
-"""Triton normalisation over the last dimension, also of a sum, see `rms_norm_reference`.
+"""Triton normalisation over the last dimension, also of a sum; the references are in `rms_norm_reference`.
+
+Shapes: inputs, addend, total and result `[rows, D]`, weight `[D]`:
+
+    result[r] = x[r] / sqrt(mean(x[r]^2) + eps) * (offset + weight),  x[r] = inputs[r], less its mean if CENTERED
+    total[r] = inputs[r] + addend[r], rounded to the dtype, and normed in the place of inputs[r]
 
 One program computes whole rows. The order of its sums depends on D and the dtype only: the sizes of blocks do, and
 rows are given to the kernel so that Triton's compiler knows the same about their alignment for every number of rows
-and every stride. So a row's result is the same bits whatever rows are beside it."""
+and every stride. So a row's result is the same bits whatever rows are beside it.
+"""
 
 from __future__ import annotations
 

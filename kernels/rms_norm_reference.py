@@ -8,8 +8,8 @@ from .types import NormKind
 
 
 def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind) -> torch.Tensor:
-    """The rows of `inputs` `[..., D]` normalised, in their dtype but computed in float32 at least. The weight
-    `[D]`, None for none, is of the inputs' dtype if `kind.cast_first`."""
+    """The rows of `inputs` `[..., D]` normalised, in their dtype but computed in float32 at least; the formula is in
+    `rms_norm`. The weight `[D]`, None for none, is of the inputs' dtype if `kind.cast_first`."""
     dtype = torch.promote_types(inputs.dtype, torch.float32)
     states = inputs.to(dtype)
     if kind.centered:

@@ -1,5 +1,18 @@
-"""Triton rotary position embedding, see `rotary_reference`: cosines and sines, in float32 with the functions that
-PyTorch's kernels use; and query and key in one launch, which may store key and value.
+"""Triton rotary position embedding; the references are in `rotary_reference`.
+
+Cosines and sines, in float32 with the functions that PyTorch's kernels use. Shapes: frequencies `[R / 2]`, positions
+`[B, n]`, results `[B, n, R]` or `[B, n, R / 2]`. For token i of row b and frequency j, at the places of pair j:
+
+    cosine = scaling cos(positions[b, i] frequencies[j]),    sine = scaling sin(positions[b, i] frequencies[j])
+
+Query and key in one launch, which may store key and value. Shapes: query, key and results `[B, heads, n, D]`, cosines
+and sines `[B or 1, n, R]` or `[B or 1, n, R / 2]`. For pair (x1, x2) of a head, with cosines (c1, c2) and sines (s1,
+s2) of its token:
+
+    result = (x1 c1 - x2 s1, x2 c2 + x1 s2)
+
+With a cache of keys `[B, slots, heads, D]` and values `[B, slots, heads, Dv]`, token i of row b stores its key and its
+value at slot positions[b, i]; with scales `[B, slots, heads, 2]` as float8, see `float8_reference`.
 
 Every product and sum is rounded as PyTorch rounds it when each is a kernel of its own, so results are the same bits.
 """

@@ -27,7 +27,7 @@ def rotary(
     cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind
 ) -> list[torch.Tensor]:
     """Rotate the first R elements of every head of `states`, query, key or both, `[B, heads, n, D]` with numbers of
-    heads of their own; the others are copied. A pair (x1, x2) becomes (x1 c1 - x2 s1, x2 c2 + x1 s2).
+    heads of their own; the others are copied. The formula is in `rotary`.
 
     `cos` and `sin` are `[B or 1, n, R]`, or `[B or 1, n, R / 2]` if `kind.half_angles`; `kind` says which elements are
     pairs.

@@ -1,6 +1,19 @@
-"""Triton kernels of what a round does with the rows of a `DecodeState`, see `round_state_reference`.
+"""Triton kernels of what a round does with the rows of a `DecodeState`; the references are in `round_state_reference`.
 
-One program computes a row."""
+Shapes: tokens `[B, slots]`; lengths, limits, finished and offsets `[B]`; drafts `[B, K]`; ends `[B, E]`; tokens of a
+result `[B, n]`, accepted and committed `[B]`. For position p = lengths[b] + first + i of row b:
+
+    slot = dummy if finished[b] or p > limits[b] - 2, else p
+    position id = slot + offsets[b], 0 for the dummy slot
+    committed'[b] = min(committed[b], limits[b] - lengths[b]) up to the first i with result[b, i] in ends[b] or
+                    NO_TOKEN, that one included; 0 if finished[b]
+
+The drafts may be the nodes of a tree, see `Tree`, node i with slot lengths[b] - 1 + i and position
+p = lengths[b] - 1 + depths[b, i]; the position is dummy if finished[b], if p > limits[b] - 2 and if the node is not
+used, the slot if finished[b].
+
+Then tokens[b, lengths[b] + i] = max(result[b, i], 0) for i < committed'[b]. One program computes a row.
+"""
 
 from __future__ import annotations
 

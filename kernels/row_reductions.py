@@ -1,7 +1,14 @@
-"""Triton reductions of rows with one order of summation, in float32, see `row_reductions_reference`.
+"""Triton reductions of rows with one order of summation; the references are in `row_reductions_reference`.
 
-One program reduces a row, in blocks and by warps of which there are as many as the row's size asks for: the bits of a
-result do not depend on the number of rows."""
+Shapes: values `[outer, size, inner]` and its sum `[outer, inner]`; values, softmax and running sums `[rows, size]`.
+
+    sum[o, i] = sum_k values[o, k, i]
+    softmax[r, k] = exp(values[r, k] - m) / sum_j exp(values[r, j] - m),    m = max_j values[r, j]
+    running[r, k] = sum_(j <= k) values[r, j]
+
+All in float32. One program reduces a row, in blocks and by warps of which there are as many as the row's size asks for:
+the bits of a result do not depend on the number of rows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Triton causal depthwise convolution over positions, see `short_conv_reference`."""
+"""Triton causal depthwise convolution over positions; the reference is `short_conv_reference.short_conv`.
+
+Shapes: inputs `[B, n, C]`, ring `[B, Rc, C]`, positions `[B, n]`, weight `[C, W]`, bias `[C]`, result `[B, n, C]`.
+
+    out[b, i, c] = f(bias[c] + sum_t weight[c, t] x[b, positions[b, i] - W + 1 + t, c])
+
+with f = SiLU or the identity, and x[b, p, c] of the block, of the ring where p is before the block, or 0 where p < 0.
+"""
 
 from __future__ import annotations
 

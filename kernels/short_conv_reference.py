@@ -1,11 +1,8 @@
 """PyTorch reference of causal depthwise convolutions over the last W positions, for blocks of drafts.
 
-    out[b, i, c] = f(bias[c] + sum_t weight[c, t] x[b, positions[b, i] - W + 1 + t, c])
-
-with f = SiLU or the identity, and x[b, p, c] of the block, of the ring where p is before the block, or 0 where p < 0.
-
-The ring holds the inputs of earlier positions, slot = position mod Rc. Nothing is rolled back: inputs of rejected
-drafts are overwritten by the block that covers their positions."""
+The formula is in `short_conv`. A ring holds the inputs of earlier positions, slot = position mod Rc. Nothing is rolled
+back: inputs of rejected drafts are overwritten by the block that covers their positions.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,28 @@
-"""Triton verification of drafts that were drawn, see `verification_reference`.
+"""Triton verification of drafts that were drawn; the references are in `verification_reference`.
 
-Whether the residual, what the recovered token is drawn from, is 0 everywhere is known only when all blocks of a row are
-done. So every program writes the keys (see `reduction`) of the maximum of both that and of what the bonus token is
-drawn from, and a merging kernel chooses."""
+Shapes: scores `[B, K + 1, V]`, drafts `[B, K]`, draft_probs `[B, K, V_d]`, remaining `[B]`, tokens `[B, K + 1]`,
+accepted and committed `[B]`. With p_i = softmax(scores[b, i]), q_i = draft_probs[b, i], drafts d_1 ... d_K that follow
+p_0 ... p_{K-1}, and u_i = uniform(ACCEPT), rejection sampling gives
+
+    accepted[b] = a = number of leading i with u_i q_i(d_i) < p_i(d_i),    committed[b] = a + 1
+    tokens[b, a] ~ max(p_a - q_a, 0) normalised, the recovered token; p_K if a = K, the bonus token
+
+where q_i is 1 on d_i and 0 elsewhere without draft_probs. Block verification, with c = clamp(remaining[b], 0, K):
+
+    w_0 = 1,    w_i = min(w_{i-1} p_{i-1}(d_i) / q_{i-1}(d_i), 1),    e_i = sum_v max(w_i p_i(v) - q_i(v), 0)
+    h_i = e_i / (e_i + 1 - w_i) for i < c,    h_c = w_c
+    accepted[b] = a = largest i <= c with u_i < h_i, or 0,    committed[b] = a + 1
+    tokens[b, a] ~ max(w_a p_a - q_a, 0) normalised, the recovered token; p_a if a = c, the bonus token
+
+Only the drafts before the first i where p_i or q_i is no distribution, of scores or draft logits without a softmax,
+count as drafts. With e = `random.race_times` of the row's seed and the token's position, a token is drawn by
+
+    next token = argmax over v of residual[v] / e[v], or of probs[v] / e[v] where the residual is 0 everywhere;
+    NO_TOKEN where probs are NaN
+
+Whether the residual is 0 everywhere is known only when all blocks of a row are done. So every program writes the keys
+(see `reduction`) of both maxima, and a merging kernel chooses.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Triton verification by the target's own tokens, see `verify_tree_reference`."""
+"""Triton verification by the target's own tokens; the reference is `verify_tree_reference.verify_tree`.
+
+Shapes: scores `[B, N + 1, V]`, drafts `[B, N]`, parents and depths `[B, N + 1]`, tokens and path `[B, D + 1]`, accepted
+and committed `[B]`. With p_i = softmax(scores[b, i]) and e_i = race_times(TARGET) of position lengths[b] + depths[b, i]
+
+    chosen_i = argmax over v of scores[b, i, v], or of p_i(v) / e_i(v) with seeds
+    path_0 = 0,    path_(j + 1) = the i with parents[b, i] = path_j and drafts[b, i - 1] = chosen_(path_j)
+
+accepted is the largest j with a path_j, tokens[j] = chosen_(path_j). Without parents, those of node i are i - 1, and
+tokens are all of chosen.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch reference of verification by the target's own tokens."""
+"""PyTorch reference of verification by the target's own tokens; shapes and formula are in `verify_tree`."""
 
 from __future__ import annotations
 
