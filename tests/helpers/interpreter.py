@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import triton.language as tl
 from triton._utils import validate_block_shape
@@ -71,7 +72,8 @@ def share_shapes() -> None:
     """Let Triton's interpreter make the shapes of tensors, their types and blocks of a number once, and not look for
     the type in which two tensors of one type are added up and so on.
     """
-    check, known, of_tuple, of_number = TritonSemantic.binary_op_type_checking_impl, {}, {}, {}
+    check, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+    known, of_tuple, of_number, of_pair, types = {}, {}, {}, {}, {}
 
     def look_up(shape: Any) -> tuple[Any, Any, Any, str]:
         """Of a type, of a tensor, its elements, its name; each of them once for all of one shape."""
@@ -99,12 +101,32 @@ def share_shapes() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         _, self.shape, self.numel, _ = look_up(type.shape if type.is_block() else ())
 
+    def broadcast_values(self: Any, left: Any, right: Any) -> Any:
+        if left.shape is right.shape:
+            return left, right
+        pair = id(left.shape), id(right.shape)
+        if pair not in of_pair:
+            of_pair[pair] = look_up(broadcast(self, left, right)[0].shape)[:2]
+        of_type, of_tensor = of_pair[pair]
+
+        def expand(one: Any) -> Any:
+            if one.shape is of_tensor:
+                return one
+            data, scalar, shape = one.handle.data, one.dtype, of_type.values
+            data = np.full(shape, data, data.dtype) if data.size == 1 else np.broadcast_to(data, shape)
+            if (id(scalar), id(of_type)) not in types:
+                types[id(scalar), id(of_type)] = tl.block_type(scalar, of_type)
+            return tl.tensor(interpreter.TensorHandle(data, scalar), types[id(scalar), id(of_type)])
+
+        return expand(left), expand(right)
+
     def check_types(self: Any, left: Any, right: Any, *options: bool, **more: bool) -> Any:
         are_tensors = isinstance(left, tl.tensor), isinstance(right, tl.tensor)
         if all(are_tensors):
             is_division = len(options) > 3 or more  # whose type is another for integers and 16-bit types
-            if left.dtype == right.dtype and not left.dtype.is_ptr() and not is_division:
-                return (left, right) if left.shape is right.shape else self.broadcast_impl_value(left, right)
+            is_one_type = left.dtype is right.dtype or left.dtype == right.dtype
+            if is_one_type and not left.dtype.is_ptr() and not is_division:
+                return broadcast_values(self, left, right)
         elif any(are_tensors) and not more:
             one, number = (left, right) if are_tensors[0] else (right, left)
             key = are_tensors, one.dtype.name, id(one.shape), type(number), str(number), options
@@ -117,7 +139,7 @@ def share_shapes() -> None:
         return check(self, left, right, *options, **more)
 
     tl.block_type.__init__, tl.block_type.__eq__, tl.tensor.__init__ = make_block_type, is_same_type, make_tensor
-    TritonSemantic.binary_op_type_checking_impl = check_types
+    TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value = check_types, broadcast_values
 
 
 def skip_overflow_checks() -> None:
