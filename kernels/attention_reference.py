@@ -68,7 +68,7 @@ def attention(
     query = query.reshape(batch, kv_heads, groups * num_queries, query.shape[-1])
     slots = torch.arange(num_slots, device=key.device)
     root, is_padding = positions[:, :1], (positions >= num_slots - 1) | (positions < 0)
-    positions = torch.where(is_padding, num_slots - 1, positions)  # a softmax over no slot is NaN
+    positions = positions.masked_fill(is_padding, num_slots - 1)  # a softmax over no slot is NaN
     ends = positions if ends is None else torch.where(is_padding, positions, ends)
     if ancestors is not None:
         nodes = torch.arange(num_queries, device=key.device)
@@ -85,7 +85,7 @@ def attention(
         visible &= slots > positions[:, None, :, None] - window
     if chunk is not None:
         visible &= slots >= (positions // chunk * chunk)[:, None, :, None]
-    visible = visible.repeat(1, 1, groups, 1)
+    visible = visible.expand(-1, groups, -1, -1).reshape(batch, 1, groups * num_queries, num_slots)
     if sinks is None and softcap is None:
         out = scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
     else:

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from .types import RACE_GROUP, RandomStream
 
-_WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
@@ -36,18 +35,21 @@ def _philox(
     steps: torch.Tensor | int,
 ) -> list[torch.Tensor]:
     """Four random words, int64 below 2**32, of Philox4x32-10 (Salmon et al., SC 2011); see `uniform`."""
-    key = [seeds & _WORD, (seeds >> 32) & _WORD]
-    counter = [numbers & _WORD, positions & _WORD, torch.full_like(positions, stream), torch.zeros_like(positions)]
+    # An operation with a number takes the host twice as long as one with a tensor.
+    constants = 0xFFFFFFFF, 32, *_PHILOX_MULTIPLIERS, *_PHILOX_KEY_STEPS
+    word, half, even_factor, odd_factor, *key_steps = (positions.new_full((), number) for number in constants)
+    key = [seeds, seeds >> half]
+    counter = [numbers & word, positions & word, torch.full_like(positions, stream), torch.zeros_like(positions)]
     counter[3] = counter[3] + steps
     for _ in range(10):
-        even, odd = counter[0] * _PHILOX_MULTIPLIERS[0], counter[2] * _PHILOX_MULTIPLIERS[1]
+        even, odd = counter[0] * even_factor, counter[2] * odd_factor
         counter = [
-            ((odd >> 32) & _WORD) ^ counter[1] ^ key[0],
-            odd & _WORD,
-            ((even >> 32) & _WORD) ^ counter[3] ^ key[1],
-            even & _WORD,
+            ((odd >> half) ^ counter[1] ^ key[0]) & word,
+            odd & word,
+            ((even >> half) ^ counter[3] ^ key[1]) & word,
+            even & word,
         ]
-        key = [(word + step) & _WORD for word, step in zip(key, _PHILOX_KEY_STEPS, strict=True)]
+        key = [number + step for number, step in zip(key, key_steps, strict=True)]
     return counter
 
 

@@ -20,6 +20,8 @@ from ..modules.weights import quantised_class, weight_of
 
 # Rows up to which `linear` computes the transposed matmul.
 MAX_TRANSPOSED_ROWS = 16
+# Elements of a weight from which on: smaller ones stay in a core's cache, and transposing takes longer than the matmul.
+MIN_TRANSPOSED_WEIGHT = 128 * 128
 
 
 def _linear(
@@ -32,7 +34,8 @@ def _linear(
     engine's passes computes as it always does.
 
     A few rows in 16-bit floating point on a GPU, and all where the pass is batch-invariant, are computed by
-    `ops.linear`, a few float32 rows on a CPU as `(weight @ inputs.T).T`. A stored weight is one that it `computes` by.
+    `ops.linear`, a few float32 rows on a CPU by a large weight as `(weight @ inputs.T).T`. A stored weight is one that
+    it `computes` by.
 
     On a CPU, matmuls that are bound by reading the weight run about twice as fast when transposed: on two cores the
     linear layers of a 135M-parameter model take 31 ms instead of 71 ms at 5 rows (torch 2.13, SmolLM2 shapes). One row
@@ -48,7 +51,12 @@ def _linear(
     policy = DEVICE_POLICIES.get(inputs.device.type, DEFAULT_POLICY)
     if isinstance(weight, StoredWeight) or (policy.few_row_linear and ops.has_fast_linear(flat, weight)):
         out = ops.linear(flat, weight, bias)
-    elif rows > MAX_TRANSPOSED_ROWS or not policy.transposed_linear or weight.dtype != torch.float32:
+    elif (
+        rows > MAX_TRANSPOSED_ROWS
+        or not policy.transposed_linear
+        or weight.dtype != torch.float32
+        or weight.numel() < MIN_TRANSPOSED_WEIGHT
+    ):
         out = F.linear(flat, weight, bias)
     else:
         out = (weight @ (flat.repeat(2, 1) if rows == 1 else flat).t())[:, :rows].t().contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -58,6 +59,7 @@ from training import card, composed_prompts, data, drafters, long_prompts, promp
 VOCAB, STOP, MASK = 61, 2, 60
 FAMILIES = ["eagle3", "p-eagle", "pard", "mtp"]
 BLOCK_FAMILIES = ["dflash", "dspark"]
+ROWS = 24  # of data
 IN_PARALLEL = ("p-eagle", "pard", "pard2", *BLOCK_FAMILIES)
 OPTIONS = {
     "eagle3": ["--draft-vocab-size", "48"],
@@ -136,22 +138,28 @@ def read_hidden_states(target: LlamaForCausalLM, drafter: CachedDrafter, tokens:
         return recorder.aux_hidden_states
 
 
-def write_tiny_data(target: LlamaForCausalLM, folder: Path, rows: int = 24) -> Path:
+@functools.cache
+def tiny_documents(seed: int) -> list[list[int]]:
+    """Prompts of 4 tokens, and what the target of `seed` answers: greedily to every other one."""
     generator = torch.Generator().manual_seed(0)
-    starts = torch.randint(3, VOCAB, (rows, 4), generator=generator).tolist()
-    temperatures = [0.0, 1.0] * (rows // 2)
-    answers = writing.generate(
-        target, NoDrafter(target), starts, temperatures, 16, [STOP], 0.0, [*range(100, 100 + rows)], rows
-    )
-    documents = [start + answer for start, answer in zip(starts, answers, strict=True)]
+    starts = torch.randint(3, VOCAB, (ROWS, 4), generator=generator).tolist()
+    seeds, temperatures = [*range(100, 100 + ROWS)], [0.0, 1.0] * (ROWS // 2)
+    with torch.random.fork_rng():  # weights that a test draws do not depend on whether this is the first one
+        target = tiny_target(seed)
+        answers = writing.generate(target, NoDrafter(target), starts, temperatures, 16, [STOP], 0.0, seeds, ROWS)
+    return [start + answer for start, answer in zip(starts, answers, strict=True)]
+
+
+def write_tiny_data(folder: Path, seed: int = 0) -> Path:
+    documents = tiny_documents(seed)
     tensors = {
         "tokens": torch.tensor([token for document in documents for token in document]).int(),
         "lengths": torch.tensor([len(document) for document in documents], dtype=torch.int32),
-        "prompt_lengths": torch.full((rows,), 4, dtype=torch.int32),
+        "prompt_lengths": torch.full((ROWS,), 4, dtype=torch.int32),
     }
     folder.mkdir()
     options = writing.WriteOptions(max_answer_tokens=16, answer_temperatures=(0.0, 1.0), min_p=0.0)
-    about = {"counts": {"prompts": rows, "held_out_overlap": 0}, "options": vars(options)}
+    about = {"counts": {"prompts": ROWS, "held_out_overlap": 0}, "options": vars(options)}
     metadata = {name: json.dumps(value) for name, value in about.items()}
     writing.save_file(tensors, folder / "shard-000-00000.safetensors", metadata=metadata)
     return folder
@@ -173,7 +181,7 @@ def train(monkeypatch, target, folder: Path, out: Path, *more: str, family: str 
 @pytest.mark.parametrize("family", [*FAMILIES, "pard2", *BLOCK_FAMILIES])
 def test_training_lowers_the_loss_and_resumes_exactly(monkeypatch, tmp_path, family):
     target = tiny_target()
-    folder = write_tiny_data(target, tmp_path / "data")
+    folder = write_tiny_data(tmp_path / "data")
     shapes = ("--key-value-heads", "4", "--aux-layers", "2") if family == "dspark" else ()
 
     def run(name: str, *more: str) -> list[dict]:
@@ -200,8 +208,9 @@ def test_training_lowers_the_loss_and_resumes_exactly(monkeypatch, tmp_path, fam
 KILLED = """
 import os, sys
 sys.path[:0] = {paths!r}
-import pytest
+import pytest, small_models
 from test_training import tiny_target, train
+small_models.prepare()
 for more in {more!r}:
     if (child := os.fork()) == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -219,7 +228,7 @@ def test_a_killed_run_resumes_to_the_same_curve(monkeypatch, tmp_path):
     """
     family, more = "dspark", ("--replay-share", "0.5", "--survival-floor", "0.5", "--loss", "dspark")
     target, curve = tiny_target(), []
-    folder = write_tiny_data(target, tmp_path / "data")
+    folder = write_tiny_data(tmp_path / "data")
     steps = ("--steps", "40", "--save-every", "4")
     whole = train(monkeypatch, target, folder, tmp_path / "whole", *steps, *more, family=family)
 
@@ -251,7 +260,7 @@ def test_a_killed_run_resumes_to_the_same_curve(monkeypatch, tmp_path):
 def test_parts_of_a_run_go_on_where_the_one_before_ended(monkeypatch, tmp_path):
     """Parts that end by the clock, at any step, see the batches and learning rates of one long run."""
     target = tiny_target()
-    folder = write_tiny_data(target, tmp_path / "data")
+    folder = write_tiny_data(tmp_path / "data")
     steps = ("--steps", "30", "--save-every", "30")
     train(monkeypatch, target, folder, tmp_path / "whole", *steps)
     ends = [0]
@@ -268,7 +277,7 @@ def test_parts_of_a_run_go_on_where_the_one_before_ended(monkeypatch, tmp_path):
 @pytest.mark.parametrize("family", [*FAMILIES, "pard2", *BLOCK_FAMILIES])
 def test_trained_drafters_load_from_shards_and_draft_losslessly(monkeypatch, tmp_path, family):
     target, out = tiny_target(), tmp_path / "out"
-    folder = write_tiny_data(target, tmp_path / "data")
+    folder = write_tiny_data(tmp_path / "data")
     train(monkeypatch, target, folder, out, "--steps", "24", "--max-shard-size", "8KB", family=family)
     shards = list(out.glob("model-*.safetensors"))
     assert len(shards) > 1 and not (out / "model.safetensors").exists()
@@ -290,7 +299,7 @@ def test_trained_drafters_load_from_shards_and_draft_losslessly(monkeypatch, tmp
 def test_weights_in_8_bits(monkeypatch, tmp_path, family):
     """They are those of 16 bits to half a step of their rows' scales, and load with or without shards."""
     target = tiny_target()
-    folder = write_tiny_data(target, tmp_path / "data")
+    folder = write_tiny_data(tmp_path / "data")
     loaded = []
     for bits, more in (("16", ()), ("8", ("--max-shard-size", "8KB"))):
         out = tmp_path / bits
@@ -310,7 +319,7 @@ def test_weights_in_8_bits(monkeypatch, tmp_path, family):
 
 def test_card_of_a_folder_without_weights(monkeypatch, tmp_path):
     target, out = tiny_target(), tmp_path / "out"
-    folder = write_tiny_data(target, tmp_path / "data")
+    folder = write_tiny_data(tmp_path / "data")
     papers = {"p-eagle": "2602.01469", "pard": "2504.18583", "mtp": "2412.19437", "dspark": "2607.05147"}
     for family, named in papers.items():
         train(monkeypatch, target, folder, out / family, "--steps", "1", "--max-shard-size", "8KB", family=family)
@@ -328,7 +337,7 @@ def test_card_of_a_folder_without_weights(monkeypatch, tmp_path):
 
 def test_saved_folder_is_ready_for_the_hub(monkeypatch, tmp_path):
     target = tiny_target()
-    folder = write_tiny_data(target, tmp_path / "data")
+    folder = write_tiny_data(tmp_path / "data")
     train(monkeypatch, target, folder, tmp_path / "out", "--steps", "1", "--repo-id", "someone/tiny")
     out = tmp_path / "out"
     assert "base_model:" in (out / "README.md").read_text()
@@ -380,7 +389,7 @@ def test_shards_record_how_they_were_written(tmp_path):
 
 def test_custom_generate_runs_generate_with_the_drafter(monkeypatch, tmp_path):
     target, draft_model = tiny_target(), tiny_target(seed=1)
-    folder = write_tiny_data(target, tmp_path / "data")
+    folder = write_tiny_data(tmp_path / "data")
     out = tmp_path / "out"
     train(monkeypatch, target, folder, out, "--steps", "1", "--repo-id", "someone/tiny")
     loads = []
@@ -408,7 +417,7 @@ def test_custom_generate_runs_generate_with_the_drafter(monkeypatch, tmp_path):
 def test_bfloat16_loss_is_close_to_float32(tmp_path, family):
     target = tiny_target()
     drafter = tiny_drafter(target, family)
-    documents = data.Documents.load(write_tiny_data(target, tmp_path / "data"), 512)
+    documents = data.Documents.load(write_tiny_data(tmp_path / "data"), 512)
     lesson = objective.Teacher(target, drafter).read(documents.batch(torch.arange(8)))
     plain = objective.DraftObjective(drafter, 4, 0.9)
     loss, _ = plain(lesson)
@@ -801,12 +810,12 @@ def test_init_from_a_trained_drafter():
 def test_block_drafters_go_on_from_trained_ones(monkeypatch, tmp_path, family):
     """From a folder of weights alone, on other data: with its draft vocabulary, if its weights are by draft token."""
     target = tiny_target()
-    folder = write_tiny_data(target, tmp_path / "data")
+    folder = write_tiny_data(tmp_path / "data")
     train(monkeypatch, target, folder, tmp_path / "before", "--steps", "30", family=family)
     trained = AutoDrafter.from_pretrained(tmp_path / "before", target=target, dtype=torch.float32)
     shutil.rmtree(tmp_path / "before" / "checkpoint")
 
-    other = write_tiny_data(tiny_target(3), tmp_path / "other")
+    other = write_tiny_data(tmp_path / "other", seed=3)
     more = ("--init-from", str(tmp_path / "before"), "--steps", "1", "--lr", "0")
     train(monkeypatch, target, other, tmp_path / "after", *more, family=family)
     drafter = AutoDrafter.from_pretrained(tmp_path / "after", target=target, dtype=torch.float32)
@@ -1086,7 +1095,7 @@ def test_texts_are_those_of_generate_each_at_its_temperature(monkeypatch):
 def test_labels_can_be_moved_to_the_likeliest_token(tmp_path):
     target = tiny_target()
     drafter = tiny_drafter(target)
-    batch = data.Documents.load(write_tiny_data(target, tmp_path / "data"), 512).batch(torch.arange(4))
+    batch = data.Documents.load(write_tiny_data(tmp_path / "data"), 512).batch(torch.arange(4))
     plain, moved = (objective.Teacher(target, drafter, share).read(batch).probs for share in (0.0, 0.25))
     expected = 0.75 * plain + 0.25 * F.one_hot(plain.argmax(dim=-1), plain.shape[1])
     torch.testing.assert_close(moved, expected)
@@ -1288,7 +1297,7 @@ def test_committed_prompts_are_many_and_different():
 
 def test_an_estimate_before_training(monkeypatch, tmp_path, capsys):
     target, out = tiny_target(), tmp_path / "out"
-    folder = write_tiny_data(target, tmp_path / "data")
+    folder = write_tiny_data(tmp_path / "data")
     with pytest.raises(FileNotFoundError):  # nothing is trained
         train(monkeypatch, target, folder, out, "--steps", "12", "--estimate", family="dspark")
     (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("estimate: ")]

@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import triton.language as tl
 from triton._utils import validate_block_shape
@@ -43,37 +44,54 @@ def replace_builtins_once() -> None:
             return scope
         return interpreter._LangPatchScope()  # of a call, or of a function of `triton.language`: all is replaced
 
-    names: dict[Any, list[str]] = {}
+    members: dict[Any, dict[str, Any]] = {}
+    wrapper = tl.load.__code__
 
-    def patch_builtin(owner: Any, *arguments: Any) -> None:
-        if owner not in names:  # not replaced yet
-            names[owner] = [name for name, member in inspect.getmembers(owner) if is_builtin(member)]
-        for name in names[owner]:
-            if is_builtin(member := getattr(owner, name)):
-                interpreter._patch_attr(owner, name, member, *arguments)
+    def interpreted(function: Any) -> Any:
+        """A builtin that runs interpreted, without the wrapper that refuses to run otherwise."""
+        inner = function.__wrapped__ if function.__code__ is wrapper else function
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = interpreter.interpreter_semantic
+            return inner(*arguments, **options)
+
+        return call
+
+    def patch_builtin(owner: Any, _: Any, scope: Any) -> None:
+        if owner not in members:  # not replaced yet
+            found = inspect.getmembers(owner, is_builtin)
+            members[owner] = {name: interpreted(member) for name, member in found}
+        for name, member in members[owner].items():
+            if is_builtin(getattr(owner, name)):
+                scope.set_attr(owner, name, member)
 
     interpreter._patch_builtin, interpreter._patch_lang = patch_builtin, patch_lang
 
 
 def share_shapes() -> None:
-    """Let Triton's interpreter make the shapes of tensors and their types once, and not look for the type in which two
-    tensors of one type and shape are added up and so on.
+    """Let Triton's interpreter make the shapes of tensors, their types and blocks of a number once, and not look for
+    the type in which two tensors of one type are added up and so on.
     """
-    check, known = TritonSemantic.binary_op_type_checking_impl, {}
+    check, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+    known, of_tuple, of_number, of_pair, types = {}, {}, {}, {}, {}
 
-    def look_up(shape: Any) -> tuple[Any, Any, int, str]:
+    def look_up(shape: Any) -> tuple[Any, Any, Any, str]:
         """Of a type, of a tensor, its elements, its name; each of them once for all of one shape."""
+        if id(shape) in of_tuple:
+            return of_tuple[id(shape)]
         key = tuple(one.value if isinstance(one, tl.constexpr) else one for one in shape)
         if key not in known:
             of_type, of_tensor = tl.tuple(key), tl.tuple([tl.constexpr(one) for one in key])
-            known[key] = of_type, of_tensor, validate_block_shape(key), str(of_type)
+            found = of_type, of_tensor, tl.constexpr(validate_block_shape(key)), str(of_type)
+            known[key] = of_tuple[id(of_type)] = of_tuple[id(of_tensor)] = found
         return known[key]
 
     def make_block_type(self: Any, element_type: Any, shape: Any) -> None:
         if not len(shape):
             raise TypeError("a block without a dimension")
         self.element_ty = element_type
-        self.shape, _, self.numel, name = look_up(shape)
+        self.shape, _, numel, name = look_up(shape)
+        self.numel = numel.value
         self.name = f"<{name}, {element_type}>"
 
     def is_same_type(self: Any, other: Any) -> bool:
@@ -81,19 +99,47 @@ def share_shapes() -> None:
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        _, self.shape, numel, _ = look_up(type.shape if type.is_block() else ())
-        self.numel = tl.constexpr(numel)
+        _, self.shape, self.numel, _ = look_up(type.shape if type.is_block() else ())
+
+    def broadcast_values(self: Any, left: Any, right: Any) -> Any:
+        if left.shape is right.shape:
+            return left, right
+        pair = id(left.shape), id(right.shape)
+        if pair not in of_pair:
+            of_pair[pair] = look_up(broadcast(self, left, right)[0].shape)[:2]
+        of_type, of_tensor = of_pair[pair]
+
+        def expand(one: Any) -> Any:
+            if one.shape is of_tensor:
+                return one
+            data, scalar, shape = one.handle.data, one.dtype, of_type.values
+            data = np.full(shape, data, data.dtype) if data.size == 1 else np.broadcast_to(data, shape)
+            if (id(scalar), id(of_type)) not in types:
+                types[id(scalar), id(of_type)] = tl.block_type(scalar, of_type)
+            return tl.tensor(interpreter.TensorHandle(data, scalar), types[id(scalar), id(of_type)])
+
+        return expand(left), expand(right)
 
     def check_types(self: Any, left: Any, right: Any, *options: bool, **more: bool) -> Any:
-        is_division = len(options) > 3 or more  # whose type is another for integers and 16-bit types
-        are_tensors = isinstance(left, tl.tensor) and isinstance(right, tl.tensor)
-        is_alike = are_tensors and left.shape is right.shape and left.dtype == right.dtype and not left.dtype.is_ptr()
-        if is_alike and not is_division:
-            return left, right
+        are_tensors = isinstance(left, tl.tensor), isinstance(right, tl.tensor)
+        if all(are_tensors):
+            is_division = len(options) > 3 or more  # whose type is another for integers and 16-bit types
+            is_one_type = left.dtype is right.dtype or left.dtype == right.dtype
+            if is_one_type and not left.dtype.is_ptr() and not is_division:
+                return broadcast_values(self, left, right)
+        elif any(are_tensors) and not more:
+            one, number = (left, right) if are_tensors[0] else (right, left)
+            key = are_tensors, one.dtype.name, id(one.shape), type(number), str(number), options
+            if key not in of_number:
+                found = check(self, left, right, *options)
+                if found[not are_tensors[0]] is not one:  # it had to be converted
+                    return found
+                of_number[key] = found[are_tensors[0]]
+            return (one, of_number[key]) if are_tensors[0] else (of_number[key], one)
         return check(self, left, right, *options, **more)
 
     tl.block_type.__init__, tl.block_type.__eq__, tl.tensor.__init__ = make_block_type, is_same_type, make_tensor
-    TritonSemantic.binary_op_type_checking_impl = check_types
+    TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value = check_types, broadcast_values
 
 
 def skip_overflow_checks() -> None:

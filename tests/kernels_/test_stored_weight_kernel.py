@@ -79,8 +79,8 @@ def stored_weight(kind, size_out, size_in, seed=0):
 
 
 def tiles_for(weight):
-    """All that `choose_stored_tiles` can return for it."""
-    return [choose_stored_tiles(rows, weight) for rows in (8, 16, 32, 33)]
+    """All that `choose_stored_tiles` can return for it, each once."""
+    return list(dict.fromkeys(choose_stored_tiles(rows, weight) for rows in (8, 16, 32, 33)))
 
 
 def inputs_for(rows, size_in, dtype):
@@ -158,7 +158,8 @@ def test_every_number_is_widened_exactly(kind):
     """By unit vectors, one after the other: each result is one number of the weight times its scale."""
     weight = stored_weight(kind, 64, 256)
     identity = torch.eye(256, device=DEVICE, dtype=torch.bfloat16 if DEVICE == "cuda" else torch.float32)
-    found = linear(identity, weight._replace(rounds_inputs=False), None, tiles_for(weight)[0])
+    tiles = tiles_for(weight)[0 if DEVICE == "cuda" else -1]  # the largest ones, of which the interpreter runs fewer
+    found = linear(identity, weight._replace(rounds_inputs=False), None, tiles)
     expected = dequantise(weight, torch.float32).T.to(identity.dtype)
     torch.testing.assert_close(found, expected, rtol=1e-2 if DEVICE == "cuda" else 1e-6, atol=0)
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specdec.hosting.equivalence import why_not_equivalent
 from hf_specdec.modules.patch import engine
-from hf_specdec.patching.linear import linear, patched_linear
+from hf_specdec.patching.linear import MAX_TRANSPOSED_ROWS, MIN_TRANSPOSED_WEIGHT, linear, patched_linear
 
 
 class WatchProducts(TorchDispatchMode):
@@ -45,6 +45,20 @@ def test_products_of_no_rows():
     layer = torch.nn.Linear(4, 3)
     for shape in ((0, 4), (2, 0, 4)):
         assert linear(torch.ones(shape), layer.weight, layer.bias).shape == (*shape[:-1], 3)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("rows", [1, 2, 3, MAX_TRANSPOSED_ROWS, MAX_TRANSPOSED_ROWS + 1])
+@pytest.mark.parametrize("width", [32, 96])
+def test_products_of_small_and_large_weights(rows, width):
+    """A few rows by a large weight are computed transposed; a single row is computed twice."""
+    outputs = 3 * 96
+    assert (outputs * width < MIN_TRANSPOSED_WEIGHT) == (width == 32)
+    layer = torch.nn.Linear(width, outputs)
+    inputs = torch.randn(1, rows, width)
+    found = linear(inputs, layer.weight, layer.bias)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found.double(), layer.double()(inputs.double()), rtol=1e-5, atol=1e-5)
 
 
 # float64 takes the way that a GPU takes: a few float32 rows on a CPU are computed otherwise, see `ops.linear`.
