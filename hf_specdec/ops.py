@@ -73,9 +73,9 @@ def _linear(inputs, weight, bias=None, activation=None):
 def _stored_linear(inputs, weight, bias, activation):
     from .kernels import linear, linear_stored
 
-    wide = _wide_stored_tiles(inputs, weight) if activation is None else None
-    if weight.rounds_inputs and (wide is not None or weight.group >= inputs.shape[1]):  # no program has a whole row
+    if weight.rounds_inputs:
         inputs, weight = rounded_inputs(inputs, weight), weight._replace(rounds_inputs=False)
+    wide = _wide_stored_tiles(inputs, weight) if activation is None else None
     if wide is not None:
         return linear_stored.linear(inputs, weight, bias, *wide)
     return linear.linear(inputs, weight, bias, choose_stored_tiles(len(inputs), weight), activation)

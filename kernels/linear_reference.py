@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from .gated_activation_reference import gated_activation
-from .rounded_inputs_reference import round_inputs
+from .rounded_inputs_reference import rounded_inputs
 from .stored_weight_reference import dequantise
 from .types import StoredWeight
 
@@ -26,7 +26,7 @@ def linear(
     """
     dtype = torch.promote_types(inputs.dtype, torch.float32)
     if isinstance(weight, StoredWeight):
-        inputs_of_products = round_inputs(inputs, weight) if weight.rounds_inputs else inputs
+        inputs_of_products = rounded_inputs(inputs, weight) if weight.rounds_inputs else inputs
         out = inputs_of_products.to(dtype) @ dequantise(weight, dtype).T
     else:
         out = inputs.to(dtype) @ weight.to(dtype).T

@@ -69,8 +69,7 @@ def _linear_kernel(
     SCALES: tl.constexpr = FORM[1]
     SCALE_ROWS: tl.constexpr = FORM[2]
     GROUP_SIZE: tl.constexpr = FORM[3]
-    ASM: tl.constexpr = FORM[5]
-    tl.static_assert(not FORM[4], "inputs are not rounded")
+    ASM: tl.constexpr = FORM[4]
     row_block, feature_block = tl.swizzle2d(
         tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), GROUP
     )

@@ -167,8 +167,6 @@ def choose_stored_tiles(rows: int, weight: StoredWeight) -> LinearTiles:
     depth = _BYTES_OF_TILE * (2 if is_halves else 1)
     if weight.codes is None or weight.scales.dtype not in SCALES_OF_NUMBERS:
         depth = min(depth, weight.group)
-    if weight.rounds_inputs:  # of a group all at once, so that fewer of them fit
-        return LinearTiles(min(max(8, _next_power(rows)), 32), 32, weight.group, 4, 3)
     if rows <= 8:
         if is_halves:
             return LinearTiles(8, 32, depth, 4, 4)

@@ -33,16 +33,6 @@ def _to_e4m3(values):
     return tl.where(tl.abs(values) < 0.015625, small, normal)
 
 
-@triton.jit
-def divide_by_scales(values, LARGEST: tl.constexpr):
-    """Rows `[n, m]` of float32, of which the largest number becomes LARGEST, and their scales `[n]`.
-
-    Divisions are exact as torch's are: one that is not changes what numbers are rounded to.
-    """
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(values), axis=1), LARGEST), _LEAST)
-    return tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape)), scale
-
-
 @kernel
 def _round_kernel(
     inputs_ptr,
@@ -67,9 +57,11 @@ def _round_kernel(
     is_column = (index < group)[None, :] & (column < size_in)
     wait_for_inputs(PDL)
     inputs = tl.load(inputs_ptr + row * inputs_stride + column, mask=is_column, other=0.0)
-    values, scale = divide_by_scales(inputs.to(tl.float32), LARGEST)
+    values = inputs.to(tl.float32)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(values), axis=1), LARGEST), _LEAST)[:, None]
+    values = tl.div_rn(values, tl.broadcast_to(scale, values.shape))
     rounded = _to_int8(values) if IS_INT8 else _to_e4m3(values)
-    tl.store(out_ptr + row * size_in + column, (rounded * scale[:, None]).to(inputs.dtype), mask=is_column)
+    tl.store(out_ptr + row * size_in + column, (rounded * scale).to(inputs.dtype), mask=is_column)
 
 
 def rounded_inputs(inputs, weight):

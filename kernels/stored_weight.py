@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 
 from .launch import wait_for_inputs
-from .rounded_inputs import divide_by_scales
 from .stored_weight_reference import CODES
 from .types import SCALES_OF_OUTER, StoredWeight
 
@@ -234,6 +233,7 @@ def stored_arguments(inputs: torch.Tensor, weight: StoredWeight | None, depth: i
     values, scales, size_in = weight.values, weight.scales, weight.shape[-1]
     is_grouped = weight.group < size_in
     assert values.dtype in FORMATS and values.stride(-1) == 1, "rows must have unit stride"
+    assert not weight.rounds_inputs, "`rounded_inputs` rounds inputs before"
     assert not is_grouped or weight.group % depth == 0 or (depth % weight.group == 0 and scales.itemsize == 1)
     assert scales.stride(-1) == 1 or scales.shape[-1] == 1
     assert weight.zeros is None or weight.zeros.stride() == scales.stride()
@@ -243,15 +243,8 @@ def stored_arguments(inputs: torch.Tensor, weight: StoredWeight | None, depth: i
     scales = scales if kind is None else scales.view(torch.uint8)
     return {
         "parts": (scales, weight.zeros, weight.outer, weight.scale_codes, weight.shift),
-        "FORM": (weight.codes or FORMATS[values.dtype], kind, weight.rows, group, weight.rounds_inputs, has_asm),
+        "FORM": (weight.codes or FORMATS[values.dtype], kind, weight.rows, group, has_asm),
     }
-
-
-@triton.jit
-def round_inputs(inputs, ASM: tl.constexpr):
-    """Rows `[n, m]` as numbers of e4m3 in their dtype, and their scales `[n]` in float32."""
-    values, scale = divide_by_scales(inputs.to(tl.float32), 448.0)
-    return widen_bytes(values.to(tl.float8e4nv).to(tl.uint8, bitcast=True), "e4m3", inputs.dtype, ASM), scale
 
 
 @triton.jit
@@ -278,9 +271,9 @@ def stored_sums(
         own_feature: `[FEATURES]`, each one less `first`.
         places: features of each of the HALVES, the first of the program, and the last of a half.
         strides: of features, of the weight and the scales.
-        FORM: format of numbers, of scales, features of a scale, inputs of a scale, whether inputs are rounded, and
-            whether there are instructions of PTX. GROUP_SIZE is None where a scale is for all inputs; numbers are
-            scaled before their products where it is less than DEPTH, and else products.
+        FORM: format of numbers, of scales, features of a scale, inputs of a scale, and whether there are instructions
+            of PTX. GROUP_SIZE is None where a scale is for all inputs; numbers are scaled before their products where
+            it is less than DEPTH, and else products.
         SIZES: HALVES, FEATURES and DEPTH.
         IS_EVEN: whether `SPLITS * DEPTH` divides the input features.
     """
@@ -291,8 +284,7 @@ def stored_sums(
     SCALES: tl.constexpr = FORM[1]
     SCALE_ROWS: tl.constexpr = FORM[2]
     GROUP_SIZE: tl.constexpr = FORM[3]
-    ROUNDS_INPUTS: tl.constexpr = FORM[4]
-    ASM: tl.constexpr = FORM[5]
+    ASM: tl.constexpr = FORM[4]
     HALVES: tl.constexpr = SIZES[0]
     FEATURES: tl.constexpr = SIZES[1]
     DEPTH: tl.constexpr = SIZES[2]
@@ -329,8 +321,6 @@ def stored_sums(
             x = tl.load(
                 inputs + start, mask=is_row & (depth[None, :] < (size_in - start - row_split)[:, None]), other=0.0
             )
-        if ROUNDS_INPUTS:
-            x, x_scale = round_inputs(x, ASM)
         product = tl.zeros_like(total) if SCALES_PRODUCTS else total
         if PER_BYTE == 2:
             if zeros_ptr is not None and GROUP_SIZE is not None:
@@ -351,8 +341,6 @@ def stored_sums(
         else:
             w = widen_bytes(w, FORMAT, x.dtype, ASM)
             product = tl.dot(in_fragments(w), as_fragments(x), product, input_precision="ieee")
-        if ROUNDS_INPUTS:
-            product *= tl.reshape(x_scale, [SPLITS, 1, ROWS])
         if SCALES_PRODUCTS:
             group = tl.minimum(group_start + start, size_in - 1) // GROUP_SIZE
             at = scales_at[None, :] + group[:, None]

@@ -25,23 +25,22 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
 EPSILON = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SHAPE = (4096, 1024) if DEVICE == "cuda" else (72, 256)
-# Format, rows and inputs of a scale (None: all of them), whether there are zero points, whether inputs are rounded.
+# Format, rows and inputs of a scale (None: all of them), whether there are zero points.
 KINDS = {
-    "e4m3 rows": (torch.float8_e4m3fn, 1, None, False, False),
-    "e4m3 tensor": (torch.float8_e4m3fn, None, None, False, False),
-    "e4m3 blocks": (torch.float8_e4m3fn, 128, 128, False, False),
-    "e4m3 blocks and inputs": (torch.float8_e4m3fn, 128, 128, False, True),
-    "int8 rows": (torch.int8, 1, None, False, False),
-    "int8 groups": (torch.int8, 1, 32, False, False),
-    "int4 groups": (torch.uint8, 1, 128, False, False),
-    "int4 groups of 32": (torch.uint8, 1, 32, False, False),
-    "int4 zero points": (torch.uint8, 1, 64, True, False),
-    "int4 rows": (torch.uint8, 1, None, False, False),
-    "int4 rows with zero points": (torch.uint8, 1, None, True, False),
-    "mxfp4": (torch.uint8, 1, 32, False, False),
-    "nvfp4": (torch.uint8, 1, 16, False, False),
-    "nf4": (torch.uint8, 1, 64, False, False),
-    "nf4 twice": (torch.uint8, 1, 64, False, False),
+    "e4m3 rows": (torch.float8_e4m3fn, 1, None, False),
+    "e4m3 tensor": (torch.float8_e4m3fn, None, None, False),
+    "e4m3 blocks": (torch.float8_e4m3fn, 128, 128, False),
+    "int8 rows": (torch.int8, 1, None, False),
+    "int8 groups": (torch.int8, 1, 32, False),
+    "int4 groups": (torch.uint8, 1, 128, False),
+    "int4 groups of 32": (torch.uint8, 1, 32, False),
+    "int4 zero points": (torch.uint8, 1, 64, True),
+    "int4 rows": (torch.uint8, 1, None, False),
+    "int4 rows with zero points": (torch.uint8, 1, None, True),
+    "mxfp4": (torch.uint8, 1, 32, False),
+    "nvfp4": (torch.uint8, 1, 16, False),
+    "nf4": (torch.uint8, 1, 64, False),
+    "nf4 twice": (torch.uint8, 1, 64, False),
 }
 # Of each format one, with scales of blocks, of rows and of scales, and zero points.
 FEW = ["e4m3 blocks", "int8 groups", "int4 zero points", "nvfp4", "nf4 twice"]
@@ -51,7 +50,7 @@ CODES_OF = {"mxfp4": "e2m1", "nvfp4": "e2m1", "nf4": "nf4", "nf4 twice": "nf4"}
 def stored_weight(kind, size_out, size_in, seed=0):
     """A random weight of a kind, of which all numbers occur; of `size_out` all but the last are experts."""
     *experts, size_out = size_out if isinstance(size_out, tuple) else (size_out,)
-    dtype, rows, group, has_zeros, rounds_inputs = KINDS[kind]
+    dtype, rows, group, has_zeros = KINDS[kind]
     generator = torch.Generator().manual_seed(seed)
     rows, group = rows or size_out, group or size_in
     values = torch.randint(
@@ -74,7 +73,7 @@ def stored_weight(kind, size_out, size_in, seed=0):
         parts["outer"] = torch.rand(-(-scales.numel() // 256), generator=generator).to(DEVICE) / 40
         parts["shift"] = torch.tensor(0.05, device=DEVICE)
     return StoredWeight(
-        values.view(dtype).to(DEVICE), scales.to(DEVICE), zeros, rows, group, rounds_inputs, CODES_OF.get(kind), **parts
+        values.view(dtype).to(DEVICE), scales.to(DEVICE), zeros, rows, group, codes=CODES_OF.get(kind), **parts
     )
 
 
@@ -95,15 +94,14 @@ def test_equals_the_sum_in_float64(kind, dtype):
     exact = dequantise(weight, torch.float64)
     for rows in cases((1, 5, 32), (1, 32)):
         inputs = inputs_for(rows, SHAPE[1], dtype)
-        expected = inputs.double() if not weight.rounds_inputs else round_inputs(inputs, weight).double()
-        expected = expected @ exact.T + bias.double()
+        expected = inputs.double() @ exact.T + bias.double()
         atol = EPSILON[dtype] * expected.abs().max().item()
         torch.testing.assert_close(linear_reference.linear(inputs, weight, bias).double(), expected, rtol=0, atol=atol)
         for tiles in tiles_for(weight):
             torch.testing.assert_close(linear(inputs, weight, bias, tiles).double(), expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("kind", [kind for kind, (*_, rounds_inputs) in KINDS.items() if not rounds_inputs])
+@pytest.mark.parametrize("kind", KINDS)
 def test_wide_tiles(kind):
     """Parts of tiles of rows and of features, between NaN, with the sum in one part and in several."""
     weight = stored_weight(kind, *SHAPE)
@@ -134,7 +132,6 @@ def test_which_products_have_wide_tiles():
     ]
     halves = stored_weight("int4 groups", 512, 256)
     assert [choose_wide_stored_tiles(rows, halves) is not None for rows in (16, 17)] == [False, True]
-    assert choose_wide_stored_tiles(64, stored_weight("e4m3 blocks and inputs", 512, 256)) is not None
     assert choose_wide_stored_tiles(64, stored_weight("e4m3 rows", 512, 192)) is None
     assert choose_wide_stored_tiles(64, stored_weight("int4 zero points", 512, 256)) == (
         LinearTiles(64, 64, 64, 4, 3),
@@ -159,7 +156,7 @@ def test_every_number_is_widened_exactly(kind):
     weight = stored_weight(kind, 64, 256)
     identity = torch.eye(256, device=DEVICE, dtype=torch.bfloat16 if DEVICE == "cuda" else torch.float32)
     tiles = tiles_for(weight)[0 if DEVICE == "cuda" else -1]  # the largest ones, of which the interpreter runs fewer
-    found = linear(identity, weight._replace(rounds_inputs=False), None, tiles)
+    found = linear(identity, weight, None, tiles)
     expected = dequantise(weight, torch.float32).T.to(identity.dtype)
     torch.testing.assert_close(found, expected, rtol=1e-2 if DEVICE == "cuda" else 1e-6, atol=0)
 
@@ -173,20 +170,27 @@ def test_gate_and_up_with_their_activation(kind):
         assert same_bits(linear(inputs, weight, None, tiles, "silu"), gated_activation(*halves, "silu"))
 
 
-@pytest.mark.parametrize("kind", ["e4m3 rows", "int8 rows"])
-def test_inputs_are_rounded_by_the_largest_of_a_row(kind, monkeypatch):
+@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("kind", ["e4m3 rows", "int8 rows", "e4m3 blocks"])
+def test_inputs_are_rounded_before_the_product(kind, rows, monkeypatch):
+    """In few rows and in many, and by itself in one of many, with an activation and without."""
     set_policy(monkeypatch, DEVICE, triton=True)
-    weight = stored_weight(kind, *SHAPE)._replace(rounds_inputs=True)
+    weight = stored_weight(kind, *SHAPE)
+    rounding = weight._replace(rounds_inputs=True)
     for dtype in DTYPES:
-        inputs = inputs_for(5, SHAPE[1], dtype)
+        inputs = inputs_for(rows, SHAPE[1], dtype)
         rounded = round_inputs(inputs, weight).to(dtype)
         sizes = (rounded.double().abs().amax(1) - inputs.double().abs().amax(1)).abs() / inputs.double().abs().amax(1)
         assert not torch.equal(rounded, inputs) and sizes.max() < 0.01
-        expected = ops.linear(rounded, weight._replace(rounds_inputs=False))
-        assert torch.equal(ops.linear(inputs, weight), expected)
-        assert torch.equal(ops.linear(inputs[2:3], weight), expected[2:3])
-        gated = gated_activation(*expected.chunk(2, dim=-1), "silu")
-        assert same_bits(ops.linear(inputs, weight, None, "silu"), gated)
+        expected = ops.linear(rounded, weight)
+        assert torch.equal(ops.linear(inputs, rounding), expected)
+        assert torch.equal(ops.linear(inputs[2:3], rounding), ops.linear(rounded[2:3], weight))
+        gated = ops.linear(rounded, weight, None, "silu")
+        assert torch.equal(ops.linear(inputs, rounding, None, "silu"), gated)
+        exact = rounded.double() @ dequantise(weight, torch.float64).T
+        atol = EPSILON[dtype] * exact.abs().max().item()
+        torch.testing.assert_close(linear_reference.linear(inputs, rounding).double(), exact, rtol=0, atol=atol)
+        torch.testing.assert_close(expected.double(), exact, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("kind", ["e4m3 rows", "int8 rows", "e4m3 blocks"])
@@ -205,19 +209,6 @@ def test_rounded_inputs(kind, dtype):
         found = rounded_inputs(view, weight)
         assert found.dtype == dtype and torch.equal(found, expected) and not torch.equal(found, view)
         assert torch.equal(rounded_inputs(view.reshape(2, 3, -1), weight), expected.view(2, 3, -1))
-
-
-def test_inputs_of_wide_tiles_are_rounded_by_groups(monkeypatch):
-    set_policy(monkeypatch, DEVICE, triton=True)
-    weight, dtype = stored_weight("e4m3 blocks and inputs", *SHAPE), DTYPES[-1]
-    inputs = inputs_for(40, SHAPE[1], dtype)
-    expected = round_inputs(inputs, weight).double() @ dequantise(weight, torch.float64).T
-    atol = EPSILON[dtype] * expected.abs().max().item()
-    torch.testing.assert_close(ops.linear(inputs, weight).double(), expected, rtol=0, atol=atol)
-    rounded, tiles = rounded_inputs(inputs, weight), choose_wide_stored_tiles(40, weight)
-    assert torch.equal(
-        ops.linear(inputs, weight), linear_stored.linear(rounded, weight._replace(rounds_inputs=False), None, *tiles)
-    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
