@@ -49,6 +49,12 @@ def holds_all_keys(cache: Cache, columns: int) -> bool:
     )
 
 
+def has_other_dtypes(cache: Cache, dtype: torch.dtype) -> bool:
+    """Whether some keys or values of `cache` are not of `dtype`; those of a call under autocast have two."""
+    found = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
+    return any(isinstance(one, torch.Tensor) and one.dtype != dtype for one in found)
+
+
 def read_cache(cache: Cache, ragged: RaggedCache, prompts: Prompts, batch: int, device: torch.device) -> None:
     """Copy what `cache` holds of `prompts` into `ragged`, whose buffers have `batch` rows and are on `device`.
 

@@ -14,7 +14,7 @@ import torch
 
 from ..calls.call import Call
 from ..calls.first_pass import FirstPass
-from ..calls.kv_transfer import DeferredCache, FinishedCall, holds_all_keys, read_cache
+from ..calls.kv_transfer import DeferredCache, FinishedCall, has_other_dtypes, holds_all_keys, read_cache
 from ..calls.output import SpeculativeOutput
 from ..calls.prompts import Prompts, PromptSpan
 from ..calls.request import Arrived, ContinuousBatching, Request, ends_of
@@ -138,7 +138,9 @@ class Lockstep(Runner):
             drafted = self.drafts.current
             needs_rounds = call.max_new_tokens > 1
             # A pass allocates what is captured or copied to, in the target's dtypes, and tells how layers hold states.
-            if self.target.is_captured or call.prompts.cached or self._groups is not None:
+            has_states = self.state.cache.recurrence is not None
+            is_read = call.prompts.cached and (has_states or has_other_dtypes(call.cache, call.model.dtype))
+            if self.target.is_captured or is_read or self._groups is not None:
                 lease.allocate()
             if needs_rounds and lease.lacks_round(drafted):
                 lease.capture_round(drafted)
