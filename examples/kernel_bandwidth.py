@@ -36,7 +36,7 @@ from hf_specdec.kernels import (
     verify_tree_reference,
 )
 from hf_specdec.kernels.attention import attention
-from hf_specdec.kernels.types import DraftInputs, RecurrenceRing
+from hf_specdec.kernels.types import DraftInputs, NormKind, RecurrenceRing, RotaryKind
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 DTYPE = torch.bfloat16
@@ -243,7 +243,7 @@ def time_layer_ops(num_rows: int) -> Iterator[tuple[str, float, int]]:
     parts = torch.randn(1, num_rows, LINEARS[0][0], dtype=DTYPE, device="cuda").unflatten(-1, (-1, DIM))
     query, key, _ = (part.transpose(1, 2) for part in parts.split([HEADS, KV_HEADS, KV_HEADS], dim=2))
     gate, up = torch.randn(1, num_rows, 2 * inner, dtype=DTYPE, device="cuda").chunk(2, dim=-1)
-    norm, rotary = ops.NormKind(cast_first=True), ops.RotaryKind()
+    norm, rotary = NormKind(cast_first=True), RotaryKind()
     cases = (
         ("rms_norm", (hidden, weight, 1e-5, norm), 2 * width),
         ("rotary", (cos, sin, [query, key], rotary), 2 * (HEADS + KV_HEADS) * DIM),

@@ -26,10 +26,9 @@ def linear(
     """
     dtype = torch.promote_types(inputs.dtype, torch.float32)
     if isinstance(weight, StoredWeight):
-        inputs_of_products = rounded_inputs(inputs, weight) if weight.rounds_inputs else inputs
-        out = inputs_of_products.to(dtype) @ dequantise(weight, dtype).T
-    else:
-        out = inputs.to(dtype) @ weight.to(dtype).T
+        inputs = rounded_inputs(inputs, weight) if weight.rounds_inputs else inputs
+        weight = dequantise(weight, dtype)
+    out = inputs.to(dtype) @ weight.to(dtype).T
     if bias is not None:
         out = out + bias.to(dtype)
     out = out.to(inputs.dtype)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..kernels.types import RotaryKind
+from ..kernels.types import NormKind, RotaryKind
 from .patch import DTYPES, uses_layer_kernels
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -104,13 +104,13 @@ def _deferred_sum(first: Any, second: Any) -> Deferred | None:
 
 
 def residual_stream(states: torch.Tensor) -> torch.Tensor:
-    """`states`, sums with which are computed by the norm that reads them, where layers run the ops of `ops`."""
+    """`states`, sums with which are computed by the norm that reads them, where layers run kernels of their own."""
     if type(states) is not torch.Tensor or states.dtype not in DTYPES or torch.is_grad_enabled():
         return states
     return Deferred.of(states, states) if uses_layer_kernels(states) else states
 
 
-def normed(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: ops.NormKind) -> torch.Tensor:
+def normed(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind) -> torch.Tensor:
     """`ops.rms_norm`; computes `inputs`, too, if they are a sum that is not computed."""
     pending = inputs.pending if isinstance(inputs, Deferred) else None
     if not isinstance(pending, Sum):

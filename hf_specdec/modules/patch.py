@@ -84,12 +84,12 @@ def _with_default(device: torch.device, now: torch.device) -> AbstractContextMan
     return nullcontext() if device == now else device
 
 
-# Dtypes that the ops of `ops` take.
+# Dtypes that the ops of layers take, see `ops`.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def uses_layer_kernels(states: torch.Tensor) -> bool:
-    """Whether the layers that compute with `states` run the ops of `ops`.
+    """Whether the layers that compute with `states` run ops of layers, such as `ops.rms_norm`.
 
     Not in code that is to be compiled: the compiler fuses small operations with their neighbours, residual sums, too.
     """

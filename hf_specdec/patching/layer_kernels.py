@@ -1,4 +1,4 @@
-"""Norms and gated MLPs whose small operations run as one kernel each, see `ops`; so do sums before norms."""
+"""Norms and gated MLPs whose small operations run as one kernel each, an op of layers; so do sums before norms."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _FORWARDS = (_norm_forward, _mlp_forward, _embedding_forward, _angles_forward)
 
 
 def layer_kernels(*models: nn.Module) -> Replacements:
-    """Context in which norms and gated MLPs of `models` run the ops of `ops`, on devices whose policy says so.
+    """Context in which norms and gated MLPs of `models` run ops of layers, on devices whose policy says so.
 
     Sums of outputs of embeddings and MLPs with other tensors, the residual stream, are computed by the norms that read
     them. Modules are recognised by what they compute, see `layer_probes`; those with hooks or a `forward` attribute,
@@ -107,6 +107,6 @@ def layer_kernels(*models: nn.Module) -> Replacements:
 
 
 def any_has_layer_kernels(modules: list[nn.Module]) -> bool:
-    """Whether any of `modules` has a weight on a device where layers may run the ops of `ops`."""
+    """Whether any of `modules` has a weight on a device where layers may run ops of layers."""
     devices = {one.device for module in modules for one in module._parameters.values() if one is not None}
     return any(policy_of(one).layer_kernels for one in devices)

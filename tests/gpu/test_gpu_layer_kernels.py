@@ -13,6 +13,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_specdec import NoDrafter, ops
 from hf_specdec.kernels.rms_norm import rms_norm
+from hf_specdec.kernels.types import NormKind, RotaryKind
 from hf_specdec.patching.layer_probes import Probes
 from hf_specdec.patching.rotary_functions import _kind_of
 
@@ -128,7 +129,7 @@ def test_ops_in_compiled_code():
     """As a mode that fixes the order of sums in compiled rounds, too, needs them: shapes and strides of fakes."""
     inputs, weight = draw(1, 3, 4096), draw(4096, seed=1)
     cos, sin = draw(2, 1, 3, 128, seed=2)
-    kind, rotary = ops.NormKind(cast_first=True), ops.RotaryKind()
+    kind, rotary = NormKind(cast_first=True), RotaryKind()
 
     def layer(inputs):
         hidden = ops.rms_norm(inputs + 1, weight, 1e-6, kind)

@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings and gated MLPs of targets and drafters run the ops of `ops` where an engine runs."""
+"""Norms, rotary embeddings and gated MLPs of targets and drafters run ops of layers where an engine runs."""
 
 import copy
 import functools
