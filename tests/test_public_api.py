@@ -1,7 +1,9 @@
 """The public names, and the direction of imports."""
 
 import ast
+import pkgutil
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -180,3 +182,21 @@ def test_registering_a_drafter():
         register_drafter(dict)
     with pytest.raises(TypeError, match="expected a subclass of DrafterConfig"):
         register_drafter(type("Nameless", (Drafter,), {"config_class": dict}))
+
+
+def test_names_in_files_that_need_a_gpu_exist():
+    """Of the package, as far as they are imported or attributes of its modules: no machine without a GPU runs them."""
+    root, checked = Path(__file__).parent.parent, 0
+    for path in [*(root / "tests" / "gpu").glob("*.py"), root / "examples" / "kernel_bandwidth.py"]:
+        tree, modules = ast.parse(path.read_text(encoding="utf-8")), {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "hf_specdec":
+                for name in node.names:
+                    found = pkgutil.resolve_name(f"{node.module}.{name.name}")
+                    checked += 1
+                    if isinstance(found, ModuleType):
+                        modules[name.asname or name.name] = found
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                assert hasattr(modules[node.value.id], node.attr), f"{path}: {ast.unparse(node)}"
+    assert checked > 30
