@@ -233,10 +233,10 @@ class _BlocksAttention:
 
     @torch.compiler.disable
     def __call__(
-        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+        self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
     ) -> torch.Tensor:
         visible = self._visible
-        if self._causal[layer_idx]:
+        if self._causal[layer.layer_idx]:
             visible = visible & (self._distance >= 0)
         if window is not None:
             visible = visible & (self._distance.abs() < window)

@@ -24,13 +24,13 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 class Attend(Protocol):
     """Attention of a layer: over a KV cache when drafting, over a whole sequence when training.
 
-    Called with the layer's index, its new query, key and value states, `[B, heads, n, head_dim]` after RoPE, and the
-    layer's sliding window or None. There may be fewer queries than keys; they are those of the last positions. Returns
-    the queries' outputs, `[B, n, heads, head_dim]`.
+    Called with the attention module, its new query, key and value states, `[B, heads, n, head_dim]` after RoPE, and
+    its sliding window or None. There may be fewer queries than keys; they are those of the last positions. Returns the
+    queries' outputs, `[B, n, heads, head_dim]`. One compiled layer serves all, as its `layer_idx` is read in here only.
     """
 
     def __call__(
-        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+        self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
     ) -> torch.Tensor: ...
 
 
@@ -85,7 +85,7 @@ class DraftAttention(nn.Module):
             cos, sin = rotary
             (key,) = rotate(cos, sin, key)
             (query,) = rotate(cos[:, -num_outputs:], sin[:, -num_outputs:], query[:, :, -num_outputs:])
-        return self.o_proj(attend(self.layer_idx, query, key, value, self.window).flatten(2))
+        return self.o_proj(attend(self, query, key, value, self.window).flatten(2))
 
     def keys_and_values(self, hidden: torch.Tensor, rotary: Angles) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys after RoPE and values of `[B, n, input_size]`, `[B, kv_heads, n, head_dim]` each."""

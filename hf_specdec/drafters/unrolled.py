@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
@@ -29,15 +30,15 @@ class UnrolledAttention:
     """
 
     def __init__(self) -> None:
-        self._written: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._written: dict[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     @torch.compiler.disable
     def __call__(
-        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+        self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
     ) -> torch.Tensor:
         groups = query.shape[1] // key.shape[1]
         query, key = query.to(value.dtype), key.to(value.dtype)
-        written = self._written.setdefault(layer_idx, [])
+        written = self._written.setdefault(layer, [])
         if written and written[0][0].shape[0] > query.shape[0]:
             written[:] = [(key[: query.shape[0]], value[: query.shape[0]]) for key, value in written]
         written.append((key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)))
@@ -54,7 +55,7 @@ class UnrolledAttention:
 
 
 def unrolled_attention_forward(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -80,7 +81,7 @@ def unrolled_attention_forward(
     found = [name for name, is_so in unusual.items() if is_so]
     if found:
         raise ValueError(f"{type(module).__name__} cannot be unrolled for training: it has {', '.join(found)}.")
-    return attend(module.layer_idx, query, key, value, sliding_window), None
+    return attend(module, query, key, value, sliding_window), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(UNROLLED_NAME, unrolled_attention_forward)

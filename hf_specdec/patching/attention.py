@@ -231,10 +231,11 @@ def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.
         ends: for each layer, the last slot that each query sees, `[B, m]` int64, or None for its own. None: so for all.
     """
 
-    def attend(layer_idx, query, key, value, window):
-        query, keys, values, scales = read_by_attention(query, *cache.update(key, value, layer_idx))
+    def attend(layer, query, key, value, window):
+        query, keys, values, scales = read_by_attention(query, *cache.update(key, value, layer.layer_idx))
         positions, scaling = slots[:, -query.shape[2] :], query.shape[-1] ** -0.5
-        seen = window, None, None, cache.starts_of(positions), None if ends is None else ends[layer_idx], None, scales
+        last = None if ends is None else ends[layer.layer_idx]
+        seen = window, None, None, cache.starts_of(positions), last, None, scales
         if cache.nodes is None:
             return ops.attention(query, keys, values, positions, scaling, *seen)
         return ops.attention(query, keys, values, cache.nodes.positions, scaling, *seen, cache.nodes.ancestors)

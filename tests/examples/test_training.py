@@ -21,6 +21,7 @@ import pytest
 import targets
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from transformers import (
     GPT2Config,
@@ -523,6 +524,26 @@ def test_unrolled_logits_equal_drafting_step_by_step(options):
             normed, feedback = drafter.run(tokens[:, 1 : end + 1], hidden, positions, UnrolledAttention())
             torch.testing.assert_close(unrolled[step][:, slot], drafter.logits(normed[:, -1]), rtol=1e-4, atol=1e-4)
             hidden = torch.cat([hidden, feedback[:, -1:]], dim=1)
+
+
+def test_one_compiled_layer_serves_all(monkeypatch):
+    """Compiling takes seconds a layer on a GPU."""
+    target, compiled = tiny_target(), {}
+    tokens = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+    anchors = torch.tensor([[2, 5], [3, 7]])
+    for count in (2, 4):
+        layers = ["--aux-layers", "3", "--layers", str(count), "--mask-token-id", str(MASK), "--steps", "1"]
+        args = train_drafter.parse_arguments(["--family", "dflash", *layers])
+        drafter = drafters.new_drafter(args, target, data.draft_vocabulary(torch.rand(VOCAB), 48, [STOP])[0], MASK)
+        aux_hidden_states = read_hidden_states(target, drafter, tokens)
+        counter = CompileCounter()
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+            expected = drafter.unroll_blocks(tokens, aux_hidden_states, anchors, 3)
+            objective.compile_layers(drafter)
+            torch.testing.assert_close(drafter.unroll_blocks(tokens, aux_hidden_states, anchors, 3), expected)
+        compiled[count] = counter.frame_count
+    assert compiled[2] == compiled[4] > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
