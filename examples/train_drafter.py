@@ -160,6 +160,7 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     add("--weight-decay", type=float, default=0.01)
     add("--held-out", type=int, default=512, help="documents kept for measuring")
     add("--save-every", type=int, default=500, help="steps between checkpoints and measurements")
+    add("--train-only", default="", help="freeze what has no name that begins so: confidence_head, layers.0")
     about = "resume from the checkpoint in --out, if there is one"
     add("--resume", action="store_true", help=about)
     add("--estimate", action="store_true", help="say what training takes, time, memory and disk, and stop")
@@ -257,7 +258,7 @@ class Trainer:
         return self.checkpoint.with_name("checkpoint.before")
 
     def estimate(self) -> dict[str, float]:
-        """What a step and the whole training take, from the second of two batches that nothing is learned from.
+        """What a step and the whole training take, from the third of three batches that nothing is learned from.
 
         `seconds` of a step and `target_share` of it in the target, `tokens_per_second` over all processes, `steps` and
         `minutes` in all, `epochs` of the data, `memory_gb` of a GPU, the most `disk_gb` of `--out`, and
@@ -268,7 +269,7 @@ class Trainer:
         batch = self.documents.batch(order[self.accelerator.process_index % len(order)]).to(device)
         self.objective.train()
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            for _ in range(2):  # the first one is compiled, and finds memory
+            for _ in range(3):  # the first two are compiled, for one shape and for others, and find memory
                 times = [self._now()]
                 outputs = self.teacher.read(batch)
                 times.append(self._now())
@@ -402,16 +403,32 @@ class Trainer:
             write_card(self.args.out)
 
 
+def keep_trainable(drafter: CachedDrafter, prefix: str) -> None:
+    """Freeze the parameters whose names do not begin with `prefix`; raises `ValueError` if none does."""
+    parameters = dict(drafter.named_parameters())
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name.startswith(prefix))
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        parts = ", ".join(dict.fromkeys(name.split(".")[0] for name in parameters))
+        raise ValueError(
+            f"--train-only is {prefix}, but no parameter of a {type(drafter).__name__} has a name that begins so; "
+            f"expected the beginning of a name, the first part of which is one of {parts}."
+        )
+
+
 def new_optimizers(args: argparse.Namespace, drafter: CachedDrafter) -> list[torch.optim.Optimizer]:
     """AdamW for all parameters of `drafter`, or as `--optimizer muon` says."""
     # Embeddings and heads, also those of Markov heads, have one row for each token.
     tokens = {drafter.config.vocab_size, drafter.config.draft_vocab_size}
     matrices, others, settings = [], [], {"lr": args.lr, "weight_decay": args.weight_decay}
     for one in drafter.parameters():
-        is_matrix = one.ndim == 2 and tokens.isdisjoint(one.shape)
+        if not one.requires_grad:
+            continue
+        is_matrix = one.ndim == 2 and tokens.isdisjoint(one.shape) and min(one.shape) > 1
         (matrices if args.optimizer == "muon" and is_matrix else others).append(one)
-    adamw = torch.optim.AdamW(others, betas=(0.9, 0.95), fused=others[0].is_cuda, **settings)
-    return [adamw, *([torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **settings)] if matrices else [])]
+    adamw = {"betas": (0.9, 0.95), "fused": drafter.device.type == "cuda"} | settings
+    optimizers = [torch.optim.AdamW(others, **adamw)] if others else []
+    return optimizers + ([torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **settings)] if matrices else [])
 
 
 def schedule(share: float) -> float:
@@ -479,6 +496,7 @@ def main(arguments: list[str] | None = None) -> None:
     drafter = new_drafter(args, target, d2t, mask_token_id)
     if trained is not None:
         start_from(drafter, trained)
+    keep_trainable(drafter, args.train_only)
     about = {
         "family": args.family,
         "target": drafter.config.target_name_or_path,

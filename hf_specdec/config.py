@@ -649,6 +649,7 @@ class DSparkConfig(DFlashConfig):
     Args:
         markov_rank: width of the Markov head.
         markov_type: `"vanilla"`, `"gated"` or `"rnn"`; see `MarkovHead`.
+        confidence_head: whether there is one; see `DSparkDrafter.confidence`.
     """
 
     model_type = "hf_specdec_dspark"
@@ -659,6 +660,7 @@ class DSparkConfig(DFlashConfig):
     anchor_first: bool = True
     markov_rank: int = 256
     markov_type: str = "vanilla"
+    confidence_head: bool = False
 
 
 class SuffixConfig(DrafterConfig):

@@ -125,7 +125,8 @@ def _new_with_layers(
     if args.family == "dflash":
         drafter = DFlashDrafter(DFlashConfig(**settings, block_size=args.num_steps + 1))
     elif args.family == "dspark":
-        drafter = DSparkDrafter(DSparkConfig(**settings, block_size=args.num_steps, markov_rank=args.markov_rank))
+        settings |= {"block_size": args.num_steps, "markov_rank": args.markov_rank, "confidence_head": True}
+        drafter = DSparkDrafter(DSparkConfig(**settings))
         drafter.markov_head.markov_w2.weight.data.zero_()
     elif mask_token_id is None:
         drafter = Eagle3Drafter(Eagle3Config(**settings))
@@ -253,6 +254,8 @@ def start_from(drafter: DraftLayersDrafter, trained: DraftLayersDrafter) -> None
     own = drafter.state_dict()
     for name, tensor in own.items():
         if name == "d2t" or _layer_of(name) >= len(trained.layers) or (name == "mask_hidden" and not is_parallel):
+            continue
+        if name.startswith("confidence_head.") and not trained.config.confidence_head:
             continue
         if name not in source or source[name].shape != tensor.shape:
             found = list(source[name].shape) if name in source else "nothing"

@@ -45,6 +45,8 @@ _KNOWN = re.compile(
     r"|target_hidden_size|use_aux_hidden_state"
 )
 
+_CONFIDENCE = "confidence_head.proj.weight"
+
 
 class DFlashReader(LayersReader):
     """Reads one DFlash checkpoint, or one of DSpark without a Markov head."""
@@ -64,8 +66,6 @@ class DFlashReader(LayersReader):
         self._check_supported()
 
     def _fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        if any(name.startswith("confidence_") for name in self.tensors):
-            self._decide("confidence_head", None, "not used: it states how likely drafts are to be accepted")
         block_size, anchor_first = self._block_size(), self._anchor_first()
         stated, depth = speculators_depth(self.top), block_size - (not anchor_first)
         return {
@@ -83,6 +83,8 @@ class DFlashReader(LayersReader):
 
     def _head(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of the configuration that describe a head on top of the layers."""
+        if _CONFIDENCE in self.tensors:
+            self._decide("confidence_head", None, "drafts do not depend on it: it states how likely they are accepted")
         sizes = {field: self._size(*place, getattr(self.config_class, field)) for field, place in self.head.items()}
         return {field: self._setting(field, size) for field, size in sizes.items()}
 
@@ -346,4 +348,7 @@ class DSparkReader(DFlashReader):
             found = [kind for part, kind in kinds.items() if f"markov_head.{part}.weight" in self.tensors]
             rule = "not in config.json; by the tensors"
             kind = self._decide("markov_type", found[0] if found else "vanilla", rule)
-        return super()._head(fields) | {"markov_type": kind}
+        head = super()._head(fields) | {"markov_type": kind}
+        confidence = self.tensors.get(_CONFIDENCE)
+        reads_both = confidence is not None and confidence.shape[-1] == fields["hidden_size"] + head["markov_rank"]
+        return head | {"confidence_head": reads_both}

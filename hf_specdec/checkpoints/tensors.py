@@ -37,14 +37,15 @@ KEY_MAPPING = {
     r"^markov_w2\.": "markov_head.markov_w2.",
     r"^gate_proj\.": "markov_head.gate_proj.",
     r"^joint_proj\.": "markov_head.joint_proj.",
+    r"^confidence_proj\.": "confidence_head.proj.",
     r"^candidate_selector\.predecessor_codebook\.weight$": "candidate_selector.predecessor_codebook",
     r"^candidate_selector\.successor_codebook\.weight$": "candidate_selector.successor_codebook",
 }
 
 # Not used when drafting: the training mask of the draft vocabulary, RoPE tables, the trainer's copy of the target, and
-# DSpark's estimate of how likely a draft token is to be accepted.
+# a confidence head that reads no Markov head.
 _IGNORED = re.compile(
-    r"t2d|(.*\.)?rotary_emb\.inv_freq|verifier_.*|confidence_(head\.)?proj\.(weight|bias)|transfer_ready"
+    r"t2d|(.*\.)?rotary_emb\.inv_freq|verifier_.*|confidence_head\.proj\.(weight|bias)|transfer_ready"
 )
 
 

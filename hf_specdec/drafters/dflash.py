@@ -31,8 +31,7 @@ class DFlashDrafter(DraftLayersDrafter):
 
     config_class = DFlashConfig
     shift = 1
-    # DSpark's confidence head estimates how likely a draft token is to be accepted; drafting does not depend on it. It
-    # may be there without a Markov head, with which DSpark is DFlash that drafts from the anchor on.
+    # DSpark's confidence head may be there without a Markov head. Then DSpark is DFlash that drafts from the anchor on.
     _keys_to_ignore_on_load_unexpected = [
         *DraftLayersDrafter._keys_to_ignore_on_load_unexpected,
         r"^confidence_(head\.)?proj\.",
@@ -197,6 +196,10 @@ class DFlashDrafter(DraftLayersDrafter):
         if self.config.logit_softcap is not None:
             raise ValueError(f"{type(self).__name__} cannot be trained with logit_softcap; expected None.")
         return normed * self.config.logit_scale, self.head_weight
+
+    def confidence(self, normed: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
+        """See `DSparkDrafter.confidence`: None, there is no such head."""
+        return None
 
     def chain(self, anchors: torch.Tensor, normed: torch.Tensor) -> list[torch.Tensor]:
         """Logits `[B, S, V_d]` of each draft of S blocks, given anchors `[B, S]` and inputs of the head `[B, S, n, H]`.

@@ -57,6 +57,14 @@ class MarkovHead(nn.Module):
         return output.tanh(), keep * memory + (1 - keep) * new.tanh()
 
 
+class ConfidenceHead(nn.Module):
+    """Layer of `DSparkDrafter.confidence`, under its published name."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.proj = nn.Linear(config.hidden_size + config.markov_rank, 1)
+
+
 class DSparkDrafter(WalkingDrafter):
     """DSpark drafter: one pass over a block as DFlash's, then one small step for each draft token, left to right.
 
@@ -70,6 +78,7 @@ class DSparkDrafter(WalkingDrafter):
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
         self.markov_head = MarkovHead(config)
+        self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
         self.post_init()
 
     def num_read(self, num_draft_tokens: int) -> int:
@@ -91,6 +100,18 @@ class DSparkDrafter(WalkingDrafter):
         hidden = places.read[0][..., None, :].expand(*tokens.shape, -1)
         features, memory = self.markov_head.features(tokens, hidden, memory)
         return places.logits[..., None, :] + project(features, self.markov_head.markov_w2, places.candidates), memory
+
+    def confidence(self, normed: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
+        """Logits `[..., K]` of how likely each draft is to be accepted where those before it are, `proj [h | e]` with h
+        and e as of `MarkovHead`. Drafting does not read them; None without the head.
+
+        Arguments as of `head_inputs`. Gradients end at the head, so that training it changes no draft.
+        """
+        if self.confidence_head is None:
+            return None
+        hidden = self.begin(before[..., :1], normed)[0]
+        inputs = torch.cat([hidden, self.markov_head.markov_w1(before)], dim=-1).detach()
+        return self.confidence_head.proj(inputs)[..., 0]
 
     def head_inputs(self, normed: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         normed, memory = self.begin(before[..., :1], normed)

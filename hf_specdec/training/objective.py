@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 
 from ..drafters.cached import CachedDrafter
@@ -166,13 +167,13 @@ class Objective(nn.Module):
 
     def _losses(
         self, hidden: torch.Tensor, head: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of `_HeadLoss.forward`, and the drafts in the target's vocabulary."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As of `_HeadLoss.forward`, the drafts in the target's vocabulary."""
         device, ids = hidden.device.type, self.drafter.target_ids
         is_mixed = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_mixed else hidden.dtype
-        losses, drafts = _HeadLoss.apply(hidden, head, probs, dtype, self.row_losses)
-        return losses, drafts if ids is None else ids[drafts]
+        losses, drafts, overlaps = _HeadLoss.apply(hidden, head, probs, dtype, self.row_losses)
+        return losses, drafts if ids is None else ids[drafts], overlaps
 
 
 class BlockObjective(Objective):
@@ -196,7 +197,8 @@ class BlockObjective(Objective):
 
     def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
         """As of `Objective`. A draft exists if its token and those before it in the block are in the answer; it counts
-        in the loss if the target's most likely token is in the draft vocabulary."""
+        in the loss if the target's most likely token is in the draft vocabulary. A confidence head learns, with as much
+        weight, by the cross-entropy with the chance that the draft is accepted (DSpark, arXiv 2607.05147)."""
         input_ids, places = target_outputs.input_ids, target_outputs.places
         number = torch.full((input_ids.numel(),), -1, device=places.device)
         number[places] = torch.arange(len(places), device=places.device)
@@ -236,7 +238,7 @@ class BlockObjective(Objective):
             for values in (number, input_ids, target_outputs.is_greedy.view(shape))
         )
         exists = (is_inside & (number >= 0) & is_anchor[..., None]).cumprod(dim=-1).bool()
-        inputs, head = drafter.head_inputs(normed, before)
+        (inputs, head), confidence = drafter.head_inputs(normed, before), drafter.confidence(normed, before)
         alive, total, counts = is_anchor.flatten(), 0.0, []
         num_accepted = torch.zeros_like(alive, dtype=torch.int64)
         all_weights = sum(self.step_weights[:num_steps])
@@ -245,9 +247,13 @@ class BlockObjective(Objective):
             reached = here & alive
             weights = torch.where(reached, 1.0, self.survival_floor) * (here & target_outputs.covered[rows])
             hidden = inputs[..., step, :].flatten(0, 1)
-            losses, drafts = self._losses(hidden, head, target_outputs.probs[rows])
+            losses, drafts, overlaps = self._losses(hidden, head, target_outputs.probs[rows])
             loss = (losses * weights).sum()
-            total = total + weight / all_weights * loss / weights.sum().clamp(min=1)
+            learned = loss
+            if confidence is not None:
+                logits = confidence[..., step].flatten().float()
+                learned = loss + (binary_cross_entropy_with_logits(logits, overlaps, reduction="none") * weights).sum()
+            total = total + weight / all_weights * learned / weights.sum().clamp(min=1)
 
             hits = drafts == target_outputs.best[rows]
             accepted = reached & hits
@@ -303,7 +309,7 @@ class DraftObjective(Objective):
             slots = (target_outputs.places[unrolled] - step - drafter.shift).clamp(min=0)
             unrolled_slots = slots // width * (width - first) + (slots % width - first).clamp(min=0)
             hidden = normed.flatten(0, 1)[unrolled_slots] * drafter.logit_scale
-            losses, drafts = self._losses(hidden, head, target_outputs.probs[unrolled])
+            losses, drafts, _ = self._losses(hidden, head, target_outputs.probs[unrolled])
             hits = drafts == target_outputs.best[unrolled]
             chains = (number[unrolled] - step).clamp(min=0)
             reached = exists & alive[chains]
@@ -400,15 +406,20 @@ def rows_per_chunk(vocab_size: int) -> int:
     return max(CHUNK_LOGITS // vocab_size, 1)
 
 
-def _cross_entropies(logits: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cross-entropies of `logits` and `probs`, both `[n, V_d]`, their gradients in `logits`, best tokens."""
+RowLosses = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _cross_entropies(logits: torch.Tensor, probs: torch.Tensor) -> RowLosses:
+    """Cross-entropies of `logits` and `probs`, both `[n, V_d]`, their gradients in `logits`, best tokens, and the
+    chances that drawn ones are accepted: the sum of the smaller one of both probabilities."""
     scores, probs = logits.float(), probs.float()
     norm = scores.logsumexp(dim=-1, keepdim=True)
-    losses = (probs * (norm - scores)).sum(dim=-1)
-    return losses, ((scores - norm).exp() - probs).to(logits.dtype), logits.argmax(dim=-1)
+    losses, drafted = (probs * (norm - scores)).sum(dim=-1), (scores - norm).exp()
+    overlaps = torch.minimum(drafted, probs).sum(dim=-1)
+    return losses, (drafted - probs).to(logits.dtype), logits.argmax(dim=-1), overlaps
 
 
-def _dspark_losses(logits: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _dspark_losses(logits: torch.Tensor, probs: torch.Tensor) -> RowLosses:
     """As `_cross_entropies`, of DSpark's loss (arXiv 2607.05147): 0.1 cross-entropy + 0.9 |q - p|, where q is the
     softmax of `logits`. |q - p| is twice the chance that a draft drawn from q is refused."""
     scores, probs = logits.float(), probs.float()
@@ -418,7 +429,7 @@ def _dspark_losses(logits: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Ten
     losses = 0.1 * (probs * (norm - scores)).sum(dim=-1) + 0.9 * apart.abs().sum(dim=-1)
     signs = apart.sign()
     grad = 0.1 * apart + 0.9 * drafted * (signs - (drafted * signs).sum(dim=-1, keepdim=True))
-    return losses, grad.to(logits.dtype), logits.argmax(dim=-1)
+    return losses, grad.to(logits.dtype), logits.argmax(dim=-1), torch.minimum(drafted, probs).sum(dim=-1)
 
 
 # Losses of a draft's distribution, by name.
@@ -434,25 +445,26 @@ class _HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, probs, dtype, row_losses) -> tuple[torch.Tensor, torch.Tensor]:
-        """The losses `[n]` float32 and most likely draft tokens `[n]` int64 of `hidden` `[n, H]`."""
+    def forward(ctx, hidden, head, probs, dtype, row_losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The losses `[n]` float32 and most likely draft tokens `[n]` int64 of `hidden` `[n, H]`, and how likely drawn
+        ones are accepted, `[n]` float32."""
         weight = head.to(dtype)
         needs_hidden, needs_head = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        losses, overlaps = torch.empty(2, len(hidden), dtype=torch.float32, device=hidden.device)
         drafts = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
         for rows in _chunks(len(hidden), len(weight)):
             logits = hidden[rows].to(dtype) @ weight.t()
-            losses[rows], grad_logits, drafts[rows] = row_losses(logits, probs[rows])
+            losses[rows], grad_logits, drafts[rows], overlaps[rows] = row_losses(logits, probs[rows])
             if needs_hidden:
                 grad_hidden[rows] = (grad_logits @ weight).to(hidden.dtype)
         ctx.save_for_backward(grad_hidden, *((hidden, head, probs) if needs_head else ()))
         ctx.dtype, ctx.row_losses = dtype, row_losses
-        ctx.mark_non_differentiable(drafts)
-        return losses, drafts
+        ctx.mark_non_differentiable(drafts, overlaps)
+        return losses, drafts, overlaps
 
     @staticmethod
-    def backward(ctx, grad, _) -> tuple:
+    def backward(ctx, grad, *_) -> tuple:
         grad_hidden, *of_head = ctx.saved_tensors
         grad_head = None
         if of_head:
@@ -461,7 +473,7 @@ class _HeadLoss(torch.autograd.Function):
             grad_head = torch.zeros(weight.shape, dtype=torch.float32, device=head.device)
             for rows in _chunks(len(hidden), len(weight)):
                 inputs = hidden[rows].to(ctx.dtype)
-                _, grad_logits, _ = ctx.row_losses(inputs @ weight.t(), probs[rows])
+                grad_logits = ctx.row_losses(inputs @ weight.t(), probs[rows])[1]
                 grad_head += (grad_logits * grad[rows, None].to(ctx.dtype)).t() @ inputs
             grad_head = grad_head.to(head.dtype)
         if grad_hidden is not None:

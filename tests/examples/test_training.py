@@ -827,6 +827,53 @@ def test_init_from_a_trained_drafter():
         drafters.start_from(trained, new_eagle(target, "eagle3", "--no-fc-norm"))
 
 
+def test_a_confidence_head_is_added_to_a_trained_drafter(monkeypatch, tmp_path):
+    """Trained alone, it learns how likely drafts are to be accepted, and nothing else changes."""
+    target = tiny_target()
+    folder = write_tiny_data(tmp_path / "data")
+    train(monkeypatch, target, folder, tmp_path / "before", "--steps", "30", family="dspark")
+    trained = AutoDrafter.from_pretrained(tmp_path / "before", target=target, dtype=torch.float32)
+    trained.confidence_head, trained.config.confidence_head = None, False
+    trained.save_pretrained(tmp_path / "without")
+    more = (
+        "--init-from",
+        str(tmp_path / "without"),
+        "--train-only",
+        "confidence_head",
+        "--steps",
+        "60",
+        "--lr",
+        "0.05",
+    )
+    train(monkeypatch, target, folder, tmp_path / "after", *more, family="dspark")
+    drafter = AutoDrafter.from_pretrained(tmp_path / "after", target=target, dtype=torch.float32)
+    weights, before = drafter.state_dict(), trained.state_dict()
+    assert weights.keys() - before.keys() == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+    for name, weight in before.items():
+        torch.testing.assert_close(weights[name], weight.bfloat16().to(weight.dtype), rtol=1e-2, atol=1e-6)
+
+    documents = data.Documents.load(folder, 512)
+    lesson = objective.Teacher(target, drafter).read(documents.batch(torch.arange(len(documents))))
+    anchors = torch.arange(4, 14)
+    at = anchors[:, None] + torch.arange(3)
+    normed = drafter.unroll_blocks(
+        lesson.input_ids, lesson.aux_hidden_states, anchors.expand(len(documents), -1), at.shape[1]
+    )
+    before = lesson.input_ids[:, at]
+    inputs, head = drafter.head_inputs(normed, before)
+    probs = target(lesson.input_ids).logits[:, at][..., drafter.target_ids].softmax(-1)
+    accepted = torch.minimum((inputs @ head.T).softmax(-1), probs).sum(-1)
+    says = drafter.confidence(normed, before).sigmoid()
+    assert abs(accepted.mean() - 0.5) > 0.1 and abs(says.mean() - accepted.mean()) < 0.05
+
+
+def test_parts_to_train_that_a_drafter_lacks_are_refused(monkeypatch, tmp_path):
+    folder = write_tiny_data(tmp_path / "data")
+    with pytest.raises(ValueError, match="--train-only is confidence_head, but no parameter of a DFlashDrafter has"):
+        more = ("--train-only", "confidence_head", "--steps", "1")
+        train(monkeypatch, tiny_target(), folder, tmp_path / "out", *more, family="dflash")
+
+
 @pytest.mark.parametrize("family", BLOCK_FAMILIES)
 def test_block_drafters_go_on_from_trained_ones(monkeypatch, tmp_path, family):
     """From a folder of weights alone, on other data: with its draft vocabulary, if its weights are by draft token."""
@@ -1025,6 +1072,11 @@ def test_counts_and_loss_of_blocks_by_hand(monkeypatch, family, floor, loss_name
                     one = -(probs * draft.log_softmax(-1)).sum()
                     if loss_name == "dspark":
                         one = 0.1 * one + 0.9 * (draft.softmax(-1) - probs).abs().sum()
+                    if family == "dspark":
+                        read = torch.cat([normed[step], head.markov_w1(text[place])]).detach()
+                        accepted = 1 - (draft.softmax(-1) - probs).abs().sum().detach() / 2
+                        says = drafter.confidence_head.proj(read).sigmoid()[0]
+                        one = one - accepted * says.log() - (1 - accepted) * (1 - says).log()
                     weights.append(1.0 if alive else floor)
                     losses.append(weights[-1] * one)
                 added = (1, hit, int(alive), int(alive and hit))
