@@ -32,6 +32,7 @@ from .kernels.linear_tiles import (
 )
 from .kernels.low_rank_reference import low_rank_places
 from .kernels.random_reference import exponential_sample, row_seeds, uniform
+from .kernels.ring_reference import PassPositions, with_dims_of
 from .kernels.stored_weight_reference import dequantise as dequantise_weight
 from .kernels.types import LinearTiles, StoredWeight
 from .op_choice import (
