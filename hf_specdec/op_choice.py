@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Optional, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
@@ -131,17 +130,6 @@ def _joined(args: Sequence[Any], groups: Mapping[int, type[tuple]]) -> list[Any]
     return found
 
 
-# How the schema of an op writes types of a reference.
-_SCHEMA_TYPES = {
-    torch.Tensor: "Tensor",
-    torch.dtype: "ScalarType",
-    list[torch.Tensor]: "Tensor[]",
-    Sequence[torch.Tensor]: "Tensor[]",
-    list[int]: "int[]",
-    **{one: one.__name__ for one in (int, float, bool, str)},
-}
-
-
 def _is_named_tuple(kind: Any) -> bool:
     return hasattr(kind, "_fields")
 
@@ -151,59 +139,65 @@ def _kinds_of(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def _schema_of(reference: Callable, writes: Collection[str]) -> tuple[str, dict[int, type[tuple]]]:
-    """The schema of the op that `reference` defines; and by place its parameters that are named tuples, of which the op
-    has the elements: instead of all of them, arguments may be None or the first element alone, as types say."""
-    hints, groups, arguments, num_written = get_type_hints(reference), {}, [], 0
+def _signature_of(
+    reference: Callable, writes: Collection[str]
+) -> tuple[inspect.Signature, list[str], dict[int, type[tuple]]]:
+    """The signature of the op that `reference` defines, and which of its parameters are written; and by place those of
+    the reference that are named tuples, of which the op has the elements: instead of all of them, arguments may be None
+    or the first element alone, as types say."""
+    hints, groups, parameters, written = get_type_hints(reference), {}, [], []
     for place, (name, parameter) in enumerate(inspect.signature(reference).parameters.items()):
         kinds, parts = _kinds_of(hints[name]), {name: hints[name]}
         group = next(filter(_is_named_tuple, kinds), None)
         if group is not None:
             groups[place] = group
             parts = {f"{name}_{field}": hint for field, hint in get_type_hints(group).items()}
+        written += parts if name in writes else ()
+        default = None if parameter.default is None and name not in writes else parameter.empty
         for number, (part, hint) in enumerate(parts.items()):
             kind, *others = _kinds_of(hint)
             may_lack = others or NoneType in kinds or (number > 0 and torch.Tensor in kinds)
-            is_written = name in writes
-            alias = f"({chr(ord('a') + num_written)}!)" if is_written else ""
-            num_written += is_written
-            default = "=None" if parameter.default is None and not is_written else ""
-            arguments.append(f"{_SCHEMA_TYPES[kind]}{alias}{'?' if may_lack else ''} {part}{default}")
+            annotation = Optional[kind] if may_lack else kind  # noqa: UP045 (what torch looks up)
+            parameters.append(parameter.replace(name=part, annotation=annotation, default=default))
     found = hints["return"]
-    if found is NoneType:
-        results = "()"
-    elif found in _SCHEMA_TYPES:
-        results = _SCHEMA_TYPES[found]
-    else:
-        results = f"({', '.join(['Tensor'] * len(found._fields if _is_named_tuple(found) else get_args(found)))})"
-    return f"({', '.join(arguments)}) -> {results}", groups
+    if _is_named_tuple(found):
+        found = tuple[(torch.Tensor,) * len(found._fields)]
+    return inspect.Signature(parameters, return_annotation=None if found is NoneType else found), written, groups
+
+
+def _contiguous(results: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Contiguous tensors of the shapes and dtypes of `results`, without their values."""
+    if isinstance(results, tuple):
+        return tuple(one.new_empty(one.shape) for one in results)
+    return results.new_empty(results.shape)
 
 
 def kernel_op(
     place: str,
-    fake: Callable | None,
     writes: Collection[str] = (),
     launch: Callable | None = None,
+    fake: Callable | None = None,
     is_opaque: bool = False,
 ) -> Callable:
     """A function that runs a Triton kernel where the device of its first argument has one, elsewhere the reference.
 
     It calls the kernel without torch's dispatcher in between, which takes the host several times as long as the launch.
     A custom op of torch is called where something has to see it: `torch.compile`, a dispatch mode, a subclass of
-    tensors, and autograd, which refuses to differentiate it. Its schema follows from the types of the reference.
+    tensors, and autograd, which refuses to differentiate it. Its schema follows from the types of the reference; for
+    fake tensors it returns what the reference does, contiguous.
 
     Args:
         place: `module.function` of the kernel in `kernels`, which is imported when it is first called; the reference is
             `module_reference.function`.
-        fake: what the op returns for fake tensors; None if it returns nothing.
         writes: names of the parameters that are written.
         launch: takes the place of the kernel, with the same arguments.
+        fake: what the op returns for fake tensors, where results are not contiguous or the reference is opaque.
         is_opaque: whether the reference, too, reads values on the host, which nothing can trace or record.
     """
     module, _, name = place.partition(".")
     plain = getattr(importlib.import_module(f"{__package__}.kernels.{module}_reference"), name)
     kernels = functools.cache(functools.partial(importlib.import_module, f"{__package__}.kernels.{module}"))
-    schema, groups = _schema_of(plain, writes)
+    signature, written, groups = _signature_of(plain, writes)
     returned = get_type_hints(plain)["return"]
     result = returned if _is_named_tuple(returned) else tuple
 
@@ -216,10 +210,17 @@ def kernel_op(
         out = (plain if is_opaque and not is_for_triton(args[0]) else run_kernel)(*args)
         return tuple(out) if isinstance(out, tuple) else out
 
-    written = re.findall(r"!\)\S* (\w+)", schema)
-    op = torch.library.custom_op(f"hf_specdec::{name}", run_op, mutates_args=written, schema=schema)
-    if fake is not None:
-        op.register_fake(lambda *args: fake(*_joined(args, groups)))
+    def run_fake(*args: Any) -> Any:
+        args = _joined(args, groups)
+        if fake is not None:
+            return fake(*args)
+        with torch.autocast(args[0].device.type, enabled=False):
+            return _contiguous(plain(*args))
+
+    run_op.__signature__ = signature
+    op = torch.library.custom_op(f"hf_specdec::{name}", run_op, mutates_args=written)
+    if signature.return_annotation is not None:
+        op.register_fake(run_fake)
 
     @functools.wraps(plain)
     def run(tensor: torch.Tensor, *args: Any) -> Any:

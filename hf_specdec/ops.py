@@ -32,8 +32,9 @@ from .kernels.linear_tiles import (
 )
 from .kernels.low_rank_reference import low_rank_places
 from .kernels.random_reference import exponential_sample, row_seeds, uniform
+from .kernels.ring_reference import PassPositions, with_dims_of
 from .kernels.stored_weight_reference import dequantise as dequantise_weight
-from .kernels.types import WORD_BITS, LinearTiles, StoredWeight
+from .kernels.types import LinearTiles, StoredWeight
 from .op_choice import (
     batch_invariant,
     has_kernels,
@@ -93,156 +94,43 @@ def _attention(*args):
 
 
 # The text: slots and tokens of rows (see `round_state_reference`), keys and values, attention, recurrences.
-next_slots = kernel_op(
-    "round_state.next_slots",
-    lambda lengths, limits, finished, first, count, dummy: lengths.new_empty(len(lengths), count),
-)
-block = kernel_op(
-    "round_state.block",
-    lambda tokens, lengths, limits, finished, drafts, dummy: tuple(
-        lengths.new_empty(len(lengths), drafts.shape[1] + 1) for _ in range(2)
-    ),
-)
-tree_block = kernel_op(
-    "round_state.tree_block",
-    lambda tokens, lengths, limits, finished, drafts, parents, *rest: tuple(
-        parents.new_empty(parents.shape) for _ in range(3)
-    ),
-)
-position_ids = kernel_op("round_state.position_ids", lambda slots, *rest: slots.new_empty(slots.shape))
-commit = kernel_op(
-    "round_state.commit",
-    lambda tokens, lengths, *rest: lengths.new_empty(lengths.shape),
-    writes=("tokens", "lengths", "finished", "kept"),
-)
-attention = kernel_op(
-    "attention.attention",
-    lambda query, key, value, *rest: query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]),
-    launch=_attention,
-)
-write_kv = kernel_op("kv_cache.write_kv", None, writes=("keys", "values", "scales"))
-short_conv = kernel_op("short_conv.short_conv", lambda inputs, *rest: inputs.new_empty(inputs.shape), writes=("ring",))
-recurrence = kernel_op(
-    "recurrence.recurrence",
-    lambda query, key, value, *rest: value.new_empty(value.shape),
-    writes=("state", "ring"),
-)
+next_slots = kernel_op("round_state.next_slots")
+block = kernel_op("round_state.block")
+tree_block = kernel_op("round_state.tree_block")
+position_ids = kernel_op("round_state.position_ids")
+commit = kernel_op("round_state.commit", writes=("tokens", "lengths", "finished", "kept"))
+attention = kernel_op("attention.attention", launch=_attention)
+write_kv = kernel_op("kv_cache.write_kv", writes=("keys", "values", "scales"))
+short_conv = kernel_op("short_conv.short_conv", writes=("ring",))
+recurrence = kernel_op("recurrence.recurrence", writes=("state", "ring"))
 
 # Drafts and their verification.
-prepare_inputs = kernel_op(
-    "draft_inputs.prepare_inputs",
-    lambda tokens, lengths, committed, limits, finished, width, *rest: tuple(
-        tokens.new_empty(len(tokens), width) for _ in range(4)
-    ),
-)
-suffix_drafts = kernel_op(
-    "suffix_drafts.suffix_drafts",
-    lambda tokens, lengths, history, num_drafts: tokens.new_empty(len(tokens), num_drafts),
-)
-best_draft = kernel_op(
-    "draft_sampling.best_draft",
-    lambda logits, *rest: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
-)
-draw_draft = kernel_op(
-    "draft_sampling.draw_draft",
-    lambda logits, *rest: (
-        logits.new_empty(logits.shape[:-1], dtype=torch.int64),
-        logits.new_empty(logits.shape, dtype=torch.float32),
-    ),
-)
-add_target_noise = kernel_op(
-    "draft_sampling.add_target_noise",
-    lambda logits, *rest: logits.new_empty(logits.shape, dtype=torch.float32),
-)
-likeliest_tokens = kernel_op(
-    "logprobs.likeliest_tokens",
-    lambda logits, target_ids, count: (
-        logits.new_empty(*logits.shape[:-1], count, dtype=torch.float32),
-        logits.new_empty(*logits.shape[:-1], count, dtype=torch.int64),
-    ),
-)
-best_paths = kernel_op(
-    "draft_tree.best_paths",
-    lambda logprobs, tokens, rows, num_nodes: (
-        tokens.new_empty(len(tokens), num_nodes),
-        *(tokens.new_empty(len(tokens), num_nodes + 1) for _ in range(2)),
-        tokens.new_empty(len(tokens), num_nodes + 1, num_nodes // WORD_BITS + 1),
-    ),
-)
-
-
-def _grown(tokens, parents, ancestors, hidden, feedback, logprobs, drafts, paths, lengths, *rest):
-    (batch, before), (width, num_words) = tokens.shape, (rest[-6], rest[-1])
-    count = before + (0 if logprobs is None else width)
-    found = [tokens.new_empty(0, dtype=torch.float32), tokens.new_empty(0)]
-    if logprobs is not None:
-        found = [logprobs.new_empty(batch, width), drafts.new_empty(drafts.shape)]
-    placed = [tokens.new_empty(0) for _ in range(4)]
-    if lengths is not None:
-        placed = [tokens.new_empty(batch, count, num_words), *(tokens.new_empty(batch, count) for _ in range(3))]
-    if feedback is not None:
-        num_states = count if rest[-2] or hidden is not None else count - before
-        feedback = feedback.new_empty(batch, num_states, feedback.shape[2])
-    columns = [tokens.new_empty(batch, count) for _ in range(2)]
-    return *found, *columns, *placed, tokens.new_empty(0) if feedback is None else feedback
-
-
-grow_tree = kernel_op("draft_tree.grow_tree", _grown)
-
-
-def _empty_result(scores, drafts, *rest):
-    batch, num_drafts = drafts.shape
-    return drafts.new_empty(batch, num_drafts + 1), drafts.new_empty(batch), drafts.new_empty(batch)
-
-
-verify_sampling = kernel_op("verification.verify_sampling", _empty_result)
-verify_block = kernel_op("verification.verify_block", _empty_result)
-verify_tree = kernel_op(
-    "verify_tree.verify_tree",
-    lambda scores, drafts, parents, depths, seeds, lengths, depth: (
-        drafts.new_empty(len(drafts), depth + 1),
-        *(drafts.new_empty(len(drafts)) for _ in range(2)),
-        drafts.new_empty(len(drafts), depth + 1),
-    ),
-)
-token_logprobs = kernel_op(
-    "logprobs.token_logprobs",
-    lambda scores, tokens: scores.new_empty(tokens.shape, dtype=torch.float32),
-)
+prepare_inputs = kernel_op("draft_inputs.prepare_inputs")
+suffix_drafts = kernel_op("suffix_drafts.suffix_drafts")
+best_draft = kernel_op("draft_sampling.best_draft")
+draw_draft = kernel_op("draft_sampling.draw_draft")
+add_target_noise = kernel_op("draft_sampling.add_target_noise")
+likeliest_tokens = kernel_op("logprobs.likeliest_tokens")
+best_paths = kernel_op("draft_tree.best_paths")
+grow_tree = kernel_op("draft_tree.grow_tree")
+verify_sampling = kernel_op("verification.verify_sampling")
+verify_block = kernel_op("verification.verify_block")
+verify_tree = kernel_op("verify_tree.verify_tree")
+token_logprobs = kernel_op("logprobs.token_logprobs")
 
 # Linear layers and experts. `linear` is of use where `has_fast_linear`, or with an activation `has_gated_linear`, says
 # so.
-rounded_inputs = kernel_op(
-    "rounded_inputs.rounded_inputs",
-    lambda inputs, weight: torch.empty_like(inputs, memory_format=torch.contiguous_format),
-)
-linear = kernel_op(
-    "linear.linear",
-    lambda inputs, weight, bias=None, activation=None: inputs.new_empty(
-        len(inputs), weight.shape[0] // (1 if activation is None else 2)
-    ),
-    launch=_linear,
-)
-plan_experts = kernel_op(
-    "experts.plan_experts",
-    lambda expert_ids, num_experts, rows: expert_ids.new_empty(4, expert_ids.numel(), dtype=torch.int32),
-)
+rounded_inputs = kernel_op("rounded_inputs.rounded_inputs")
+linear = kernel_op("linear.linear", launch=_linear)
+plan_experts = kernel_op("experts.plan_experts")
 expert_linear = kernel_op(
     "experts.expert_linear",
-    lambda inputs, weight, bias, plan, rows, is_transposed: inputs.new_empty(
+    fake=lambda inputs, weight, bias, plan, rows, is_transposed: inputs.new_empty(
         plan.shape[1], weight.shape[2 if is_transposed else 1]
     ),
     is_opaque=True,  # the plan
 )
-add_low_rank = kernel_op("low_rank.add_low_rank", None, writes=("out",), is_opaque=True)  # which adapters there are
-
-
-# Operations of layers that PyTorch computes by several kernels each: norms, rotary embeddings, gated activations.
-rms_norm = kernel_op("rms_norm.rms_norm", lambda inputs, *rest: inputs.new_empty(inputs.shape))
-add_rms_norm = kernel_op(
-    "rms_norm.add_rms_norm",
-    lambda inputs, *rest: (inputs.new_empty(inputs.shape), inputs.new_empty(inputs.shape)),
-)
+add_low_rank = kernel_op("low_rank.add_low_rank", writes=("out",), is_opaque=True)  # which adapters there are
 
 
 def _like(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -250,35 +138,22 @@ def _like(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [one.new_empty(one.transpose(1, 2).shape).transpose(1, 2) for one in states]
 
 
-rotary = kernel_op("rotary.rotary", lambda cos, sin, states, kind: _like(states))
+# Operations of layers that PyTorch computes by several kernels each: norms, rotary embeddings, gated activations.
+rms_norm = kernel_op("rms_norm.rms_norm")
+add_rms_norm = kernel_op("rms_norm.add_rms_norm")
+rotary = kernel_op("rotary.rotary", fake=lambda cos, sin, states, kind: _like(states))
 rotate_and_store = kernel_op(
     "rotary.rotate_and_store",
-    lambda cos, sin, states, *rest: _like(states[:-1]),
     writes=("keys", "values", "scales"),
+    fake=lambda cos, sin, states, *rest: _like(states[:-1]),
 )
-
-
-def _like_angles(frequencies, positions, dtype, kind):
-    shape = *positions.shape, len(frequencies) * (1 if kind.repeats == "once" else 2)
-    return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
-
-
-rotary_angles = kernel_op("rotary.rotary_angles", _like_angles)
-gated_activation = kernel_op(
-    "gated_activation.gated_activation", lambda gate, up, activation: gate.new_empty(gate.shape)
-)
-gather_rows = kernel_op(
-    "gather_rows.gather_rows", lambda table, index, fill: table.new_empty(*index.shape, table.shape[2])
-)
+rotary_angles = kernel_op("rotary.rotary_angles")
+gated_activation = kernel_op("gated_activation.gated_activation")
+gather_rows = kernel_op("gather_rows.gather_rows")
 # Reductions of rows with one order of summation.
-row_sum = kernel_op(
-    "row_reductions.row_sum",
-    lambda values, dtype: values.new_empty(values.shape[0], values.shape[2], dtype=dtype),
-)
-row_softmax = kernel_op(
-    "row_reductions.row_softmax", lambda values, dtype, is_log: values.new_empty(values.shape, dtype=dtype)
-)
-row_cumsum = kernel_op("row_reductions.row_cumsum", lambda values, dtype: values.new_empty(values.shape, dtype=dtype))
+row_sum = kernel_op("row_reductions.row_sum")
+row_softmax = kernel_op("row_reductions.row_softmax")
+row_cumsum = kernel_op("row_reductions.row_cumsum")
 
 
 class SlotMoves:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from .ring_reference import find_block, keep, read_ring, write_ring
+from .ring_reference import PassPositions, keep
 from .types import RecurrenceRing
 
 
@@ -71,31 +71,32 @@ def recurrence(
         `[B, n, H, V]` in the dtype of `value`; 0 in columns that are no tokens.
     """
     dtype, heads = state.dtype, value.shape[2]
-    block = find_block(positions, dummy)
+    block, is_new = PassPositions.of(positions, dummy), positions < dummy
     num_replayed = ring.keys.shape[1] // 2
     replayed = base[:, None] + torch.arange(num_replayed, device=base.device)
-    is_replayed = (replayed < block.first[:, None]) & block.is_live.any(dim=1, keepdim=True)
+    entry = torch.arange(len(base), device=base.device)[:, None], replayed % ring.keys.shape[1]
+    is_replayed = (replayed < block.begin) & is_new.any(dim=1, keepdim=True)
 
     # One sequence of what is replayed and the block. Elsewhere decay, key and update are 0, which leave S as it is.
     def join(entries: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        parts = read_ring(entries, replayed, is_replayed), keep(inputs, block.is_live)
+        parts = keep(entries[entry], is_replayed), keep(inputs, is_new)
         return torch.cat([part.to(dtype) for part in parts], dim=1)
 
     def per_head(vectors: torch.Tensor) -> torch.Tensor:
         """`[B, m, H, K, 1]`, for products with the state."""
         return vectors.repeat_interleave(heads // vectors.shape[2], dim=2)[..., None]
 
-    is_live = torch.cat([is_replayed, block.is_live], dim=1)
-    is_stored = torch.cat([replayed, positions], dim=1) + 1 == torch.minimum(certain, block.end)[:, None]
+    is_live = torch.cat([is_replayed, is_new], dim=1)
+    is_stored = torch.cat([replayed, positions], dim=1) + 1 == torch.minimum(certain[:, None], block.last + 1)
     is_stored = (is_live & is_stored)[..., None, None, None]
-    queries, keys = keep(query, block.is_live).to(dtype), join(ring.keys, key)
+    queries, keys = keep(query, is_new).to(dtype), join(ring.keys, key)
     if normalize:
         queries, keys = _normalize(queries), _normalize(keys)
     queries, keys = per_head(queries * scale), per_head(keys)
     decays, updates = join(ring.decays, decay), join(ring.updates, value)
     if rates is None:
         factors = decays.exp().reshape(*decays.shape[:3], -1, 1)
-    betas = None if beta is None else keep(beta, block.is_live).to(dtype)[..., None]
+    betas = None if beta is None else keep(beta, is_new).to(dtype)[..., None]
 
     current = stored = state
     new_updates, out = [], []
@@ -114,5 +115,5 @@ def recurrence(
             out.append((current * queries[:, column]).sum(dim=2))
     state.copy_(stored)
     for part, columns in zip(ring, (key, torch.stack(new_updates, dim=1), decay), strict=True):
-        write_ring(part, columns, block, certain)
-    return keep(torch.stack(out, dim=1), block.is_live).to(value.dtype)
+        block.keep(part, columns, certain)
+    return keep(torch.stack(out, dim=1), is_new).to(value.dtype)

@@ -11,50 +11,61 @@ from typing import NamedTuple
 import torch
 
 
-class Block(NamedTuple):
-    """The live columns of each row of `positions`; they are adjacent, and at consecutive positions.
+class PassPositions(NamedTuple):
+    """The positions of the tokens of a pass, `[B, 1]` int64 each.
+
+    Positions of adjacent tokens are consecutive; columns without a token may stand before them and after them.
 
     Attributes:
-        is_live: `[B, n]` bool.
-        begin: `[B]` int64, the first live column; 0 in a row that has none.
-        first: `[B]` int64, its position; `dummy` in a row that has none.
-        end: `[B]` int64, the position after that of the last live column; `dummy` in a row that has none.
+        first: the position that column 0 would have; the dummy slot in a row without a token.
+        begin: of the first token; the dummy slot or beyond in a row without one.
+        last: of the last token; -1 in a row without one.
     """
 
-    is_live: torch.Tensor
-    begin: torch.Tensor
     first: torch.Tensor
-    end: torch.Tensor
+    begin: torch.Tensor
+    last: torch.Tensor
+
+    @classmethod
+    def of(cls, positions: torch.Tensor, dummy: int) -> PassPositions:
+        """Those of a pass over `positions` `[B, n]` int64, `dummy` or beyond for columns without a token."""
+        columns = torch.arange(positions.shape[1], device=positions.device)
+        is_token = positions < dummy
+        return cls(
+            torch.where(is_token, positions - columns, dummy).amin(dim=1, keepdim=True),
+            positions.amin(dim=1, keepdim=True),
+            torch.where(is_token, positions, -1).amax(dim=1, keepdim=True),
+        )
+
+    def at(self, positions: torch.Tensor, ring: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """What is known at `positions` `[B, m]` int64, `[B, m, ...]`: of `tokens` `[B, n, ...]` of the pass, or of
+        earlier ones, in `ring` `[B, R, ...]`. Anything is returned for those after the last token, before the text, and
+        too far back."""
+        size = ring.shape[1]
+        index = torch.where(positions < self.begin, positions % size, size + positions - self.first)
+        return _gather(torch.cat([ring.to(tokens.dtype), tokens], dim=1), index.clamp(0, size + tokens.shape[1] - 1))
+
+    def keep(self, ring: torch.Tensor, tokens: torch.Tensor, earliest: torch.Tensor | None = None) -> None:
+        """Put the last of `tokens` `[B, n, ...]`, of the columns of the pass, into `ring` `[B, R, ...]`: those at
+        positions from `earliest` `[B]` int64 on, if it is given."""
+        slots = torch.arange(ring.shape[1], device=ring.device)
+        # The latest position that a slot is for; before the first token it keeps what it has.
+        positions = self.last - (self.last - slots) % ring.shape[1]
+        first_kept = self.begin if earliest is None else torch.maximum(self.begin, earliest[:, None])
+        latest = _gather(tokens, (positions - self.first).clamp(min=0)).to(ring.dtype)
+        ring.copy_(torch.where(with_dims_of(positions >= first_kept, ring), latest, ring))
 
 
-def find_block(positions: torch.Tensor, dummy: int) -> Block:
-    """The block of `positions` `[B, n]` int64, in which `dummy` and what is beyond mark columns that are no tokens."""
-    is_live = positions < dummy
-    first = positions.masked_fill(~is_live, dummy).amin(dim=1)
-    return Block(is_live, is_live.to(torch.int8).argmax(dim=1), first, first + is_live.sum(dim=1))
+def with_dims_of(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`values` `[B, n]` as `[B, n, 1, ...]`, with as many dimensions as `other`."""
+    return values.view(*values.shape, *[1] * (other.dim() - 2))
 
 
 def keep(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`values` `[B, m, ...]` where `mask` `[B, m]`, else 0 whatever they hold."""
-    return values.masked_fill(~mask.reshape(*mask.shape, *[1] * (values.dim() - 2)), 0)
+    """`values` `[B, n, ...]` where `mask` `[B, n]`, else 0 whatever they hold."""
+    return values.masked_fill(~with_dims_of(mask, values), 0)
 
 
-def read_ring(ring: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`[B, m, ...]`: the entries of `ring` `[B, R, ...]` at `positions` `[B, m]` where `mask` `[B, m]`, else 0."""
-    rows = torch.arange(ring.shape[0], device=ring.device)[:, None]
-    return keep(ring[rows, positions % ring.shape[1]], mask)
-
-
-def write_ring(ring: torch.Tensor, values: torch.Tensor, block: Block, earliest: torch.Tensor) -> None:
-    """Write the live columns of `values` `[B, n, ...]` to `ring` `[B, R, ...]`, in place.
-
-    Positions before `earliest` `[B]` are left out, and all but the last R.
-    """
-    size, last = ring.shape[1], block.end[:, None] - 1
-    slots = torch.arange(size, device=ring.device)
-    positions = last - (last - slots) % size  # the last one of the block, or of before it, that each slot has
-    is_written = positions >= torch.maximum(block.first, earliest)[:, None]
-    columns = (block.begin[:, None] + positions - block.first[:, None]).clamp(0, values.shape[1] - 1)
-    rows = torch.arange(ring.shape[0], device=ring.device)[:, None]
-    is_written = is_written.reshape(*is_written.shape, *[1] * (ring.dim() - 2))
-    ring.copy_(torch.where(is_written, values[rows, columns].to(ring.dtype), ring))
+def _gather(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """`[B, m, ...]`: `columns` `[B, m]` int64 of `values` `[B, n, ...]`."""
+    return values.gather(1, with_dims_of(columns, values).expand(-1, -1, *values.shape[2:]))

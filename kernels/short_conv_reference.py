@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import silu as apply_silu
 
-from .ring_reference import find_block, keep, read_ring, write_ring
+from .ring_reference import PassPositions, keep
 
 
 def short_conv(
@@ -42,14 +42,10 @@ def short_conv(
     """
     num_columns, width = inputs.shape[1], weight.shape[1]
     dtype = torch.promote_types(inputs.dtype, torch.float32)
-    block = find_block(positions, dummy)
-    before = block.first[:, None] - torch.arange(width - 1, 0, -1, device=positions.device)
-    has_live = block.is_live.any(dim=1, keepdim=True)
-    # The W - 1 inputs before the block, and the block's own live columns moved to the front.
-    shifted = (block.begin[:, None] + torch.arange(num_columns, device=positions.device)) % num_columns
-    rows = torch.arange(len(inputs), device=inputs.device)[:, None]
-    live = keep(inputs, block.is_live)[rows, shifted]
-    sequence = torch.cat([read_ring(ring, before, (before >= 0) & has_live), live], dim=1).to(dtype)
+    block = PassPositions.of(positions, dummy)
+    # The W - 1 positions before column 0, and those of the columns.
+    places = block.first + torch.arange(1 - width, num_columns, device=positions.device)
+    sequence = keep(block.at(places, ring, inputs), places >= 0).to(dtype)
     weight = weight.to(dtype)
     total = sequence[:, :num_columns] * weight[:, 0]
     for tap in range(1, width):
@@ -58,7 +54,5 @@ def short_conv(
         total = total + bias.to(dtype)
     if silu:
         total = apply_silu(total)
-    restored = (torch.arange(num_columns, device=positions.device) - block.begin[:, None]) % num_columns
-    out = keep(total[rows, restored], block.is_live).to(inputs.dtype)
-    write_ring(ring, inputs, block, block.first)
-    return out
+    block.keep(ring, inputs)
+    return keep(total, positions < dummy).to(inputs.dtype)

@@ -13,7 +13,7 @@ from ..kernels.types import Nodes
 from ..memory.virtual_memory import RowMemory
 from .hidden_states import HiddenStates
 from .layer_kinds import LayerKind, LayerKinds, LayerMemory
-from .rings import Block, RecurrencePositions
+from .recurrence_positions import RecurrencePositions
 
 
 class RaggedCache(Cache):
@@ -82,7 +82,7 @@ class RaggedCache(Cache):
         self.num_before: int | None = None
         self.nodes: Nodes | None = None
         self._moves = ops.SlotMoves()
-        self._block: Block | None = None
+        self._block: ops.PassPositions | None = None
         self.lengths = lengths
         # Of tokens whose inputs are in rings.
         self._most_uncertain = num_draft_tokens + num_again
@@ -106,9 +106,9 @@ class RaggedCache(Cache):
         return any([layer.is_allocated for layer in self.layers])
 
     @property
-    def block(self) -> Block:
+    def block(self) -> ops.PassPositions:
         if self._block is None:
-            self._block = Block.of(self.positions, self.dummy_slot)
+            self._block = ops.PassPositions.of(self.positions, self.dummy_slot)
         return self._block
 
     @property

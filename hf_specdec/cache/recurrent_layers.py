@@ -20,7 +20,6 @@ from ..host.caches import OUTPUT_NAME, Cache, LinearAttentionCacheLayerMixin
 from ..kernels.types import RecurrenceRing
 from .key_layers import RaggedLayer
 from .layer_kinds import LayerKind, LayerMemory
-from .rings import like
 
 # Blocks of more columns, which are chunks of a prefill, run through the model's own chunked functions: a recurrence
 # takes one step a column.
@@ -277,7 +276,7 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
         positions = block.first + torch.arange(-count, inputs.shape[1], device=inputs.device)
         whole = block.at(positions, ring, inputs)
         block.keep(ring, inputs)
-        return torch.where(like(positions >= 0, whole), whole, self._inputs[state_idx].fill)
+        return torch.where(ops.with_dims_of(positions >= 0, whole), whole, self._inputs[state_idx].fill)
 
     def extended(self, inputs: torch.Tensor, state_idx: int, kernel_size: int) -> torch.Tensor:
         """The inputs `[B, C, n]` of a convolution with those before them, `[B, C, kernel_size - 1 + n]`; they are
@@ -340,7 +339,7 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
             _check_shape("inputs of a convolution", inputs[:, 0], ring[:, 0])
             positions = ends[:, None] + torch.arange(-inputs.shape[1], 0, device=ends.device)
             slots = positions % ring.shape[1]
-            ring[rows, slots] = torch.where(like(positions >= 0, ring), inputs.to(ring), ring[rows, slots])
+            ring[rows, slots] = torch.where(ops.with_dims_of(positions >= 0, ring), inputs.to(ring), ring[rows, slots])
 
     def write_states(self, layer: LinearAttentionCacheLayerMixin, ends: torch.Tensor) -> Callable[[], None]:
         rows = torch.arange(len(ends), device=ends.device)[:, None]
@@ -348,7 +347,7 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
         for index, (ring, fill, width) in self._inputs.items():
             positions = ends[:, None] + torch.arange(-width, 0, device=ends.device)
             held = ring[rows, positions % ring.shape[1]]
-            held = torch.where(like(positions >= 0, held), held, fill)
+            held = torch.where(ops.with_dims_of(positions >= 0, held), held, fill)
             inputs[index] = held.movedim(1, -1).clone(memory_format=torch.contiguous_format)
         for index, held in states.items():
             if not layer.is_recurrent_states_initialized[index]:

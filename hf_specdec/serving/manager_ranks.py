@@ -165,15 +165,11 @@ class SplitRoundThread(RoundThread):
             if agreed[_Said.IS_NOT_PAUSED]:
                 break
             has_waited = True
-            leave_target()
-            with self._call.evaluation.suspended(), lock_of(self._call.model).released():
-                self._wait(is_idle=False)
+            self._wait(False, leave_target)
         arrived, withdrawn = self._told() if agreed[_Said.NUM_NEWS] else ([], [])
-        with self._changed:
-            if agreed[_Said.STATUS] >= BackgroundThreadStatus.HARD_STOP:
-                for request in arrived:
-                    self._requests.fail(request, STOPPED)
-                arrived, withdrawn = [], [(one, STOPPED) for one in self._requests.active.values()]
+        if agreed[_Said.STATUS] >= BackgroundThreadStatus.HARD_STOP:
+            with self._changed:
+                arrived, withdrawn = self._end_all(arrived)
         return Arrived(arrived, withdrawn, bool(agreed[_Said.IS_OPEN]), bool(agreed[_Said.WAS_PAUSED]), has_waited)
 
     def _told(self) -> tuple[list[Request], list[tuple[Request, str]]]:

@@ -221,9 +221,7 @@ class RoundThread:
             self._seen = self._call.seen()
         while self._pauses or (not has_waited and (lock.is_wanted or (is_idle and not self._has_work))):
             has_waited = True
-            leave_target()
-            with self._call.evaluation.suspended(), lock.released():
-                self._wait(is_idle)
+            self._wait(is_idle, leave_target)
         if self._was_paused or (is_idle and self._requests.has_arrivals):
             leave_target()
             if self._call.seen() != self._seen:
@@ -232,16 +230,20 @@ class RoundThread:
         with self._changed:
             arrived, withdrawn = self._requests.take()
             if self._is_hard_stop:
-                for request in arrived:
-                    self._requests.fail(request, STOPPED)
-                arrived, withdrawn = [], [(one, STOPPED) for one in self._requests.active.values()]
+                arrived, withdrawn = self._end_all(arrived)
             is_changed, self._was_paused = self._was_paused, False
-            is_open = bool(self._requests.active)
-            return Arrived(arrived, withdrawn, is_open, is_changed, has_waited)
+            return Arrived(arrived, withdrawn, bool(self._requests.active), is_changed, has_waited)
 
-    def _wait(self, is_idle: bool) -> None:
-        """Wait while the manager is paused and, if no round is due, a while for work."""
-        with self._changed:
+    def _end_all(self, arrived: list[Request]) -> tuple[list[Request], list[tuple[Request, str]]]:
+        """End those that have `arrived` when the thread is to stop; returns what its run is told instead of them."""
+        for request in arrived:
+            self._requests.fail(request, STOPPED)
+        return [], [(one, STOPPED) for one in self._requests.active.values()]
+
+    def _wait(self, is_idle: bool, leave_target: Callable[[], None]) -> None:
+        """Let others have the target while the manager is paused and, if no round is due, a while for work."""
+        leave_target()
+        with self._call.evaluation.suspended(), lock_of(self._call.model).released(), self._changed:
             self._runs_rounds = False
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._pauses)

@@ -51,11 +51,31 @@ def grown(of_rows, has_columns, has_hidden, has_feedback, has_front, is_chained)
 def examples():
     """Arguments of the ops, by name, which the modules have registered."""
     state, result, kept = rows()
-    tokens, lengths, finished, limits, _ = state
+    (tokens, lengths, finished, limits, _), accepted = state, result[1]
     states, weight, angles = draw(2, 3, 16), draw(16, seed=1), draw(2, 2, 3, 8)
     heads = [draw(2, count, 3, 8, seed=count) for count in (4, 2)]
     stored = [draw(2, 6, 2, 8), draw(2, 6, 2, 8, seed=1), draw(2, 2, 3, 8), integers(2, 3).clamp(max=5)]
+    query, keys = heads[0].transpose(1, 2).contiguous().transpose(1, 2), draw(2, 6, 2, 8).transpose(1, 2)
+    scores, drafts, seeds = draw(BATCH, WIDTH + 1, 9), integers(BATCH, WIDTH), integers(BATCH)
+    inputs = [draw(2, 3, count, 8, seed=count) for count in (2, 2, 4)]
+    memory = [draw(2, 4, 8, 8), *(torch.zeros(2, 4, *one, device=DEVICE) for one in ((2, 8), (4, 8), (4,)))]
+    base, positions = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.arange(3, device=DEVICE).expand(2, -1)
     return {
+        "attention": [(query, keys, keys, stored[3], 0.5)],
+        "recurrence": [
+            (*inputs, -draw(2, 3, 4).abs(), None, *memory, base, base, positions, SLOTS - 1, True, True, 1.0, None)
+        ],
+        "short_conv": [(states, torch.zeros(2, 8, 16, device=DEVICE), positions, SLOTS - 1, draw(16, 2), None, True)],
+        "linear": [(states[0].t(), draw(6, 3), *[None] * 9, None, None)],
+        "rms_norm": [(states.transpose(0, 1), weight, 1e-5, *NormKind())],
+        "row_sum": [(states.transpose(0, 1), torch.float32)],
+        "draw_draft": [(scores, torch.ones(BATCH, device=DEVICE), seeds, lengths, 0)],
+        "likeliest_tokens": [(scores, None, 2)],
+        "best_paths": [(scores[:, :2, None], integers(BATCH, 2, 1, 9), None, 3)],
+        "verify_sampling": [(scores, drafts, None, None, seeds, lengths)],
+        "verify_tree": [(scores, drafts, None, None, one, lengths, WIDTH) for one in (seeds, None)],
+        "prepare_inputs": [(tokens, lengths, accepted, limits, finished, 5, 2, 7, 1)],
+        "suffix_drafts": [(tokens, lengths, integers(20), 3)],
         "commit": [(*state, *result, *kept), (*state, *result, None, None, None)],
         "next_slots": [(lengths, limits, finished, -2, 3, SLOTS - 1)],
         "block": [(tokens, lengths, limits, finished, result[0][:, 1:], SLOTS - 1)],

@@ -213,9 +213,15 @@ def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def compare_with_reference(
-    form: Form, rounds: Iterable[Round], ring_size: int, dtype: torch.dtype = torch.float32, seed: int = 0, move=None
+    form: Form,
+    rounds: Iterable[Round],
+    ring_size: int,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    move=None,
+    run=recurrence,
 ) -> None:
-    """The kernel against the reference in float64, call by call: outputs, states and rings."""
+    """The kernel, or another `run`, against the reference in float64, call by call: outputs, states and rings."""
     rounds = list(rounds)
     batch = len(rounds[0].base)
     text = Text(form, batch, 1 + max(int(blocks.next_base.max()) for blocks in rounds) + 64, dtype, seed)
@@ -225,7 +231,7 @@ def compare_with_reference(
     for blocks in rounds:
         inputs = text.inputs_of(blocks)
         expected = expected_memory.run_reference(inputs, blocks)
-        got = memory.run(recurrence, inputs if move is None else move(inputs), blocks)
+        got = memory.run(run, inputs if move is None else move(inputs), blocks)
         assert got.dtype == dtype and got.shape == expected.shape
         assert (got[blocks.positions.to(DEVICE) >= DUMMY] == 0.0).all()
         assert difference(got, expected) < TOLERANCES[dtype]
@@ -250,6 +256,14 @@ def test_reference_equals_the_plain_loop(form, num_drafts, dtype, lag):
     rounds = verification_rounds(num_drafts, 25, [1, 4, 9, 20], lag, seed=num_drafts)
     errors = errors_against_text(recurrence_reference.recurrence, form, rounds, ring_size_for(num_drafts, lag), dtype)
     assert errors == (0.0, 0.0) if DEVICE == "cpu" else max(errors) < (2e-6 if dtype == torch.float32 else 1e-12)
+
+
+@every_form
+def test_reference_keeps_states_in_float32(form):
+    """Also what it reads of the ring, where its inputs are in bfloat16."""
+    rounds = verification_rounds(3, 12, [1, 4, 9], 0, seed=3)
+    reference = recurrence_reference.recurrence
+    compare_with_reference(form, rounds, ring_size_for(3, 0), torch.bfloat16, run=reference)
 
 
 @every_form
