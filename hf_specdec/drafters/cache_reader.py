@@ -231,8 +231,8 @@ def _check_heads(model: PreTrainedModel, target: PreTrainedModel, layers_read: M
     theirs = target.get_decoder().layers
     for layer, kind in zip(model.model.layers, text.layer_types, strict=True):
         own, read = layer.self_attn, theirs[layers_read[kind]].self_attn
-        num_heads = own.q_proj.weight.shape[0] // own.head_dim
-        num_keys = read.k_proj.weight.shape[0] // read.head_dim
+        num_heads = own.q_proj.out_features // own.head_dim
+        num_keys = read.k_proj.out_features // read.head_dim
         if own.head_dim != read.head_dim or num_heads % num_keys:
             raise ValueError(
                 f"{name} has {num_heads} query heads of {own.head_dim} in its {kind} layers, but layer "

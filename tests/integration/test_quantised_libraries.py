@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import with_adapters
+from assistants import gemma4_target, new_assistant
 from case_counts import cases
 from compressed import arguments, save_compressed
 from graph_stand_ins import tape_on_cpu
@@ -174,17 +175,21 @@ def targets(tmp_path_factory):
                 save_compressed(model, folder, **settings)
             else:
                 options["quantization_config"] = settings
-            model = keep_stored(AutoModelForCausalLM.from_pretrained(folder, **options).eval())
-            model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-            for one in itertools.chain(*(tensors_of(layer).values() for layer in layers_of(model))):
-                one.data = one.data.clone()  # not the memory of the file, which cannot be moved
-            for layer in layers_of(model):  # bitsandbytes packs weights anew in a forward pass on some processors
-                if hasattr(layer, "support_avx512bf16_for_cpu"):
-                    layer.support_avx512bf16_for_cpu = False
-            loaded[library, family] = model
+            loaded[library, family] = as_stored(AutoModelForCausalLM.from_pretrained(folder, **options).eval())
         return loaded[library, family]
 
     return target
+
+
+def as_stored(model: PreTrainedModel) -> PreTrainedModel:
+    model = keep_stored(model)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    for one in itertools.chain(*(tensors_of(layer).values() for layer in layers_of(model))):
+        one.data = one.data.clone()  # not the memory of the file, which cannot be moved
+    for layer in model.modules():  # bitsandbytes packs weights anew in a forward pass on some processors
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+    return model
 
 
 def prompts_for(lengths):
@@ -218,17 +223,39 @@ def test_texts_are_those_without_a_drafter(library, family, targets):
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "library"),
     cases(
-        [kind for kind in RANDOM_DRAFTERS if kind not in ("eagle3", "draft-model")],
-        ["p-eagle", "pard2", "dspark", "mtp"],
+        [
+            *itertools.product(
+                [kind for kind in RANDOM_DRAFTERS if kind != "draft-model"],
+                ["torchao int8", "bitsandbytes nf4", "compressed-tensors W4A16"],
+            )
+        ],
+        [
+            ("p-eagle", "bitsandbytes nf4"),
+            ("pard2", "torchao int8"),
+            ("dspark", "compressed-tensors W4A16"),
+            ("mtp", "torchao int8"),
+        ],
     ),
 )
-def test_every_other_kind_of_drafter(kind, targets):
-    target, inputs = targets("torchao int8", "llama"), prompts_for(PROMPTS[3])
+def test_every_other_kind_of_drafter(kind, library, targets):
+    target, inputs = targets(library, "llama"), prompts_for(PROMPTS[3])
     drafter = RANDOM_DRAFTERS[kind](target)
     assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
     assert drafter.stats.engine == "static" and drafter.stats.drafted
+
+
+@pytest.mark.parametrize("library", cases(["torchao int8", "bitsandbytes nf4"], ["bitsandbytes nf4"]))
+def test_assistants_of_gemma_4(library, tmp_path):
+    """The weights of bitsandbytes do not have the shapes of their layers."""
+    gemma4_target().save_pretrained(tmp_path / "target")
+    new_assistant().save_pretrained(tmp_path / "assistant")
+    options = {"dtype": torch.float32, "quantization_config": LIBRARIES[library][0]()}
+    target = as_stored(AutoModelForCausalLM.from_pretrained(tmp_path / "target", **options).eval())
+    drafter, inputs = AutoDrafter.from_pretrained(tmp_path / "assistant", target=target), padded_prompts(PROMPTS[3])
+    assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
+    assert drafter.stats.engine == "static" and LIBRARIES[library][1] in drafter.stats.reason
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
