@@ -14,8 +14,10 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from ..cache.key_layers import Keys
 from ..cache.layer_kinds import LayerKinds
 from ..cache.ragged_cache import RaggedCache
-from ..host.caches import CacheLayerMixin
+from ..host.caches import OUTPUT_NAME, CacheLayerMixin
 from ..host.generation import ModelOutput, keeps_logits, prefill
+from ..modules.evaluation import Evaluation
+from ..modules.signature import signature_of, versions_of
 from ..patching.support import cache_name, parts
 from .call import Call
 from .prompts import Prompts
@@ -105,6 +107,12 @@ def run_as_given(
     return prefill(model, input_ids, config, dict(inputs) | {cache_name(model): cache})
 
 
+def _weights_of(model: PreTrainedModel) -> tuple:
+    """What tells the weights of `model` and its active adapters from those of another time, see `versions_of`."""
+    weights = list(model.parameters())
+    return signature_of(model).adapters.state, [(id(one), one.dtype) for one in weights], versions_of(weights)
+
+
 @dataclass
 class FinishedCall:
     """The keys, values and states of a finished call on the static engine, until another call uses its buffers.
@@ -116,6 +124,8 @@ class FinishedCall:
             where their tokens are all that it needs.
         bounds_steps: whether the target bounds time steps of several tokens at once only, see `RecurrentState`.
         is_written: whether `write_to` has copied the columns.
+        weights: `_weights_of` the target in the call.
+        autocast: context of the call's autocast.
     """
 
     model: PreTrainedModel
@@ -127,6 +137,11 @@ class FinishedCall:
     run_prompts: Callable[[Cache], Any] | None = None
     bounds_steps: bool = False
     is_written: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        kind = self.model.device.type
+        self.weights = _weights_of(self.model)
+        self.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
     @classmethod
     def of(cls, call: Call, ragged: RaggedCache, sequences: torch.Tensor, columns: int) -> FinishedCall:
@@ -178,16 +193,29 @@ class FinishedCall:
         """Run the target over the remaining columns, except the last, as plain `generate()` has done.
 
         In these columns some rows had ended and continue with padding tokens.
+
+        Raises:
+            RuntimeError: the weights of the target may be others than in the call.
         """
-        prompts = self.prompts
         if self.is_written and self.columns == self._most:
             return
+        if self.weights != _weights_of(self.model):
+            raise RuntimeError(
+                f"{OUTPUT_NAME} of a call is completed when it is read first, by {type(self.model).__name__}, of which "
+                "weights or adapters have changed since the call, or an optimizer has made a step; expected that it is "
+                "read before. Read its layers after the call, or pass the call an empty "
+                "DynamicCache(config=model.config), which it fills."
+            )
+        with torch.no_grad(), Evaluation(self.model), self.autocast:
+            self._run_rest(cache)
+
+    def _run_rest(self, cache: Cache) -> None:
+        prompts = self.prompts
         has_keys = stores_keys(cache)
         # A cache with recurrent states only is none that a call fills.
         held = int(cache.get_seq_length()) if has_keys else 0
         if self.run_prompts is not None and not held:
-            with torch.no_grad():
-                self.run_prompts(cache)
+            self.run_prompts(cache)
             held = prompts.width
         text = self.sequences[:, held - prompts.hidden : -1]
         if not text.shape[1]:
@@ -197,16 +225,15 @@ class FinishedCall:
         positions = torch.arange(width, device=text.device) - padding
         offsets = torch.tensor(self.position_offsets or [0] * len(padding), device=text.device)[:, None]
         options = {"logits_to_keep": 1} if keeps_logits(self.model) else {}
-        with torch.no_grad():
-            for begin, end in self._passes(held, width):
-                self.model(
-                    input_ids=text[:, begin - held : end - held],
-                    attention_mask=(positions[:, 0 if has_keys else begin : end] >= 0).long(),
-                    position_ids=(positions.clamp(min=0) + offsets)[:, begin:end],
-                    use_cache=True,
-                    **{cache_name(self.model): cache},
-                    **options,
-                )
+        for begin, end in self._passes(held, width):
+            self.model(
+                input_ids=text[:, begin - held : end - held],
+                attention_mask=(positions[:, 0 if has_keys else begin : end] >= 0).long(),
+                position_ids=(positions.clamp(min=0) + offsets)[:, begin:end],
+                use_cache=True,
+                **{cache_name(self.model): cache},
+                **options,
+            )
 
     def _passes(self, held: int, width: int) -> Iterator[tuple[int, int]]:
         """First column and end of each pass from `held` to `width`: one, or one a token where several differ."""
@@ -241,7 +268,12 @@ class DeferredCache(DynamicCache):
         if self._call is not None:
             self.take_over()
             call, self._call = self._call, None
-            call.complete(self)
+            try:
+                with _unchanged_on_error(self):
+                    call.complete(self)
+            except BaseException:
+                self._call = call
+                raise
         return self._layers
 
     @layers.setter
