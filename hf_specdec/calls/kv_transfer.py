@@ -17,6 +17,7 @@ from ..cache.ragged_cache import RaggedCache
 from ..host.caches import OUTPUT_NAME, CacheLayerMixin
 from ..host.generation import ModelOutput, keeps_logits, prefill
 from ..modules.evaluation import Evaluation
+from ..modules.locks import lock_of
 from ..modules.signature import signature_of, versions_of
 from ..patching.support import cache_name, parts
 from .call import Call
@@ -266,19 +267,23 @@ class DeferredCache(DynamicCache):
     @property
     def layers(self) -> list:
         if self._call is not None:
-            self.take_over()
-            call, self._call = self._call, None
-            try:
-                with _unchanged_on_error(self):
-                    call.complete(self)
-            except BaseException:
-                self._call = call
-                raise
+            with lock_of(self._call.model):  # another call may need the buffers, or the modes of modules
+                self._finish()
         return self._layers
 
     @layers.setter
     def layers(self, layers: list) -> None:
         self._layers = layers
+
+    def _finish(self) -> None:
+        self.take_over()
+        call, self._call = self._call, None
+        try:
+            with _unchanged_on_error(self):
+                call.complete(self)
+        except BaseException:
+            self._call = call
+            raise
 
     def take_over(self) -> None:
         """Copy the engine's buffers, unless that is done."""

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -14,7 +15,7 @@ from oracle import RANDOM_DRAFTERS, SELDOM, OracleDrafter, copy_of, random_eagle
 from targets import PAD, VOCAB, new_target, padded_prompts, tiny_target
 from transformers import DynamicCache, StaticCache
 
-from hf_specdec.calls.kv_transfer import DeferredCache
+from hf_specdec.calls.kv_transfer import DeferredCache, FinishedCall
 from hf_specdec.engine.static_engine import REREAD_PER_NEW_TOKEN
 from hf_specdec.host.caches import OUTPUT_NAME
 
@@ -366,6 +367,29 @@ def test_a_cache_is_not_completed_with_other_weights(change):
     complete = target.generate(**padded_prompts([9]), **OPTIONS, assistant_model=drafter)[OUTPUT_NAME]
     change(target)
     assert complete.get_seq_length() == 9 + NEW - 1, "nothing of it is computed"
+
+
+def test_a_cache_that_a_thread_reads_is_not_written_over(monkeypatch):
+    """A call of another thread uses the same buffers, and modules in evaluation mode."""
+    replay_on_cpu(monkeypatch)
+    target, begun, ended = new_target("llama"), threading.Event(), threading.Event()
+    drafter = random_eagle3(target)
+    cache, *expected = uneven_caches(target, drafter)
+    write = FinishedCall.write_to
+
+    def slowly(self, cache):
+        begun.set()
+        ended.wait(timeout=1)
+        write(self, cache)
+
+    monkeypatch.setattr(FinishedCall, "write_to", slowly)
+    reader = threading.Thread(target=lambda: len(cache.layers))
+    reader.start()
+    begun.wait()
+    target.generate(**padded_prompts([9, 4], seed=1), **OPTIONS, eos_token_id=5, assistant_model=drafter)
+    ended.set()
+    reader.join()
+    check_same_keys(cache, *expected)
 
 
 @pytest.mark.core
