@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from numbers import Real
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -39,7 +40,7 @@ def score(
     model = generating_model(model)
     ids, mask = input_ids.cpu(), None if attention_mask is None else attention_mask.cpu()
     texts = _texts(ids, mask)
-    if not isinstance(temperature, (int, float)) or not temperature > 0:
+    if not isinstance(temperature, Real) or not temperature > 0:
         raise ValueError(f"temperature is {temperature!r}; expected a number above 0.")
     out = torch.zeros(input_ids.shape, dtype=torch.float32, device=model.device)
     longest = max((len(columns) for _, columns in texts), default=0)

@@ -1,5 +1,6 @@
 """Log-probabilities of given texts are those of a plain forward pass, and those that calls return."""
 
+import numpy as np
 import pytest
 import torch
 from oracle import random_eagle3
@@ -39,10 +40,10 @@ def test_texts_score_as_in_plain_passes(monkeypatch, family):
     """Padded on either side, in one pass and in several of a few rows and columns each."""
     target = tiny_target(family)
     drafter = NoDrafter(target)
-    for before, tokens in ((True, 2048), (False, 2048), (True, 12)):
+    for before, tokens, temperature in ((True, 2048, 0.7), (False, 2048, np.float32(0.7)), (True, 12, 0.7)):
         monkeypatch.setattr(scoring, "TOKENS_OF_PASS", tokens)
         ids, mask = padded(TEXTS, before)
-        found = drafter.score(target, ids, mask, temperature=0.7)
+        found = drafter.score(target, ids, mask, temperature=temperature)
         assert found.shape == ids.shape and found.dtype == torch.float32
         for row, want in enumerate(expected(target, 0.7)):
             text = found[row][mask[row].bool()]
