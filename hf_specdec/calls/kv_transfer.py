@@ -16,6 +16,7 @@ from ..cache.layer_kinds import LayerKinds
 from ..cache.ragged_cache import RaggedCache
 from ..host.caches import OUTPUT_NAME, CacheLayerMixin
 from ..host.generation import ModelOutput, keeps_logits, prefill
+from ..modules.adapters import with_row_hooks
 from ..modules.evaluation import Evaluation
 from ..modules.locks import lock_of
 from ..modules.signature import signature_of, versions_of
@@ -124,6 +125,7 @@ class FinishedCall:
         run_prompts: runs the target over the prompts as plain `generate()` does, into the cache that it is given; None
             where their tokens are all that it needs.
         bounds_steps: whether the target bounds time steps of several tokens at once only, see `RecurrentState`.
+        adapters: see `Call`.
         is_written: whether `write_to` has copied the columns.
         weights: `_weights_of` the target in the call.
         autocast: context of the call's autocast.
@@ -137,6 +139,7 @@ class FinishedCall:
     position_offsets: Sequence[int] | None = None
     run_prompts: Callable[[Cache], Any] | None = None
     bounds_steps: bool = False
+    adapters: Sequence[str] | None = None
     is_written: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -151,7 +154,7 @@ class FinishedCall:
         if call.inputs is not None and ragged.recurrence is not None:
             run_prompts = functools.partial(run_as_given, call.model, call.prompts.input_ids, call.config, call.inputs)
         own = call.model, ragged, call.prompts, sequences, columns, call.position_offsets
-        return cls(*own, run_prompts, ragged.bounds_steps)
+        return cls(*own, run_prompts, ragged.bounds_steps, call.adapters)
 
     def write_to(self, cache: Cache) -> None:
         """Append to `cache` those of the `columns` that it lacks; none where `complete` has to compute them anew.
@@ -207,7 +210,8 @@ class FinishedCall:
                 "read before. Read its layers after the call, or pass the call an empty "
                 "DynamicCache(config=model.config), which it fills."
             )
-        with torch.no_grad(), Evaluation(self.model), self.autocast:
+        with_adapters = with_row_hooks(signature_of(self.model).adapters.layers, self.adapters)
+        with torch.no_grad(), Evaluation(self.model), self.autocast, with_adapters:
             self._run_rest(cache)
 
     def _run_rest(self, cache: Cache) -> None:
