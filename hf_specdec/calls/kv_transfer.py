@@ -14,8 +14,12 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from ..cache.key_layers import Keys
 from ..cache.layer_kinds import LayerKinds
 from ..cache.ragged_cache import RaggedCache
-from ..host.caches import CacheLayerMixin
+from ..host.caches import OUTPUT_NAME, CacheLayerMixin
 from ..host.generation import ModelOutput, keeps_logits, prefill
+from ..modules.adapters import with_row_hooks
+from ..modules.evaluation import Evaluation
+from ..modules.locks import lock_of
+from ..modules.signature import signature_of, versions_of
 from ..patching.support import cache_name, parts
 from .call import Call
 from .prompts import Prompts
@@ -105,6 +109,12 @@ def run_as_given(
     return prefill(model, input_ids, config, dict(inputs) | {cache_name(model): cache})
 
 
+def _weights_of(model: PreTrainedModel) -> tuple:
+    """What tells the weights of `model` and its active adapters from those of another time, see `versions_of`."""
+    weights = list(model.parameters())
+    return signature_of(model).adapters.state, [(id(one), one.dtype) for one in weights], versions_of(weights)
+
+
 @dataclass
 class FinishedCall:
     """The keys, values and states of a finished call on the static engine, until another call uses its buffers.
@@ -115,7 +125,10 @@ class FinishedCall:
         run_prompts: runs the target over the prompts as plain `generate()` does, into the cache that it is given; None
             where their tokens are all that it needs.
         bounds_steps: whether the target bounds time steps of several tokens at once only, see `RecurrentState`.
+        adapters: see `Call`.
         is_written: whether `write_to` has copied the columns.
+        weights: `_weights_of` the target in the call.
+        autocast: context of the call's autocast.
     """
 
     model: PreTrainedModel
@@ -126,7 +139,13 @@ class FinishedCall:
     position_offsets: Sequence[int] | None = None
     run_prompts: Callable[[Cache], Any] | None = None
     bounds_steps: bool = False
+    adapters: Sequence[str] | None = None
     is_written: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        kind = self.model.device.type
+        self.weights = _weights_of(self.model)
+        self.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
     @classmethod
     def of(cls, call: Call, ragged: RaggedCache, sequences: torch.Tensor, columns: int) -> FinishedCall:
@@ -135,7 +154,7 @@ class FinishedCall:
         if call.inputs is not None and ragged.recurrence is not None:
             run_prompts = functools.partial(run_as_given, call.model, call.prompts.input_ids, call.config, call.inputs)
         own = call.model, ragged, call.prompts, sequences, columns, call.position_offsets
-        return cls(*own, run_prompts, ragged.bounds_steps)
+        return cls(*own, run_prompts, ragged.bounds_steps, call.adapters)
 
     def write_to(self, cache: Cache) -> None:
         """Append to `cache` those of the `columns` that it lacks; none where `complete` has to compute them anew.
@@ -178,16 +197,30 @@ class FinishedCall:
         """Run the target over the remaining columns, except the last, as plain `generate()` has done.
 
         In these columns some rows had ended and continue with padding tokens.
+
+        Raises:
+            RuntimeError: the weights of the target may be others than in the call.
         """
-        prompts = self.prompts
         if self.is_written and self.columns == self._most:
             return
+        if self.weights != _weights_of(self.model):
+            raise RuntimeError(
+                f"{OUTPUT_NAME} of a call is completed when it is read first, by {type(self.model).__name__}, of which "
+                "weights or adapters have changed since the call, or an optimizer has made a step; expected that it is "
+                "read before. Read its layers after the call, or pass the call an empty "
+                "DynamicCache(config=model.config), which it fills."
+            )
+        with_adapters = with_row_hooks(signature_of(self.model).adapters.layers, self.adapters)
+        with torch.no_grad(), Evaluation(self.model), self.autocast, with_adapters:
+            self._run_rest(cache)
+
+    def _run_rest(self, cache: Cache) -> None:
+        prompts = self.prompts
         has_keys = stores_keys(cache)
         # A cache with recurrent states only is none that a call fills.
         held = int(cache.get_seq_length()) if has_keys else 0
         if self.run_prompts is not None and not held:
-            with torch.no_grad():
-                self.run_prompts(cache)
+            self.run_prompts(cache)
             held = prompts.width
         text = self.sequences[:, held - prompts.hidden : -1]
         if not text.shape[1]:
@@ -197,16 +230,15 @@ class FinishedCall:
         positions = torch.arange(width, device=text.device) - padding
         offsets = torch.tensor(self.position_offsets or [0] * len(padding), device=text.device)[:, None]
         options = {"logits_to_keep": 1} if keeps_logits(self.model) else {}
-        with torch.no_grad():
-            for begin, end in self._passes(held, width):
-                self.model(
-                    input_ids=text[:, begin - held : end - held],
-                    attention_mask=(positions[:, 0 if has_keys else begin : end] >= 0).long(),
-                    position_ids=(positions.clamp(min=0) + offsets)[:, begin:end],
-                    use_cache=True,
-                    **{cache_name(self.model): cache},
-                    **options,
-                )
+        for begin, end in self._passes(held, width):
+            self.model(
+                input_ids=text[:, begin - held : end - held],
+                attention_mask=(positions[:, 0 if has_keys else begin : end] >= 0).long(),
+                position_ids=(positions.clamp(min=0) + offsets)[:, begin:end],
+                use_cache=True,
+                **{cache_name(self.model): cache},
+                **options,
+            )
 
     def _passes(self, held: int, width: int) -> Iterator[tuple[int, int]]:
         """First column and end of each pass from `held` to `width`: one, or one a token where several differ."""
@@ -239,14 +271,23 @@ class DeferredCache(DynamicCache):
     @property
     def layers(self) -> list:
         if self._call is not None:
-            self.take_over()
-            call, self._call = self._call, None
-            call.complete(self)
+            with lock_of(self._call.model):  # another call may need the buffers, or the modes of modules
+                self._finish()
         return self._layers
 
     @layers.setter
     def layers(self, layers: list) -> None:
         self._layers = layers
+
+    def _finish(self) -> None:
+        self.take_over()
+        call, self._call = self._call, None
+        try:
+            with _unchanged_on_error(self):
+                call.complete(self)
+        except BaseException:
+            self._call = call
+            raise
 
     def take_over(self) -> None:
         """Copy the engine's buffers, unless that is done."""

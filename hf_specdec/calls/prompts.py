@@ -111,9 +111,10 @@ def read_prompts(
     cached = 0 if cache is None else int(cache.get_seq_length())
     width = mask_width or given if attention_mask is None else attention_mask.shape[1]
     if width not in (given, given + cached):
+        both = f", or {given + cached} where input_ids are only what follows the cached text" if cached else ""
         raise ValueError(
             f"The attention_mask has {width} columns, but input_ids has {given} and the cache holds {cached}; expected "
-            f"{given}, or {given + cached} where input_ids are only what follows the cached text."
+            f"{given}{both}."
         )
     if cached >= width:
         raise ValueError(
@@ -139,14 +140,15 @@ def left_padding(batch: int, attention_mask: torch.Tensor | None) -> list[int]:
     if attention_mask is None:
         return [0] * batch
     mask = attention_mask.bool()
-    padding = (~mask).sum(dim=1)
-    expected = torch.arange(mask.shape[1], device=mask.device) >= padding[:, None]
-    wrong = (mask != expected).any(dim=1) | ~mask.any(dim=1)
+    late = ~mask & (mask.cumsum(dim=1) > 0)
+    wrong = late.any(dim=1) | ~mask.any(dim=1)
     if wrong.any():
         row = int(wrong.int().argmax())
+        columns = late[row].nonzero()[:, 0].tolist()
+        found = f"padding in column {columns[0]}, after tokens" if columns else "padding only"
         raise ValueError(
-            f"Row {row} of the batch has an attention_mask that is not padding followed by tokens "
-            f"({mask[row].int().tolist()[:16]}...). Generation needs padding on the left: set "
-            "tokenizer.padding_side = 'left'. Without an attention_mask every pad_token_id counts as padding: pass one."
+            f"Row {row} of the batch has an attention_mask with {found}; expected padding on the left, if any, and "
+            "then at least one token: set tokenizer.padding_side = 'left'. Without an attention_mask every "
+            "pad_token_id counts as padding: pass one."
         )
-    return padding.tolist()
+    return (~mask).sum(dim=1).tolist()

@@ -234,16 +234,17 @@ class Lockstep(Runner):
     def _hand_over_cache(self, transcript: Transcript) -> None:
         """Copy keys and values to the user's cache; if there is none, let the output copy them when it is asked."""
         call, cache = self._call, self.state.cache
-        self._sequences = transcript.sequences
+        self._sequences, self._cache = transcript.sequences, call.cache
+        if call.cache is None and not call.config.return_dict_in_generate:
+            return
         columns = transcript.columns_run(call.prompts)
         if call.cache is not None and cache.recurrence is not None:
             columns = self._run_to_ends(columns)
         self._finished = FinishedCall.of(call, cache, self._sequences, columns)
-        self._cache = call.cache
         if call.cache is not None:
             with user_code():
                 self._finished.write_to(call.cache)
-        elif call.config.return_dict_in_generate:
+        else:
             self._cache = self.session.lend_buffers(DeferredCache(self._finished))
 
     def _run_to_ends(self, columns: int) -> int:

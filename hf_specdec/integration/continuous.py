@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -171,7 +172,7 @@ def call_of(
     config.use_cache = True  # trainers and servers leave it off for transformers' own continuous batching
     check_call(model, drafter, config.get_generation_mode(drafter), config, synced_gpus)
     criteria = make_criteria(model, config, stopping_criteria, tokenizer)
-    limit = config.max_length if config.max_new_tokens is None else config.max_new_tokens
+    limit = math.ceil(config.max_length if config.max_new_tokens is None else config.max_new_tokens)
     if limit < 1:
         raise ValueError(f"max_new_tokens is {limit}; expected at least 1.")
     width = len(prompts[0])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from numbers import Real
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..drafters.base import Drafter
 from ..drafters.none import NoDrafter
@@ -13,7 +14,7 @@ from ..drafters.target_checks import generating_model
 from ..engine.hosted_target import HostedTarget
 from ..engine.session_prefill import FEWEST_PADDED_COLUMNS
 from ..graphs.cuda_graphs import on_device
-from ..host.generation import prepared_config
+from ..host.generation import default_settings
 from ..modules.locks import lock_of
 from ..modules.patch import engine, on_host
 from ..ops import token_logprobs
@@ -39,7 +40,7 @@ def score(
     model = generating_model(model)
     ids, mask = input_ids.cpu(), None if attention_mask is None else attention_mask.cpu()
     texts = _texts(ids, mask)
-    if not isinstance(temperature, (int, float)) or not temperature > 0:
+    if not isinstance(temperature, Real) or not temperature > 0:
         raise ValueError(f"temperature is {temperature!r}; expected a number above 0.")
     out = torch.zeros(input_ids.shape, dtype=torch.float32, device=model.device)
     longest = max((len(columns) for _, columns in texts), default=0)
@@ -50,7 +51,7 @@ def score(
         with on_host():
             check_tokens(model, ids, mask)
             prompt = next(one for one, columns in texts if len(columns) == longest)
-            config, _ = prepared_config(model, None, max_new_tokens=1, do_sample=False)
+            config = GenerationConfig(**default_settings(GenerationConfig) | {"max_new_tokens": 1})
             call, model_kwargs = call_of(model, scorer, config, [prompt])
         on_static_engine(call, model_kwargs, None)
         with HostedTarget(model, scorer) as target:

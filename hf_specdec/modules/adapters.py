@@ -216,3 +216,17 @@ def without_row_hooks(layers: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for attributes, hooks in before:
             attributes["_forward_pre_hooks"] = hooks
+
+
+@contextmanager
+def with_row_hooks(layers: Sequence[nn.Module], names: Sequence[str] | None) -> Iterator[None]:
+    """Context in which hooks of PEFT give `layers` the adapter of each row, of `names`; None for active ones."""
+    handles = []
+    if names is not None:
+        hook = functools.partial(_of_peft("lora.model", "_adapter_names_pre_forward_hook"), adapter_names=list(names))
+        handles = [one.register_forward_pre_hook(hook, with_kwargs=True) for one in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -237,10 +237,10 @@ def _is_number(value: Any) -> bool:
 def end_tokens(config: GenerationConfig, eos_token_id: int | list[int] | None) -> frozenset[int]:
     """Tokens that end a request with `eos_token_id`, those of `config` if it is None; raises `ValueError` if they are
     no token ids, or too many."""
-    tokens = config.eos_token_id if eos_token_id is None else eos_token_id
-    tokens = [] if tokens is None else tokens if isinstance(tokens, (list, tuple)) else [tokens]
+    asked = config.eos_token_id if eos_token_id is None else eos_token_id
+    tokens = [] if asked is None else asked if isinstance(asked, (list, tuple)) else [asked]
     if not all(is_integer(one) and one < 2**63 for one in tokens):
-        raise ValueError(f"eos_token_id is {eos_token_id!r}; expected a token id or a list of them.")
+        raise ValueError(f"eos_token_id is {asked!r}; expected a token id or a list of them.")
     ends = frozenset(int(one) for one in tokens if one >= 0)
     own = config.eos_token_id
     most = next_power_of_two(max(8, len(own) if isinstance(own, list) else 1))

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -11,10 +12,10 @@ from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from model_state import unchecked
 from oracle import RANDOM_DRAFTERS, SELDOM, OracleDrafter, copy_of, random_eagle3
-from targets import PAD, VOCAB, padded_prompts, tiny_target
+from targets import PAD, VOCAB, new_target, padded_prompts, tiny_target
 from transformers import DynamicCache, StaticCache
 
-from hf_specdec.calls.kv_transfer import DeferredCache
+from hf_specdec.calls.kv_transfer import DeferredCache, FinishedCall
 from hf_specdec.engine.static_engine import REREAD_PER_NEW_TOKEN
 from hf_specdec.host.caches import OUTPUT_NAME
 
@@ -302,6 +303,93 @@ def test_unused_caches_are_not_copied(monkeypatch):
     assert not copied
     target.generate(**inputs, **OPTIONS, assistant_model=drafter)
     assert copied == [1] and out[OUTPUT_NAME].get_seq_length() == 9 + NEW - 1
+
+
+def uneven_caches(target, drafter):
+    """What plain `generate()` returns as cache and what it returns with a drafter, where rows end at different tokens,
+    and which of its columns are tokens."""
+    inputs = padded_prompts([9, 4])
+    first = target.generate(**inputs, **OPTIONS).sequences[0, 12]
+    options = OPTIONS | {"eos_token_id": int(first)}
+    out, plain = (target.generate(**inputs, **options, **one) for one in ({"assistant_model": drafter}, {}))
+    assert torch.equal(out.sequences, plain.sequences)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, plain.sequences.shape[1] - 10), value=1)
+    return out[OUTPUT_NAME], plain[OUTPUT_NAME], mask[:, None, :, None]
+
+
+def check_same_keys(cache, plain, mask):
+    for (keys, values, _), (wanted_keys, wanted_values, _) in zip(cache, plain, strict=True):
+        torch.testing.assert_close(keys * mask, wanted_keys * mask)
+        torch.testing.assert_close(values * mask, wanted_values * mask)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("later", ["training", "autocast"])
+def test_a_cache_is_completed_as_in_the_call(later):
+    target = new_target("llama")
+    for layer in target.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    caches = uneven_caches(target, random_eagle3(target))
+    target.train(later == "training")
+    with torch.autocast("cpu", torch.bfloat16, enabled=later == "autocast"):
+        assert len(caches[0].layers) == 2
+    assert target.training == (later == "training")
+    check_same_keys(*caches)
+
+
+def optimizer_step(target):
+    optimizer = torch.optim.SGD(target.parameters(), lr=0.1)
+    target(**padded_prompts([4]), labels=padded_prompts([4])["input_ids"]).loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "change",
+    [
+        optimizer_step,
+        lambda target: target.load_state_dict(tiny_target("llama", seed=1).state_dict()),
+        lambda target: target.to(torch.bfloat16),
+    ],
+    ids=["step", "load", "cast"],
+)
+def test_a_cache_is_not_completed_with_other_weights(change):
+    target = new_target("llama")
+    drafter = random_eagle3(target)
+    read, *expected = uneven_caches(target, drafter)
+    assert len(read.layers) == 2
+    unread, *_ = uneven_caches(target, drafter)
+    change(target)
+    check_same_keys(read, *expected)
+    for _ in range(2):  # also after an error, no half of it
+        with pytest.raises(RuntimeError, match="LlamaForCausalLM, of which weights or adapters have changed"):
+            len(unread.layers)
+    complete = target.generate(**padded_prompts([9]), **OPTIONS, assistant_model=drafter)[OUTPUT_NAME]
+    change(target)
+    assert complete.get_seq_length() == 9 + NEW - 1, "nothing of it is computed"
+
+
+def test_a_cache_that_a_thread_reads_is_not_written_over(monkeypatch):
+    """A call of another thread uses the same buffers, and modules in evaluation mode."""
+    replay_on_cpu(monkeypatch)
+    target, begun, ended = new_target("llama"), threading.Event(), threading.Event()
+    drafter = random_eagle3(target)
+    cache, *expected = uneven_caches(target, drafter)
+    write = FinishedCall.write_to
+
+    def slowly(self, cache):
+        begun.set()
+        ended.wait(timeout=1)
+        write(self, cache)
+
+    monkeypatch.setattr(FinishedCall, "write_to", slowly)
+    reader = threading.Thread(target=lambda: len(cache.layers))
+    reader.start()
+    begun.wait()
+    target.generate(**padded_prompts([9, 4], seed=1), **OPTIONS, eos_token_id=5, assistant_model=drafter)
+    ended.set()
+    reader.join()
+    check_same_keys(cache, *expected)
 
 
 @pytest.mark.core

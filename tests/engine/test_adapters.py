@@ -14,10 +14,11 @@ from graph_stand_ins import replay_on_cpu, show_all_slots, tape_on_cpu
 from oracle import RANDOM_DRAFTERS, SELDOM, random_eagle3
 from targets import build_target, padded_prompts, set_policy, tiny_target
 from torch import nn
-from transformers import ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig, DynamicCache
 
 from hf_specdec import NoDrafter, ops
 from hf_specdec.engine import prefix_cache
+from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.modules.adapters import Adapters
 from hf_specdec.modules.patch import runs_engine
 from hf_specdec.modules.signature import Fingerprint, Signature
@@ -103,6 +104,24 @@ def test_of_a_target_whose_keys_drafters_read():
     drafter = assistant_drafter(new_assistant(), target)
     assert same(adapted, drafter, adapter_names=NAMES) != same(adapted, drafter)
     assert drafter.stats.engine == "static" and drafter.stats.drafted
+
+
+@pytest.mark.parametrize("is_given", [True, False], ids=["given", "returned"])
+def test_caches_of_rows_that_end_apart(is_given):
+    """Columns after the end of a row are run at the end of the call, or when a returned cache is read."""
+    target, adapted = adapted_target()
+    drafter, caches = random_eagle3(target), []
+    options = {"adapter_names": NAMES, "do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True}
+    end = int(adapted.generate(**PROMPTS, **options).sequences[0, -8])
+    for assistant in ({}, {"assistant_model": drafter}):
+        given = {OUTPUT_NAME: DynamicCache(config=target.config)} if is_given else {}
+        out = adapted.generate(**PROMPTS, **options, **assistant, **given, eos_token_id=end)
+        caches.append(out[OUTPUT_NAME])
+    mask = torch.nn.functional.pad(PROMPTS["attention_mask"], (0, out.sequences.shape[1]), value=1)
+    for (keys, *_), (wanted, *_) in zip(*caches, strict=True):
+        tokens = mask[:, None, : keys.shape[2], None]
+        torch.testing.assert_close(keys * tokens, wanted * tokens, rtol=1e-4, atol=1e-4)
+    assert not [one for one in target.modules() if one._forward_pre_hooks]
 
 
 def test_rows_whose_drafts_are_trees(tape):

@@ -302,6 +302,15 @@ def test_use_cache_is_ignored():
     assert [one.generated_tokens for one in out.values()] == alone("llama", LENGTHS)[:3] and not config.use_cache
 
 
+@pytest.mark.parametrize("limit", [4.0, 3.5, torch.tensor(4)], ids=str)
+def test_limits_that_are_no_ints(limit):
+    """As in `generate()`, where a text ends once it has as many tokens."""
+    target = tiny_target("llama")
+    options = {"max_new_tokens": limit, "do_sample": False}
+    out = target.generate_batch([[5, 6]], assistant_model=random_eagle3(target), **options)
+    assert out["req_0"].generated_tokens == target.generate(torch.tensor([[5, 6]]), **options)[0, 2:].tolist()
+
+
 def test_a_configuration_alone_is_not_warned_about(caplog):
     """transformers warns of settings that are passed beside a configuration."""
     target = tiny_target("llama")

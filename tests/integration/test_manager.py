@@ -734,6 +734,8 @@ def test_wrong_requests_are_refused(running):
     with pytest.raises(ValueError, match="The request twice is not over; expected another request_id"):
         for _ in range(2):
             names.append(manager.add_request(prompts()[2], "twice", max_new_tokens=100, eos_token_id=-1))
+    with pytest.raises(ValueError, match=r"eos_token_id is tensor\(\[5\]\); expected a token id or a list"):
+        manager_of(target, random_eagle3(target), eos_token_id=torch.tensor([5])).add_request(prompts()[0])
     sampling = manager_of(target, random_eagle3(target), config={"per_request_processors": True})
     for options, words in WRONG_SAMPLING:
         with pytest.raises(ValueError, match=words):

@@ -1,9 +1,11 @@
 """Log-probabilities of given texts are those of a plain forward pass, and those that calls return."""
 
+import numpy as np
 import pytest
 import torch
 from oracle import random_eagle3
-from targets import FAMILIES, STOCK_FAMILY, tiny_target
+from targets import FAMILIES, STOCK_FAMILY, new_target, tiny_target
+from transformers import GenerationConfig
 
 from hf_specdec import NoDrafter
 from hf_specdec.integration import scoring
@@ -38,10 +40,10 @@ def test_texts_score_as_in_plain_passes(monkeypatch, family):
     """Padded on either side, in one pass and in several of a few rows and columns each."""
     target = tiny_target(family)
     drafter = NoDrafter(target)
-    for before, tokens in ((True, 2048), (False, 2048), (True, 12)):
+    for before, tokens, temperature in ((True, 2048, 0.7), (False, 2048, np.float32(0.7)), (True, 12, 0.7)):
         monkeypatch.setattr(scoring, "TOKENS_OF_PASS", tokens)
         ids, mask = padded(TEXTS, before)
-        found = drafter.score(target, ids, mask, temperature=0.7)
+        found = drafter.score(target, ids, mask, temperature=temperature)
         assert found.shape == ids.shape and found.dtype == torch.float32
         for row, want in enumerate(expected(target, 0.7)):
             text = found[row][mask[row].bool()]
@@ -69,6 +71,24 @@ def test_texts_of_calls_score_as_the_calls_say():
     torch.testing.assert_close(found[:, ids.shape[1] :], out.raw_logprobs, rtol=2e-5, atol=2e-5)
     assert before == {name: vars(module).get("forward") for name, module in target.named_modules()}
     assert torch.equal(drafter.score(target, torch.tensor([[4]])), torch.zeros(1, 1))
+
+
+def test_settings_of_the_models_generation_are_none_of_scores():
+    target = new_target("llama")
+    drafter, (ids, mask) = NoDrafter(target), padded(TEXTS, True)
+    before = drafter.score(target, ids, mask)
+    settings = {
+        "num_return_sequences": 2,
+        "stop_strings": ["a"],
+        "num_beams": 3,
+        "guidance_scale": 2.0,
+        "prompt_lookup_num_tokens": 3,
+        "dola_layers": "high",
+    }
+    for name, value in settings.items():
+        target.generation_config = GenerationConfig(do_sample=True, **{name: value})
+        assert torch.equal(drafter.score(target, ids, mask), before), name
+        assert getattr(target.generation_config, name) == value
 
 
 @pytest.mark.parametrize(

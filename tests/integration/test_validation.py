@@ -596,21 +596,27 @@ def masked(rows):
 
 
 @pytest.mark.parametrize(
-    ("rows", "row"),
+    ("rows", "row", "found"),
     [
-        ([[1, 1, 1, 1], [1, 1, 1, 0]], 1),
-        ([[1, 0, 1, 1], [1, 1, 1, 1]], 0),
-        ([[0, 1, 1, 1], [0, 1, 0, 1]], 1),
-        ([[1, 1, 1, 1], [0, 0, 0, 0]], 1),
-        ([[1, 1, 1, 0]], 0),
+        ([[1, 1, 1, 1], [1, 1, 1, 0]], 1, "padding in column 3, after tokens"),
+        ([[1, 0, 1, 1], [1, 1, 1, 1]], 0, "padding in column 1, after tokens"),
+        ([[0, 1, 1, 1], [0, 1, 0, 1]], 1, "padding in column 2, after tokens"),
+        ([[1, 1, 1, 1], [0, 0, 0, 0]], 1, "padding only"),
+        ([[1] * 40 + [0]], 0, "padding in column 40, after tokens"),
     ],
+    ids=["right", "middle", "twice", "only", "long"],
 )
-def test_padding_that_is_not_on_the_left(target, drafter, rows, row):
+def test_padding_that_is_not_on_the_left(target, drafter, rows, row, found):
     message = refused(target, drafter, f"Row {row} of the batch has an attention_mask", inputs=masked(rows))
-    assert str(rows[row])[:-1] in message and "padding_side = 'left'" in message and message.endswith("pass one.")
+    assert f" with {found}; expected" in message
+    assert "padding_side = 'left'" in message and message.endswith("pass one.")
 
 
-@pytest.mark.core
+def test_a_mask_of_other_columns_than_the_prompt(target, drafter):
+    inputs = masked([[1] * 4]) | {"attention_mask": torch.ones(1, 6, dtype=torch.int64)}
+    refused(target, drafter, r"has 6 columns, but input_ids has 4 and the cache holds 0; expected 4\.$", inputs=inputs)
+
+
 def test_embeddings_without_tokens(target, drafter):
     inputs = {"inputs_embeds": target.get_input_embeddings()(torch.tensor([[5, 6, 7]])).detach()}
     refused(target, drafter, "inputs_embeds without input_ids, but a drafter reads token ids", inputs=inputs)
