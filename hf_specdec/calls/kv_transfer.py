@@ -264,15 +264,17 @@ class DeferredCache(DynamicCache):
 
     def __init__(self, call: FinishedCall):
         self._call: FinishedCall | None = None
-        self._is_copied = False
+        self._is_copied = self._is_busy = False
         super().__init__()
         self._call = call
 
     @property
     def layers(self) -> list:
-        if self._call is not None:
-            with lock_of(self._call.model):  # another call may need the buffers, or the modes of modules
-                self._finish()
+        call = self._call
+        if call is not None:
+            with lock_of(call.model):  # other threads may read it, or need the buffers or the modes of modules
+                if self._call is not None and not self._is_busy:
+                    self._finish()
         return self._layers
 
     @layers.setter
@@ -281,13 +283,18 @@ class DeferredCache(DynamicCache):
 
     def _finish(self) -> None:
         self.take_over()
-        call, self._call = self._call, None
+        with self._busy(), _unchanged_on_error(self):
+            self._call.complete(self)
+        self._call = None
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Context in which the thread that has the target's lock reads the layers as they are."""
+        self._is_busy = True
         try:
-            with _unchanged_on_error(self):
-                call.complete(self)
-        except BaseException:
-            self._call = call
-            raise
+            yield
+        finally:
+            self._is_busy = False
 
     def take_over(self) -> None:
         """Copy the engine's buffers, unless that is done."""
@@ -296,15 +303,13 @@ class DeferredCache(DynamicCache):
             return
         if call.sequences.is_cuda:  # the reader may be on another stream than the call was
             torch.cuda.synchronize(call.sequences.device)
-        self._call, self._is_copied = None, True
         vars(self).update(vars(DynamicCache(config=call.model.config.get_text_config(decoder=True))))
         self._layers = vars(self).pop("layers")
-        with torch.inference_mode(False), torch.no_grad():
+        with self._busy(), torch.inference_mode(False), torch.no_grad():
             call.write_to(self)
-        call.ragged = None
-        self._call = call
+        call.ragged, self._is_copied = None, True
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        own = {"_call", "_is_copied", "_layers"}
+        own = {"_call", "_is_busy", "_is_copied", "_layers"}
         state = {"layers": self.layers} | {name: value for name, value in vars(self).items() if name not in own}
         return DynamicCache, (), state

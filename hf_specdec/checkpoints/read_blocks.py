@@ -349,6 +349,11 @@ class DSparkReader(DFlashReader):
             rule = "not in config.json; by the tensors"
             kind = self._decide("markov_type", found[0] if found else "vanilla", rule)
         head = super()._head(fields) | {"markov_type": kind}
-        confidence = self.tensors.get(_CONFIDENCE)
-        reads_both = confidence is not None and confidence.shape[-1] == fields["hidden_size"] + head["markov_rank"]
-        return head | {"confidence_head": reads_both}
+        return head | {"confidence_head": self._reads_markov_head(fields["hidden_size"] + head["markov_rank"])}
+
+    def _reads_markov_head(self, width: int) -> bool:
+        """Whether there is a confidence head, and one that reads `width` numbers."""
+        if self.is_planned:
+            has_one = self._setting("enable_confidence_head") or self._setting("use_confidence_head")
+            return bool(has_one) and bool(self._setting("confidence_head_with_markov", True))
+        return _CONFIDENCE in self.tensors and self.tensors[_CONFIDENCE].shape[-1] == width

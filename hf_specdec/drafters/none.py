@@ -63,6 +63,9 @@ class NoDrafter(WeightlessDrafter):
         )
         self.bind(target)
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("A NoDrafter has nothing to save; NoDrafter(model) makes another one.")
+
     def num_draft_tokens(self, requested: int | str | None, is_bulk: bool = False) -> int:
         return 0
 

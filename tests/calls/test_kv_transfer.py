@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import threading
+import time
 import weakref
 
 import pytest
@@ -389,6 +390,26 @@ def test_a_cache_that_a_thread_reads_is_not_written_over(monkeypatch):
     target.generate(**padded_prompts([9, 4], seed=1), **OPTIONS, eos_token_id=5, assistant_model=drafter)
     ended.set()
     reader.join()
+    check_same_keys(cache, *expected)
+
+
+def test_threads_read_a_whole_cache(monkeypatch):
+    target, begun = new_target("llama"), threading.Event()
+    cache, *expected = uneven_caches(target, random_eagle3(target))
+    complete = FinishedCall.complete
+
+    def slowly(self, cache):
+        begun.set()
+        time.sleep(0.3)
+        complete(self, cache)
+
+    monkeypatch.setattr(FinishedCall, "complete", slowly)
+    reader = threading.Thread(target=lambda: cache.layers)
+    reader.start()
+    begun.wait()
+    seen = cache.get_seq_length()
+    reader.join()
+    assert seen == cache.get_seq_length()
     check_same_keys(cache, *expected)
 
 

@@ -149,6 +149,12 @@ def test_saved_and_loaded(tmp_path, capsys):
         SuffixDrafter(target, history_size=-1)
 
 
+def test_no_drafter_is_not_saved(tmp_path):
+    with pytest.raises(TypeError, match="nothing to save"):
+        NoDrafter(tiny_target("llama")).save_pretrained(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
 def test_bound_to_another_target_it_forgets():
     """Whose vocabulary may be another; one that was changed in place keeps it."""
     first = tiny_target("llama")
