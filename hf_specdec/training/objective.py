@@ -411,12 +411,11 @@ RowLosses = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _cross_entropies(logits: torch.Tensor, probs: torch.Tensor) -> RowLosses:
     """Cross-entropies of `logits` and `probs`, both `[n, V_d]`, their gradients in `logits`, best tokens, and the
-    chances that drawn ones are accepted: the sum of the smaller one of both probabilities."""
+    chances that drawn ones are accepted: 1 - |q - p| / 2, where q is the softmax of `logits`."""
     scores, probs = logits.float(), probs.float()
     norm = scores.logsumexp(dim=-1, keepdim=True)
-    losses, drafted = (probs * (norm - scores)).sum(dim=-1), (scores - norm).exp()
-    overlaps = torch.minimum(drafted, probs).sum(dim=-1)
-    return losses, (drafted - probs).to(logits.dtype), logits.argmax(dim=-1), overlaps
+    losses, apart = (probs * (norm - scores)).sum(dim=-1), (scores - norm).exp() - probs
+    return losses, apart.to(logits.dtype), logits.argmax(dim=-1), 1 - apart.abs().sum(dim=-1) / 2
 
 
 def _dspark_losses(logits: torch.Tensor, probs: torch.Tensor) -> RowLosses:
@@ -426,10 +425,11 @@ def _dspark_losses(logits: torch.Tensor, probs: torch.Tensor) -> RowLosses:
     norm = scores.logsumexp(dim=-1, keepdim=True)
     drafted = (scores - norm).exp()
     apart = drafted - probs
-    losses = 0.1 * (probs * (norm - scores)).sum(dim=-1) + 0.9 * apart.abs().sum(dim=-1)
+    distances = apart.abs().sum(dim=-1)
+    losses = 0.1 * (probs * (norm - scores)).sum(dim=-1) + 0.9 * distances
     signs = apart.sign()
     grad = 0.1 * apart + 0.9 * drafted * (signs - (drafted * signs).sum(dim=-1, keepdim=True))
-    return losses, grad.to(logits.dtype), logits.argmax(dim=-1), torch.minimum(drafted, probs).sum(dim=-1)
+    return losses, grad.to(logits.dtype), logits.argmax(dim=-1), 1 - distances / 2
 
 
 # Losses of a draft's distribution, by name.

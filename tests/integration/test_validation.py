@@ -617,6 +617,7 @@ def test_a_mask_of_other_columns_than_the_prompt(target, drafter):
     refused(target, drafter, r"has 6 columns, but input_ids has 4 and the cache holds 0; expected 4\.$", inputs=inputs)
 
 
+@pytest.mark.core
 def test_embeddings_without_tokens(target, drafter):
     inputs = {"inputs_embeds": target.get_input_embeddings()(torch.tensor([[5, 6, 7]])).detach()}
     refused(target, drafter, "inputs_embeds without input_ids, but a drafter reads token ids", inputs=inputs)
