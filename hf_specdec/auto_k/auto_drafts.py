@@ -26,10 +26,10 @@ from ..state import RoundShape
 CANDIDATES = (0, 1, 2, 3, 5, 7)
 TREES = (RoundShape(3, 15), RoundShape(7, 15), RoundShape(7, 31), RoundShape(7, 47))
 
-# The most tokens of the first rounds, all rows together: with more a GPU is bound by compute (one H200, vLLM 0.26,
-# Llama-3.1-8B shapes: 6.1 ms for 64, 10.8 ms for 256, 29.9 ms for 1024), and rounds take longer in proportion. A core
-# is so by a few (SmolLM2: 65 ms for 1, 119 for 4, 128 for 8).
-_MOST_FIRST_TOKENS, _MOST_ON_CPU = 512, 4
+# Tokens, all rows together, whose computation takes as long as reading the weights does (one H200, vLLM 0.26,
+# Llama-3.1-8B shapes: 6.1 ms for 64, 10.8 ms for 256, 29.9 ms for 1024; SmolLM2 on two cores: 65 ms for 1, 119 for 4,
+# 128 for 8).
+_RIDGE, _RIDGE_ON_CPU = 185, 4
 # The most tokens of a round of trees, likewise: beyond, what a tree has more than a chain is no longer nearly free (one
 # H200, 8B shapes: 4.75 ms for 32, 5.56 for 64, 6.39 for 128).
 _MOST_TREE_TOKENS = 128
@@ -48,9 +48,9 @@ _FRESH, _PRIOR_TOKENS = 32, 64.0
 # Times of a K of which the median is taken.
 _NUM_TIMES = 9
 # How a time that is not known is underestimated: the share of it that does not depend on K, if one of a larger K is
-# known; a factor on the tokens above the most of the first rounds, if one of a smaller K is; a factor on what a line
+# known; a factor on the tokens above so many, if one of a smaller K is; a factor on what a line
 # through two others gives.
-_CONSTANT_SHARE, _TOKEN_OPTIMISM, _OPTIMISM = 0.1, 0.8, 0.9
+_CONSTANT_SHARE, _TOKEN_OPTIMISM, _FREE_TOKENS, _OPTIMISM = 0.1, 0.8, 512, 0.9
 
 # A K replaces the one before if it gives so many more tokens a millisecond.
 _HYSTERESIS = 0.01
@@ -73,14 +73,20 @@ def no_memory(drafted: RoundShape) -> torch.OutOfMemoryError:
 
 
 def first_drafts(asked: int, rows: int, device: torch.device) -> RoundShape:
-    """A chain to begin with, of at most `asked`, where nothing is known: fewer drafts where there are many rows."""
-    affordable = max((_MOST_ON_CPU if device.type == "cpu" else _MOST_FIRST_TOKENS) // rows - 1, 0)
-    return RoundShape(max(one for one in CANDIDATES if one <= min(asked, affordable)))
+    """A chain to begin with, of at most `asked`, where nothing is known: the best one for the prior share of accepted
+    drafts, if the time of a round grows with `1 + tokens / ridge`."""
+    ridge = _RIDGE_ON_CPU if device.type == "cpu" else _RIDGE
+
+    def rate(num_drafts: int) -> float:
+        expected = sum(_PRIOR_SHARE**position for position in range(num_drafts + 1))
+        return expected / (1 + rows * (num_drafts + 1) / ridge)
+
+    return RoundShape(max((one for one in CANDIDATES if one <= asked), key=rate))
 
 
 def tree_size(rows: int, device: torch.device) -> int:
     """N of the largest tree that is tried in rounds of so many rows; 0 if none is."""
-    affordable = (_MOST_ON_CPU if device.type == "cpu" else _MOST_TREE_TOKENS) // rows - 1
+    affordable = (_RIDGE_ON_CPU if device.type == "cpu" else _MOST_TREE_TOKENS) // rows - 1
     return max((one.num_nodes for one in TREES if one.num_nodes <= affordable), default=0)
 
 
@@ -232,7 +238,7 @@ class RoundTimes:
             if width < known[0].width:
                 return first * (_CONSTANT_SHARE + (1 - _CONSTANT_SHARE) * width / known[0].width)
             tokens, fewer = (self._rows * one.width for one in (drafted, known[0]))
-            return first * max(1.0, _TOKEN_OPTIMISM * tokens / max(fewer, _MOST_FIRST_TOKENS))
+            return first * max(1.0, _TOKEN_OPTIMISM * tokens / max(fewer, _FREE_TOKENS))
         # Of those around it, or else of the two that are nearest.
         is_above = known[0].width < width
         second = next((other for other in known[1:] if (other.width > width) == is_above), known[1])

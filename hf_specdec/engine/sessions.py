@@ -90,7 +90,7 @@ class Session:
         catch_ups: captured `catch_up`, by width and `RaggedCache.kernel_span`.
         prefills: captured chunks of prefills, by width.
         round_times: of its rounds, for `num_assistant_tokens="auto"`.
-        capture_seconds: how long the last capture of a round took.
+        capture_seconds: how long a capture of another round is expected to take, by the last one.
         patches: of the targets that these were captured of, whose tables they read.
         num_bytes: of a GPU's memory that it has taken, without what graphs share.
         fence: recorded after the work of the last call.

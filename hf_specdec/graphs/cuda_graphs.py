@@ -65,9 +65,12 @@ class GraphPool:
 
     Attributes:
         owner: the graph captured last, which keeps the pool alive; None before the first.
+        seconds: what the graphs took, if each of their runs was as the last one: the first may build kernels, which
+            graphs of other shapes share.
     """
 
     owner: torch.cuda.CUDAGraph | None = None
+    seconds: float = 0.0
 
 
 class CudaGraph:
@@ -88,6 +91,7 @@ class CudaGraph:
             for _ in range(WARM_UPS):
                 function()
         current.wait_stream(warm_up)
+        start = time.perf_counter()
         self._graph = torch.cuda.CUDAGraph()
         # torch counts the pool of a failed capture as in use for good: the next capture starts a new one.
         owner, memory.owner = memory.owner, None
@@ -102,6 +106,7 @@ class CudaGraph:
         ):
             self.result = function()
         memory.owner = self._graph
+        memory.seconds += (WARM_UPS + 1) * (time.perf_counter() - start)
 
     def __call__(self) -> Any:
         self._graph.replay()

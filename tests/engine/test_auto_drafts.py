@@ -16,7 +16,15 @@ from targets import padded_prompts, tiny_target
 from transformers import ContinuousBatchingConfig
 
 from hf_specdec import NoDrafter
-from hf_specdec.auto_k.auto_drafts import CANDIDATES, Acceptance, AutoDrafts, RoundTimes, candidates, tree_size
+from hf_specdec.auto_k.auto_drafts import (
+    CANDIDATES,
+    Acceptance,
+    AutoDrafts,
+    RoundTimes,
+    candidates,
+    first_drafts,
+    tree_size,
+)
 from hf_specdec.engine import alone, lease
 from hf_specdec.state import RoundShape
 
@@ -113,6 +121,15 @@ def test_at_most_three_per_cent_behind_the_best_number(rows, name):
 def test_where_it_begins_hardly_matters(name, first):
     for rows in (8, 128):
         assert Simulation(rows, first=first).run(SHARES[name], 2048) > 0.97 * best_rate(rows, SHARES[name])
+
+
+def test_it_begins_near_the_best_for_the_number_of_rows():
+    shares = [0.7] * 7
+    for rows in MILLISECONDS:
+        (first, no_trees) = first_drafts(7, rows, torch.device("cuda"))
+        assert expected_tokens(shares, first) / cost(rows, first) > 0.93 * best_rate(rows, shares), rows
+        assert no_trees == 0 and first_drafts(min(first, 1), rows, torch.device("cuda")).num_drafts <= 1
+    assert first_drafts(7, 1024, torch.device("cuda")) == RoundShape(0)
 
 
 def test_texts_that_change():
@@ -428,7 +445,7 @@ def test_graphs_are_captured_as_they_are_tried(monkeypatch):
     for _ in range(3):
         assert torch.equal(greedy(target, inputs, drafter, "auto", max_new_tokens=120), plain)
         assert drafter.stats.execution.startswith("captured in one graph")
-    assert tried[0] == 1 and 7 in tried, "few drafts at first on a CPU; all are right"
+    assert tried[0] == 2 and 7 in tried, "few drafts at first on a CPU; all are right"
     ((_, session),) = drafter.sessions._idle
     assert {drafted.num_drafts for _, drafted, _ in session.rounds} == set(tried) - {7}
 
