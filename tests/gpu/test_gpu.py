@@ -66,7 +66,7 @@ def test_logprobs_of_replays_are_those_of_scores(kind, mode):
         assert drafter.stats.execution.startswith("captured") and torch.equal(out.sequences, kept.sequences)
         for found, steps in ((out.logprobs, kept.scores), (out.raw_logprobs, kept.logits)):
             expected = torch.stack(steps, dim=1).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "eta_cutoff": 0.2, "seeds": [7]}])
