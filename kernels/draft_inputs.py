@@ -14,10 +14,9 @@ and is padding (token 0, position 0, the dummy slot, source -1) where `source < 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, block_of_steps, dependent_launch, kernel, wait_for_inputs
 from .types import DraftInputs
 
 
@@ -94,7 +93,7 @@ def prepare_inputs(tokens, lengths, committed, limits, finished, width, num_mask
         width=width,
         mask_token=mask_token,
         shift=shift,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=block_of_steps(width),
         num_warps=1,
         **dependent_launch(tokens.device),
     )

@@ -57,7 +57,7 @@ def _write_kv_kernel(
     scales_ptr,
     key_states_ptr,
     value_states_ptr,
-    positions_ptr,
+    positions_ptr: Unspecialised,
     keys_strides,
     values_strides,
     scales_strides,

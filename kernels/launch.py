@@ -23,9 +23,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _HOPPER = (9, 0)
 
-# Annotation of an integer by which Triton compiles no variants of a kernel. Else it has one for the value 1 and one for
-# values that are divisible by 16: for lengths, and strides of small tensors, these are no faster. It has the type of
-# what compiled functions may name.
+# Annotation of an integer or a pointer by which Triton compiles no variants of a kernel. Else it has one for the value
+# 1 and one for values that are divisible by 16: for lengths, and small tensors with their strides, these are no faster.
+# It has the type of what compiled functions may name.
 Unspecialised = tl.constexpr(None)
 
 
@@ -34,6 +34,15 @@ def kernel(function: Callable) -> triton.JITFunction:
     parameters = inspect.signature(function).parameters.values()
     unspecialised = [one.name for one in parameters if one.annotation == "Unspecialised"]
     return triton.jit(function, do_not_specialize=unspecialised)
+
+
+# Blocks of the drafts of a round are no smaller: chains of up to 7 drafts share one variant of a kernel.
+_LEAST_STEPS = 8
+
+
+def block_of_steps(count: int) -> int:
+    """The size of the block with which a kernel takes the `count` tokens or nodes of a round."""
+    return max(_LEAST_STEPS, triton.next_power_of_2(count))
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, block_of_steps, dependent_launch, kernel, wait_for_inputs
 
 # Words of a slot that a program moves.
 TILE = tl.constexpr(512)
@@ -106,7 +106,7 @@ def move_slots(table: SlotTable, path: torch.Tensor, lengths: torch.Tensor, comm
         path.stride(0),
         path.shape[1],
         WORD=table.word,
-        STEPS=triton.next_power_of_2(path.shape[1]),
+        STEPS=block_of_steps(path.shape[1]),
         num_warps=8,
         **dependent_launch(path.device),
     )

@@ -38,7 +38,7 @@ _ELEMENTS, _ELEMENTS_OF_WARP = 1024, 512
 @kernel
 def _rotary_angles_kernel(
     frequencies_ptr,
-    positions_ptr,
+    positions_ptr: Unspecialised,
     cos_ptr,
     sin_ptr,
     num_tokens: Unspecialised,
@@ -214,7 +214,7 @@ def _rotary_kernel(
     second_out_strides_sh,
     value_ptr,
     values_ptr,
-    positions_ptr,
+    positions_ptr: Unspecialised,
     scales_ptr,
     value_stride_b: Unspecialised,
     value_stride_h,

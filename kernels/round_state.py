@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, block_of_steps, dependent_launch, kernel, wait_for_inputs
 from .types import NO_TOKEN
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
@@ -132,7 +132,7 @@ def _slots(
         first,
         count,
         dummy,
-        WIDTH=triton.next_power_of_2(count),
+        WIDTH=block_of_steps(count),
         num_warps=1,
         **dependent_launch(lengths.device),
     )
@@ -169,7 +169,7 @@ def position_ids(slots, offsets, dummy):
     batch, width = slots.shape
     assert offsets is None or offsets.is_contiguous()
     out = torch.empty(batch, width, dtype=torch.int64, device=slots.device)
-    size = min(triton.next_power_of_2(width), 1024)
+    size = min(block_of_steps(width), 1024)
     _position_ids_kernel[(batch, triton.cdiv(width, size))](
         slots,
         offsets,
@@ -262,7 +262,7 @@ def commit(tokens, lengths, finished, limits, ends, result, kept):
         0 if kept is None else kept.tokens.stride(0),
         width,
         ends.shape[1],
-        WIDTH=triton.next_power_of_2(width),
+        WIDTH=block_of_steps(width),
         ENDS=triton.next_power_of_2(max(ends.shape[1], 1)),
         num_warps=1,
         **dependent_launch(tokens.device),

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from . import reduction
-from .launch import Unspecialised, kernel
+from .launch import Unspecialised, block_of_steps, kernel
 from .random import race_times, uniform
 from .reduction import (
     LEAST_KEY,
@@ -175,7 +175,7 @@ def _merge_recovered(keys: torch.Tensor, drafts: torch.Tensor, out: Verification
         *drafts.stride(),
         num_drafts,
         keys.shape[2],
-        STEPS=triton.next_power_of_2(num_drafts + 1),
+        STEPS=block_of_steps(num_drafts + 1),
         BLOCKS=triton.next_power_of_2(keys.shape[2]),
     )
 
@@ -255,7 +255,7 @@ def verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths):
     laws = _Laws.of(scores, drafts, draft_probs, draft_ids)
     assert seeds.is_contiguous() and lengths.is_contiguous()
     keys, stats, out = laws.empty_keys(), softmax_stats(scores), empty_result(*drafts.shape, drafts.device)
-    steps, num_stats = triton.next_power_of_2(num_drafts + 1), triton.next_power_of_2(stats[0].shape[1])
+    steps, num_stats = block_of_steps(num_drafts + 1), triton.next_power_of_2(stats[0].shape[1])
     _verify_sampling_kernel[keys.shape[1:]](
         laws,
         drafts,
@@ -438,7 +438,7 @@ def verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, remaini
         out,
         num_drafts,
         shape[1],
-        STEPS=triton.next_power_of_2(num_drafts + 1),
+        STEPS=block_of_steps(num_drafts + 1),
         STATS=triton.next_power_of_2(shape[1]),
         BLOCK=reduction.SAMPLE_BLOCK,
         num_warps=reduction.SAMPLE_WARPS,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .draft_sampling import draw_keys
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, block_of_steps, dependent_launch, kernel, wait_for_inputs
 from .reduction import LEAST_KEY, argmax_keys, empty_result, index_of_key, is_key_of_nan
 from .types import NO_TOKEN, RandomStream
 
@@ -105,7 +105,7 @@ def verify_tree(scores, drafts, parents, depths, seeds, lengths, depth):
         assert scores.dtype == torch.float32, "scores must be float32"
         keys = draw_keys(scores, None, depths, seeds, lengths, None, None, RandomStream.TARGET)
     out, path = empty_result(batch, depth, scores.device), drafts.new_empty(batch, depth + 1)
-    nodes, blocks = triton.next_power_of_2(width), triton.next_power_of_2(keys.shape[1])
+    nodes, blocks = block_of_steps(width), triton.next_power_of_2(keys.shape[1])
     _walk_kernel[(batch,)](
         keys,
         drafts,
