@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..drafters import Drafter
+from ..modules.hidden_states import text_decoder
 from ..modules.weights import local_shard
 from ..parallel.tensor_parallel import tensor_parallel_group
 from .clock import synchronize
@@ -79,7 +80,7 @@ def _model_bytes(model: PreTrainedModel) -> int:
     """Bytes of the decoder and the head; the embedding counts only if it is tied to the head."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     place = local_shard(embedding).data_ptr()
-    others = [one for one in model.get_decoder().parameters() if local_shard(one).data_ptr() != place]
+    others = [one for one in text_decoder(model).parameters() if local_shard(one).data_ptr() != place]
     return _size([*others, head])
 
 

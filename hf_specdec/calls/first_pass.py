@@ -27,7 +27,7 @@ from ..errors import first_line
 from ..host.caches import CACHE_NAMES
 from ..host.generation import ModelOutput, inputs_after
 from ..host.modeling import ROPE_DELTAS
-from ..modules.hidden_states import AuxHiddenStateRecorder, modules_of
+from ..modules.hidden_states import AuxHiddenStateRecorder, modules_of, text_decoder
 from ..modules.patch import current_engine, engine, user_code
 from ..modules.signature import fact
 from ..patching.mask_rules import ordinary_prompts
@@ -280,7 +280,7 @@ class FirstPass:
             recorder = stack.enter_context(
                 AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
             )
-            inputs = stack.enter_context(_recorded_inputs(model.get_decoder()))
+            inputs = stack.enter_context(_recorded_inputs(text_decoder(model)))
             if isinstance(cache, RaggedCache):
                 stack.enter_context(_on_column_cache(model))
             given = call.inputs

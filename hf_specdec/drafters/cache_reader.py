@@ -17,6 +17,7 @@ from ..checkpoints.read_models import auto_class
 from ..config import CacheReaderConfig
 from ..host.modeling import sliding_window_bidirectional_overlay
 from ..kernels.types import Columns, Proposal, VerificationResult
+from ..modules.hidden_states import decoder_layers
 from ..modules.stored_linear import keep_stored
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.attention import set_ragged_attention
@@ -228,7 +229,7 @@ class CacheReaderDrafter(CachedDrafter):
 def _check_heads(model: PreTrainedModel, target: PreTrainedModel, layers_read: Mapping[str, int], name: str) -> None:
     """Raise `ValueError` unless queries of the assistant `model` fit the keys of the layers of `target` they read."""
     text = model.config.get_text_config()
-    theirs = target.get_decoder().layers
+    theirs = decoder_layers(target)
     for layer, kind in zip(model.model.layers, text.layer_types, strict=True):
         own, read = layer.self_attn, theirs[layers_read[kind]].self_attn
         num_heads = own.q_proj.out_features // own.head_dim

@@ -15,7 +15,7 @@ from ..checkpoints.mtp_layouts import module_names
 from ..checkpoints.read_models import auto_class
 from ..config import DraftModelConfig
 from ..kernels.types import Columns
-from ..modules.hidden_states import decoder_of
+from ..modules.hidden_states import decoder_of, text_decoder
 from ..modules.stored_linear import keep_stored
 from ..patching.attention import set_ragged_attention
 from ..patching.masked_attention import why_not_masked
@@ -147,7 +147,7 @@ class DraftModelDrafter(CachedDrafter):
 
     def round_reads(self, num_draft_tokens: int) -> Reads:
         embedding, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
-        decoder = [one for one in self.model.get_decoder().parameters() if one is not embedding]
+        decoder = [one for one in text_decoder(self.model).parameters() if one is not embedding]
         passes = self.num_passes(num_draft_tokens)
         return passes, [(passes, [*decoder, head])]
 

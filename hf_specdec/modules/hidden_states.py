@@ -24,13 +24,19 @@ def modules_of(*models: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+def text_decoder(model: PreTrainedModel) -> nn.Module:
+    """`get_decoder()`, which goes by names of attributes; the base model where that is the head, so called."""
+    decoder = model.get_decoder()
+    return model.base_model if decoder is model.get_output_embeddings() else decoder
+
+
 def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     """The decoder layers of `model`, first to last; None if they are not found.
 
-    They are `get_decoder().layers`, or else the one list in the decoder, not inside of another such list, with as many
-    modules as the configuration has layers.
+    They are `text_decoder(model).layers`, or else the one list in the decoder, not inside of another such list, with as
+    many modules as the configuration has layers.
     """
-    decoder = model.get_decoder()
+    decoder = text_decoder(model)
     layers = getattr(decoder, "layers", None)
     if isinstance(layers, nn.ModuleList) and len(layers) > 0:
         return layers
@@ -46,9 +52,9 @@ def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The module whose output the head of `model` reads.
 
-    It is `get_decoder()`; where that is a model with a head (Llama 4), the part of it that has the decoder layers.
+    It is `text_decoder(model)`; where that is a model with a head (Llama 4), the part that has the decoder layers.
     """
-    decoder = model.get_decoder()
+    decoder = text_decoder(model)
     if not isinstance(decoder, PreTrainedModel) or decoder.get_output_embeddings() is None:
         return decoder
     layers = decoder_layers(model)
@@ -61,8 +67,8 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     layers = find_decoder_layers(target)
     if layers is None:
         raise ValueError(
-            f"{type(target).__name__} has no list of decoder layers (get_decoder().layers, or one of num_hidden_layers "
-            "modules), so hidden states cannot be recorded; expected a decoder-only model of transformers."
+            f"{type(target).__name__} has no list of decoder layers (`layers`, or one of num_hidden_layers modules), "
+            "so hidden states cannot be recorded; expected a decoder-only model of transformers."
         )
     return layers
 

@@ -32,7 +32,7 @@ from ..host.modeling import (
     states_attention_interface,
 )
 from ..host.parts import why_broken
-from ..modules.hidden_states import decoder_layers, find_decoder_layers, modules_of
+from ..modules.hidden_states import decoder_layers, find_decoder_layers, modules_of, text_decoder
 from ..modules.patch import Replacements, constant, original
 from ..modules.signature import fact, files_of, names_in, signature_of
 
@@ -98,7 +98,7 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
         return False
     if states_attention_interface(model):
         return True
-    kinds = set(map(type, modules_of(model.get_decoder())))
+    kinds = set(map(type, modules_of(text_decoder(model))))
     return any(ATTENTION_INTERFACE in names_in(kind.forward) for kind in kinds)
 
 
@@ -118,7 +118,7 @@ def stated_positions(model: PreTrainedModel) -> int | None:
 def num_positions(model: PreTrainedModel) -> int | None:
     """Size of the table of position embeddings of `model`, learned or fixed; None if it has none, such as with RoPE."""
     stated = stated_positions(model)
-    decoder, tokens = model.get_decoder(), model.get_input_embeddings()
+    decoder, tokens = text_decoder(model), model.get_input_embeddings()
     if stated is None:
         return None
     tables = (

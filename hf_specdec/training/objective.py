@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 
 from ..drafters.cached import CachedDrafter
-from ..modules.hidden_states import AuxHiddenStateRecorder
+from ..modules.hidden_states import AuxHiddenStateRecorder, text_decoder
 
 CHUNK_LOGITS = 2**28
 
@@ -94,7 +94,7 @@ class Teacher:
     def read(self, batch: Batch) -> TargetOutputs:
         """Run the target over `batch`."""
         with self.recorder:
-            hidden = self.target.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+            hidden = text_decoder(self.target)(input_ids=batch.input_ids, use_cache=False).last_hidden_state
             aux_hidden_states = self.recorder.aux_hidden_states
         return self.outputs(batch, hidden, aux_hidden_states)
 

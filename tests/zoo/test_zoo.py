@@ -24,6 +24,7 @@ STATIC = [
     "DeepseekV32ForCausalLM",  # attention to tokens that an indexer chooses
     "Gemma3nForCausalLM",  # layers that read the keys of others
     "Llama4ForCausalLM",  # chunks
+    "ModernBertDecoderForCausalLM",  # a head that is called its decoder
     "PhimoeForCausalLM",  # a window in the mask only
     "Qwen2MoeForCausalLM",  # a window in the mask of some layers only
     "Qwen3VLForConditionalGeneration",  # image and text, several positions a token
