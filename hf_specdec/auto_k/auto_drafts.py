@@ -72,14 +72,16 @@ def no_memory(drafted: RoundShape) -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError(f"There is no memory for rounds of {max(drafted)} drafts.")
 
 
-def first_drafts(asked: int, rows: int, device: torch.device) -> RoundShape:
+def first_drafts(
+    asked: int, rows: int, device: torch.device, drafting: Callable[[int], float] = lambda num_drafts: 0.0
+) -> RoundShape:
     """A chain to begin with, of at most `asked`, where nothing is known: the best one for the prior share of accepted
-    drafts, if the time of a round grows with `1 + tokens / ridge`."""
+    drafts, if a round takes `1 + tokens / ridge + drafting(K)` times as long as the target's weights are read."""
     ridge = _RIDGE_ON_CPU if device.type == "cpu" else _RIDGE
 
     def rate(num_drafts: int) -> float:
         expected = sum(_PRIOR_SHARE**position for position in range(num_drafts + 1))
-        return expected / (1 + rows * (num_drafts + 1) / ridge)
+        return expected / (1 + rows * (num_drafts + 1) / ridge + drafting(num_drafts))
 
     return RoundShape(max((one for one in CANDIDATES if one <= asked), key=rate))
 
@@ -218,6 +220,10 @@ class RoundTimes:
 
     def __contains__(self, drafted: RoundShape) -> bool:
         return drafted in self._times
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._times
 
     def milliseconds(self, drafted: RoundShape) -> float:
         """The median of the last such rounds; if there is none, a low estimate from others.

@@ -212,7 +212,7 @@ class Drafter(PreTrainedModel):
         return f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
 
     def round_reads(self, num_draft_tokens: int) -> Reads | None:
-        """What a round of so many drafts reads, for `hf-specdec bench`, without embeddings; None if it is not known."""
+        """What a round of so many drafts reads, without embeddings; None if it is not known."""
         return None
 
     @property

@@ -16,6 +16,8 @@ from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
 from ..graphs.buckets import next_power_of_two, slots_for, span_for, useful_drafts
 from ..memory.virtual_memory import RowMemory, has_virtual_memory, taken_bytes
+from ..modules.hidden_states import text_decoder
+from ..modules.weights import num_bytes
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import cache_layers, stated_positions, uses_attention_interface
 from ..sampling.processors import BlockProcessor
@@ -197,9 +199,19 @@ class SessionLease:
             return FixedDrafts(most, times)
         if first is None:
             asked = min(call.drafter.num_own_draft_tokens, most.num_drafts)
-            first = first_drafts(asked, self.shape.batch, call.device)
+            first = RoundShape(asked)
+            if times.is_empty:
+                first = first_drafts(asked, self.shape.batch, call.device, self._drafting)
         split = None if tensor_parallel_group(call.model) is None else call.model
         return AutoDrafts(most, first, acceptance, times, self._price, split)
+
+    def _drafting(self, num_drafts: int) -> float:
+        """Bytes of weights that drafting reads, over those of a pass of the target, as far as they are known."""
+        reads = self._call.drafter.round_reads(num_drafts) if num_drafts else None
+        if reads is None:
+            return 0.0
+        target = num_bytes(text_decoder(self._call.model).parameters())
+        return sum(count * num_bytes(weights) for count, weights in reads[1]) / max(target, 1)
 
     def allowed(self, drafted: RoundShape) -> RoundShape:
         """`drafted`; its chain while a processor reads the text, which is one text."""

@@ -7,7 +7,7 @@ the library's, and there is no second copy. What no kind reads is computed by th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -25,6 +25,11 @@ PLAIN_WEIGHTS = frozenset({nn.Parameter, torch.Tensor})
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of `tensor`, sharing its memory; `tensor` itself if it is not a `DTensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that this rank has of `tensors`."""
+    return sum(one.numel() * one.element_size() for one in map(local_shard, tensors))
 
 
 def tensors_of(layer: nn.Module) -> dict[str, torch.Tensor]:
