@@ -27,12 +27,12 @@ CANDIDATES = (0, 1, 2, 3, 5, 7)
 TREES = (RoundShape(3, 15), RoundShape(7, 15), RoundShape(7, 31), RoundShape(7, 47))
 
 # Tokens, all rows together, whose computation takes as long as reading the weights does (one H200, vLLM 0.26,
-# Llama-3.1-8B shapes: 6.1 ms for 64, 10.8 ms for 256, 29.9 ms for 1024; SmolLM2 on two cores: 65 ms for 1, 119 for 4,
-# 128 for 8).
-_RIDGE, _RIDGE_ON_CPU = 185, 4
-# The most tokens of a round of trees, likewise: beyond, what a tree has more than a chain is no longer nearly free (one
-# H200, 8B shapes: 4.75 ms for 32, 5.56 for 64, 6.39 for 128).
-_MOST_TREE_TOKENS = 128
+# Llama-3.1-8B shapes: 6.1 ms for 64, 10.8 ms for 256, 29.9 ms for 1024); of a CPU, for each thread (SmolLM2, two of
+# them: 65 ms for 1, 119 for 4, 128 for 8).
+_RIDGE, _RIDGE_OF_THREAD = 185.0, 2.0
+# The most tokens of a round of trees: beyond, what a tree has more than a chain is no longer nearly free (one H200, 8B
+# shapes: 4.75 ms for 32, 5.56 for 64, 6.39 for 128). On a CPU a tree pays nowhere.
+_MOST_TREE_TOKENS, _MOST_ON_CPU = 128, 4
 
 # Observations of a position after which the older ones count for 1 / e.
 _MEMORY = 2000
@@ -47,10 +47,9 @@ _FRESH, _PRIOR_TOKENS = 32, 64.0
 
 # Times of a K of which the median is taken.
 _NUM_TIMES = 9
-# How a time that is not known is underestimated: the share of it that does not depend on K, if one of a larger K is
-# known; a factor on the tokens above so many, if one of a smaller K is; a factor on what a line
-# through two others gives.
-_CONSTANT_SHARE, _TOKEN_OPTIMISM, _FREE_TOKENS, _OPTIMISM = 0.1, 0.8, 512, 0.9
+# How a time that is not known is underestimated: a factor on what is expected by one that is, of fewer drafts on what
+# does not depend on tokens; a factor on what a line through two gives, and the least share of the nearer one.
+_OPTIMISM_OF_ONE, _OPTIMISM, _LEAST_SHARE = 0.8, 0.9, 0.1
 
 # A K replaces the one before if it gives so many more tokens a millisecond.
 _HYSTERESIS = 0.01
@@ -72,23 +71,38 @@ def no_memory(drafted: RoundShape) -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError(f"There is no memory for rounds of {max(drafted)} drafts.")
 
 
-def first_drafts(
-    asked: int, rows: int, device: torch.device, drafting: Callable[[int], float] = lambda num_drafts: 0.0
-) -> RoundShape:
-    """A chain to begin with, of at most `asked`, where nothing is known: the best one for the prior share of accepted
-    drafts, if a round takes `1 + tokens / ridge + drafting(K)` times as long as the target's weights are read."""
-    ridge = _RIDGE_ON_CPU if device.type == "cpu" else _RIDGE
+class ExpectedCosts:
+    """How long rounds of `rows` rows on `device` are expected to take, in times of reading the target's weights.
 
-    def rate(num_drafts: int) -> float:
-        expected = sum(_PRIOR_SHARE**position for position in range(num_drafts + 1))
-        return expected / (1 + rows * (num_drafts + 1) / ridge + drafting(num_drafts))
+    Args:
+        drafting: by K, the bytes that drafting reads, over those of the target.
+    """
 
-    return RoundShape(max((one for one in CANDIDATES if one <= asked), key=rate))
+    def __init__(self, rows: int, device: torch.device, drafting: Mapping[int, float]) -> None:
+        ridge = _RIDGE_OF_THREAD * torch.get_num_threads() if device.type == "cpu" else _RIDGE
+        self._of_column, self._drafting = rows / ridge, drafting
+
+    def __call__(self, drafted: RoundShape, factor: float = 1.0) -> float:
+        return factor * (1 + self._drafting.get(drafted.num_drafts, 0.0)) + self._of_column * drafted.width
+
+    def low_ratio(self, drafted: RoundShape, other: RoundShape) -> float:
+        """A low estimate of how many times as long as with `other` a round takes with `drafted`."""
+        if drafted.width > other.width:
+            return max(1.0, _OPTIMISM_OF_ONE * self(drafted) / self(other))
+        return self(drafted, _OPTIMISM_OF_ONE) / self(other)
+
+    def first(self, asked: int) -> RoundShape:
+        """The chain to begin with, of at most `asked` drafts: the best one for the prior share of accepted drafts."""
+
+        def rate(drafted: RoundShape) -> float:
+            return sum(_PRIOR_SHARE**position for position in range(drafted.num_drafts + 1)) / self(drafted)
+
+        return max((RoundShape(one) for one in CANDIDATES if one <= asked), key=rate)
 
 
 def tree_size(rows: int, device: torch.device) -> int:
     """N of the largest tree that is tried in rounds of so many rows; 0 if none is."""
-    affordable = (_RIDGE_ON_CPU if device.type == "cpu" else _MOST_TREE_TOKENS) // rows - 1
+    affordable = (_MOST_ON_CPU if device.type == "cpu" else _MOST_TREE_TOKENS) // rows - 1
     return max((one.num_nodes for one in TREES if one.num_nodes <= affordable), default=0)
 
 
@@ -196,12 +210,13 @@ class RoundTimes:
     `known` are milliseconds of a round, measured before.
 
     Attributes:
+        expected: what rounds are expected to take, relative to each other; None until a call says so.
         total, unsaved: milliseconds of all rounds, and of those that are not on disk.
         alone: milliseconds of calls without the drafter since the last one with it.
     """
 
-    def __init__(self, rows: int, known: Mapping[RoundShape, float] | None = None, total: float = 0.0) -> None:
-        self._rows = rows
+    def __init__(self, known: Mapping[RoundShape, float] | None = None, total: float = 0.0) -> None:
+        self.expected: ExpectedCosts | None = None
         self._times = {drafted: deque([one], maxlen=_NUM_TIMES) for drafted, one in (known or {}).items()}
         self._measured: set[RoundShape] = set()
         self.total, self.unsaved, self.alone = total, 0.0, 0.0
@@ -221,10 +236,6 @@ class RoundTimes:
     def __contains__(self, drafted: RoundShape) -> bool:
         return drafted in self._times
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._times
-
     def milliseconds(self, drafted: RoundShape) -> float:
         """The median of the last such rounds; if there is none, a low estimate from others.
 
@@ -241,15 +252,12 @@ class RoundTimes:
         known, width = sorted(others, key=lambda other: abs(other.width - drafted.width)), drafted.width
         first = self.milliseconds(known[0])
         if len(known) == 1:
-            if width < known[0].width:
-                return first * (_CONSTANT_SHARE + (1 - _CONSTANT_SHARE) * width / known[0].width)
-            tokens, fewer = (self._rows * one.width for one in (drafted, known[0]))
-            return first * max(1.0, _TOKEN_OPTIMISM * tokens / max(fewer, _FREE_TOKENS))
+            return first * self.expected.low_ratio(drafted, known[0])
         # Of those around it, or else of the two that are nearest.
         is_above = known[0].width < width
         second = next((other for other in known[1:] if (other.width > width) == is_above), known[1])
         slope = (self.milliseconds(second) - first) / (second.width - known[0].width)
-        return max(_OPTIMISM * (first + slope * (width - known[0].width)), _CONSTANT_SHARE * first)
+        return max(_OPTIMISM * (first + slope * (width - known[0].width)), _LEAST_SHARE * first)
 
 
 def is_better_alone(

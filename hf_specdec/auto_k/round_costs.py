@@ -69,7 +69,7 @@ class CostTable:
         with self._lock:
             if name not in self._times:
                 known, total = self._read().get(name, ({}, 0.0))
-                self._times[name] = RoundTimes(shape.batch, known, total)
+                self._times[name] = RoundTimes(known, total)
             return self._times[name]
 
     def save(self) -> None:

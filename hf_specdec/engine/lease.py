@@ -8,7 +8,7 @@ from collections.abc import Hashable
 import torch
 
 from .. import ops
-from ..auto_k.auto_drafts import Acceptance, AutoDrafts, Drafts, FixedDrafts, first_drafts, tree_size
+from ..auto_k.auto_drafts import CANDIDATES, Acceptance, AutoDrafts, Drafts, ExpectedCosts, FixedDrafts, tree_size
 from ..cache.key_layout import KeyLayout
 from ..cache.layer_kinds import Use
 from ..calls.call import Call
@@ -197,21 +197,22 @@ class SessionLease:
         most = RoundShape(self.shape.num_draft_tokens, self.shape.num_nodes)
         if not call.is_auto:
             return FixedDrafts(most, times)
+        if times.expected is None:
+            times.expected = ExpectedCosts(self.shape.batch, call.device, self._drafting())
         if first is None:
-            asked = min(call.drafter.num_own_draft_tokens, most.num_drafts)
-            first = RoundShape(asked)
-            if times.is_empty:
-                first = first_drafts(asked, self.shape.batch, call.device, self._drafting)
+            first = times.expected.first(min(call.drafter.num_own_draft_tokens, most.num_drafts))
         split = None if tensor_parallel_group(call.model) is None else call.model
         return AutoDrafts(most, first, acceptance, times, self._price, split)
 
-    def _drafting(self, num_drafts: int) -> float:
-        """Bytes of weights that drafting reads, over those of a pass of the target, as far as they are known."""
-        reads = self._call.drafter.round_reads(num_drafts) if num_drafts else None
-        if reads is None:
-            return 0.0
-        target = num_bytes(text_decoder(self._call.model).parameters())
-        return sum(count * num_bytes(weights) for count, weights in reads[1]) / max(target, 1)
+    def _drafting(self) -> dict[int, float]:
+        """By K, bytes of weights that drafting reads, over those of a pass of the target, as far as they are known."""
+        drafter, target = self._call.drafter, num_bytes(text_decoder(self._call.model).parameters())
+        reads = {one: drafter.round_reads(one) for one in CANDIDATES if one}
+        return {
+            one: sum(count * num_bytes(weights) for count, weights in found[1]) / max(target, 1)
+            for one, found in reads.items()
+            if found is not None
+        }
 
     def allowed(self, drafted: RoundShape) -> RoundShape:
         """`drafted`; its chain while a processor reads the text, which is one text."""

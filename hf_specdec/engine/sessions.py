@@ -101,7 +101,7 @@ class Session:
         self.rounds, self.catch_ups, self.prefills = Captures(), Captures(), Captures()
         self.prompts = PromptBuffers.of(state)
         self.graph_pool = GraphPool()
-        self.round_times = RoundTimes(len(state.tokens))
+        self.round_times = RoundTimes()
         self.capture_seconds = 0.0
         self.patches: list[Sequence[Patch]] = []
         self.num_bytes = 0

@@ -20,9 +20,9 @@ from hf_specdec.auto_k.auto_drafts import (
     CANDIDATES,
     Acceptance,
     AutoDrafts,
+    ExpectedCosts,
     RoundTimes,
     candidates,
-    first_drafts,
     tree_size,
 )
 from hf_specdec.engine import alone, lease
@@ -66,11 +66,20 @@ def best_rate(rows, shares):
     return max(expected_tokens(shares, one) / cost(rows, one) for one in CANDIDATES)
 
 
+GPU = torch.device("cuda")
+
+
+def times_of(rows):
+    times = RoundTimes()
+    times.expected = ExpectedCosts(rows, GPU, {})
+    return times
+
+
 class Simulation:
     """Rounds of `rows` rows whose results are read `delay` rounds late; a change of K costs a sixth of a round."""
 
     def __init__(self, rows, first=3, delay=1, seed=0, tokens=2048, **options):
-        self.acceptance, self.times, self.left = Acceptance(), RoundTimes(rows), tokens
+        self.acceptance, self.times, self.left = Acceptance(), times_of(rows), tokens
         self.drafts = AutoDrafts(RoundShape(7), RoundShape(first), self.acceptance, self.times, **options)
         self.rows, self._delay, self._random = rows, delay, random.Random(seed)
         self._late, self._last = [], None
@@ -126,12 +135,13 @@ def test_where_it_begins_hardly_matters(name, first):
 def test_it_begins_near_the_best_for_the_number_of_rows():
     shares = [0.7] * 7
     for rows in MILLISECONDS:
-        (first, no_trees) = first_drafts(7, rows, torch.device("cuda"))
+        expected = ExpectedCosts(rows, GPU, {})
+        (first, no_trees) = expected.first(7)
         assert expected_tokens(shares, first) / cost(rows, first) > 0.93 * best_rate(rows, shares), rows
-        assert no_trees == 0 and first_drafts(min(first, 1), rows, torch.device("cuda")).num_drafts <= 1
-    assert first_drafts(7, 1024, torch.device("cuda")) == RoundShape(0)
-    a_pass_each = [first_drafts(7, 1, torch.device("cuda"), lambda k, one=one: k * one) for one in (0.0, 0.2, 0.6, 2.0)]
-    assert a_pass_each == [RoundShape(one) for one in (7, 3, 1, 0)]
+        assert no_trees == 0 and expected.first(min(first, 1)).num_drafts <= 1
+    assert ExpectedCosts(1024, GPU, {}).first(7) == RoundShape(0)
+    by_step = [ExpectedCosts(1, GPU, {one: one * step for one in CANDIDATES}).first(7) for step in (0, 0.2, 0.6, 2)]
+    assert by_step == [RoundShape(one) for one in (7, 3, 1, 0)]
 
 
 def test_texts_that_change():
@@ -173,7 +183,7 @@ def test_the_past_is_forgotten():
 
 def test_times_that_are_not_known_are_underestimated():
     for rows in MILLISECONDS:
-        times = RoundTimes(rows)
+        times = times_of(rows)
         for known in (3, 0, 7):
             times.add(RoundShape(known), cost(rows, known), True)
             for other in candidates(RoundShape(7)):
@@ -256,7 +266,7 @@ class TreeSimulation:
     """Rounds of chains and trees of `rows` rows, by the costs of `PASS`, up to +- 2 %."""
 
     def __init__(self, rows, most, drafting, seed=0):
-        self.acceptance, self.times, self.rows = Acceptance(), RoundTimes(rows), rows
+        self.acceptance, self.times, self.rows = Acceptance(), times_of(rows), rows
         self._cost = functools.partial(cost_of_pass, rows, drafting=drafting)
         self.drafts = AutoDrafts(most, RoundShape(3), self.acceptance, self.times, lambda drafted: 0.0)
         self._random, self.chosen = random.Random(seed), []
@@ -311,7 +321,7 @@ def test_trees_where_they_pay(rows, drafting, law):
 
 
 def test_a_tree_costs_what_its_chain_does_until_it_is_measured():
-    times = RoundTimes(1)
+    times = times_of(1)
     for chain in (1, 3, 7):
         times.add(RoundShape(chain), 5.0 + chain, True)
     assert times.milliseconds(RoundShape(7, 31)) == 12.0
@@ -455,7 +465,7 @@ def test_graphs_are_captured_as_they_are_tried(monkeypatch):
 @pytest.mark.core
 def test_no_memory_for_any_number_of_drafts():
     """The last candidate that is refused is an error of memory."""
-    drafts = AutoDrafts(RoundShape(1), RoundShape(1), Acceptance(), RoundTimes(1))
+    drafts = AutoDrafts(RoundShape(1), RoundShape(1), Acceptance(), RoundTimes())
     drafts.refuse(RoundShape(1))
     assert drafts.next(lambda: 9.0) == RoundShape(0)
     with pytest.raises(torch.OutOfMemoryError, match="There is no memory for rounds of 0 drafts"):

@@ -174,7 +174,7 @@ def test_where_it_is_kept(monkeypatch, tmp_path):
 
 def test_calls_begin_with_the_best_that_is_known():
     """256 rows of an 8B target: K = 0 is faster than all others, and no other is tried."""
-    times = RoundTimes(256, of_chains({0: 18.4, 1: 34.0, 2: 46.0, 3: 57.0, 5: 84.0, 7: 110.0}))
+    times = RoundTimes(of_chains({0: 18.4, 1: 34.0, 2: 46.0, 3: 57.0, 5: 84.0, 7: 110.0}))
     none, one = RoundShape(0), RoundShape(1)
     drafts = AutoDrafts(RoundShape(7), one, Acceptance(), times, lambda drafted: 400.0)
     assert drafts.current == none and {drafts.next(lambda: 128) for _ in range(100)} == {none}
@@ -184,8 +184,8 @@ def test_calls_begin_with_the_best_that_is_known():
 
 
 def test_a_call_without_the_drafter():
-    accepted, alone = Acceptance(), RoundTimes(8)
-    times = RoundTimes(8, of_chains({0: 141.0, 1: 195.0, 3: 282.0}))
+    accepted, alone = Acceptance(), RoundTimes()
+    times = RoundTimes(of_chains({0: 141.0, 1: 195.0, 3: 282.0}))
     for _ in range(500):
         accepted.observe(0, 3)
     assert is_better_alone(RoundShape(7), accepted, times, alone, 100), "expected to be 10 % faster than K = 0"
@@ -205,7 +205,7 @@ def test_a_call_without_the_drafter():
     for _ in range(5000):
         accepted.observe(3, 3)
     assert not is_better_alone(RoundShape(7), accepted, times, alone, 100)
-    assert not is_better_alone(RoundShape(7), Acceptance(), RoundTimes(8), alone, 100)
+    assert not is_better_alone(RoundShape(7), Acceptance(), RoundTimes(), alone, 100)
 
 
 def measured(folder):
@@ -259,7 +259,7 @@ def test_texts_without_the_drafter(folder, monkeypatch, is_bulk, is_captured):
     def times(table, shape):
         asked.append(shape)
         is_alone = NoDrafter.__name__ in table._identity
-        return RoundTimes(shape.batch, of_chains({0: 8.0} if is_alone else {0: 10.0, 1: 50.0, 3: 90.0}))
+        return RoundTimes(of_chains({0: 8.0} if is_alone else {0: 10.0, 1: 50.0, 3: 90.0}))
 
     def call(num_drafts):
         options = {
@@ -299,8 +299,8 @@ def test_what_captures_cost_counts_for_calls_without_the_drafter(monkeypatch, fo
     target = tiny_target("llama")
     drafter, prompts = RANDOM_DRAFTERS["eagle3"](target), [[5, 6, 7], [9] * 5, [4], [6, 6]]
     replay_on_cpu(monkeypatch)
-    kept = RoundTimes(4, of_chains({0: 10.0, 1: 50.0, 3: 90.0}))
-    tables = {True: RoundTimes(4, of_chains({0: 8.0})), False: kept}
+    kept = RoundTimes(of_chains({0: 10.0, 1: 50.0, 3: 90.0}))
+    tables = {True: RoundTimes(of_chains({0: 8.0})), False: kept}
     monkeypatch.setattr(CostTable, "times", lambda table, shape: tables[NoDrafter.__name__ in table._identity])
     monkeypatch.setattr(RoundTimes, "add", lambda *args: None)  # those of this machine
     options = {"assistant_model": drafter, "max_new_tokens": 20, "do_sample": False}
