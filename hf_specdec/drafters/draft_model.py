@@ -146,10 +146,10 @@ class DraftModelDrafter(CachedDrafter):
         return self.model.config.get_text_config()
 
     def round_reads(self, num_draft_tokens: int) -> Reads:
-        embedding, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
-        decoder = [one for one in text_decoder(self.model).parameters() if one is not embedding]
+        embedding = list(map(id, self.model.get_input_embeddings().parameters()))
+        decoder = [one for one in text_decoder(self.model).parameters() if id(one) not in embedding]
         passes = self.num_passes(num_draft_tokens)
-        return passes, [(passes, [*decoder, head])]
+        return passes, [(passes, [*decoder, *self.model.get_output_embeddings().parameters()])]
 
     def bind(self, target: PreTrainedModel) -> None:
         name = self.title
