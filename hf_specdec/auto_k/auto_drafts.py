@@ -31,8 +31,8 @@ TREES = (RoundShape(3, 15), RoundShape(7, 15), RoundShape(7, 31), RoundShape(7, 
 # them: 65 ms for 1, 119 for 4, 128 for 8).
 _RIDGE, _RIDGE_OF_THREAD = 185.0, 2.0
 # The most tokens of a round of trees: beyond, what a tree has more than a chain is no longer nearly free (one H200, 8B
-# shapes: 4.75 ms for 32, 5.56 for 64, 6.39 for 128). On a CPU a tree pays nowhere.
-_MOST_TREE_TOKENS, _MOST_ON_CPU = 128, 4
+# shapes: 4.75 ms for 32, 5.56 for 64, 6.39 for 128).
+_MOST_TREE_TOKENS = 128
 
 # Observations of a position after which the older ones count for 1 / e.
 _MEMORY = 2000
@@ -101,8 +101,8 @@ class ExpectedCosts:
 
 
 def tree_size(rows: int, device: torch.device) -> int:
-    """N of the largest tree that is tried in rounds of so many rows; 0 if none is."""
-    affordable = (_MOST_ON_CPU if device.type == "cpu" else _MOST_TREE_TOKENS) // rows - 1
+    """N of the largest tree that is tried in rounds of so many rows; 0 if none is, as on a CPU."""
+    affordable = 0 if device.type == "cpu" else _MOST_TREE_TOKENS // rows - 1
     return max((one.num_nodes for one in TREES if one.num_nodes <= affordable), default=0)
 
 
