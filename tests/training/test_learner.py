@@ -103,6 +103,45 @@ def test_what_is_learned_from():
         assert learner._running is None and not learner._passes and fails.was_called
 
 
+@pytest.mark.parametrize("family", ["eagle3", "dflash", "mtp"])
+def test_the_target_gets_no_gradients_of_the_drafter(family):
+    """Nor does one that a trainer accumulates change."""
+    target = new_target("llama", num_layers=4).train()
+    own = {} if family == "mtp" else {"own_embedding": False, "own_head": False, "draft_vocab_size": 96}
+    drafter = RANDOM_DRAFTERS[family](target, **own)
+    ids = torch.randint(3, 16, (2, 12), generator=torch.Generator().manual_seed(0))
+    with DrafterLearner(drafter, target) as learner:
+        target(ids, labels=ids).loss.backward()
+        before = {name: one.grad.clone() for name, one in target.named_parameters()}
+        learner.step()
+        assert learner.metrics() and all(torch.equal(one.grad, before[n]) for n, one in target.named_parameters())
+        target.zero_grad()
+        target(ids, labels=ids)
+        learner.step()
+    assert all(one.grad is None for one in target.parameters())
+
+
+@pytest.mark.parametrize("source", ["trainer", "rollouts"])
+def test_learners_do_not_take_from_each_other(source):
+    target = new_target("llama", num_layers=4)
+    drafter = random_eagle3(target)
+    prompt = torch.tensor([[3, 4, 5]])
+    with DrafterLearner(drafter, target, source="rollouts") as first:
+        with DrafterLearner(drafter, target) as other:
+            target.generate(prompt, assistant_model=drafter, max_new_tokens=8, do_sample=False)
+            other.step()
+            assert other.metrics() == {}
+        first.step()
+        assert first.metrics()
+    learner = DrafterLearner(drafter, target, source=source)
+    with learner, pytest.raises(ValueError, match=f"learns from {source} already"):
+        learner.__enter__()
+    with learner:
+        pass
+    assert drafter.rollouts is None
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in target.modules())
+
+
 class Fails:
     was_called = False
 
