@@ -24,6 +24,7 @@ from oracle import random_eagle3
 from targets import build_target
 from tokenizers import Tokenizer, decoders, models
 from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessorList, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.import_utils import is_serve_available
 from word_tokenizer import word_tokenizer
 
@@ -400,6 +401,47 @@ def test_ends_of_answers(monkeypatch, folders, tmp_path):
         assert content(answer) == tokenizer.decode(expected) and answer.usage.completion_tokens == len(expected) > 7
 
     served(monkeypatch, (target, tokenizer, tmp_path), work, drafter=None)
+
+
+@needs_server
+def test_characters_of_several_tokens(monkeypatch, folders, tmp_path):
+    """Streams have all of an answer that ends inside of one, and nothing of a stop string with which one begins; a stop
+    string ends them also where the last token has brought it."""
+    target, *_ = folders
+    words = [bytes([97 + one]) for one in range(16)]
+    for one in range(40):
+        words += [bytes([65 + one, 0xC3]), bytes([0x80 + one, 65 + one])]
+    names = ["".join(map(bytes_to_unicode().get, word)) for word in words]
+    byte_level = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, merges=[]))
+    byte_level.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level, chat_template=TEMPLATE)
+    tokenizer.save_pretrained(tmp_path / "target")
+    target.save_pretrained(tmp_path / "target")
+    ends = set()
+
+    def work(client):
+        def check(prompt, new, expected, reason, **options):
+            answer = client.ask(prompt, max_tokens=new, **options)
+            texts, reasons = streamed(client.ask(prompt, max_tokens=new, stream=True, **options))
+            assert content(answer) == texts.get(0, "") == expected, (prompt, new, options)
+            assert answer.choices[0].finish_reason == reasons[0] == reason, (prompt, new, options)
+
+        for prompt in ([5], [8, 9, 10]):
+            for new in range(14, 21):
+                whole = client.alone(prompt, new)
+                check(prompt, new, whole, "length")
+                ends.add(whole[-1] == "\ufffd")
+            ids = torch.tensor([prompt])
+            for stop in re.findall("[^ -~\ufffd]", whole)[:2] + re.findall("[^ -~\ufffd][ -~]", whole)[:2]:
+                options = {"do_sample": False, "max_new_tokens": 20, "stop_strings": [stop], "tokenizer": tokenizer}
+                last = target.generate(ids, **options).shape[1] - len(prompt)
+                ends.add(stop)
+                for new in {last, 20}:
+                    check(prompt, new, whole[: whole.index(stop)], "stop", stop=stop)
+
+    random_eagle3(target).save_pretrained(tmp_path / "drafter")
+    served(monkeypatch, (target, tokenizer, tmp_path), work, "-k", "3")
+    assert ends >= {True, False} and len(ends) > 4
 
 
 @needs_server
