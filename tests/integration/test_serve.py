@@ -578,11 +578,25 @@ REFUSED = [
     ({"ignore_eos": "yes"}, "ignore_eos is 'yes'; expected true or false"),
     ({"repetition_penalty": 0}, "repetition_penalty is 0; expected a number above 0"),
     ({"generation_config": "{"}, "generation_config is '{'; expected a string with a JSON object"),
+    (
+        {"generation_config": '{"max_new_tokens": -1}'},
+        "generation_config is .*; .max_new_tokens. must be",
+    ),
+    ({"generation_config": '{"max_new_tokens": "x"}'}, "generation_config is .*; '<=' not supported"),
     ({"generation_config": '{"guidance_scale": 2.0}'}, "sets guidance_scale, which requests cannot have of their own"),
     ({"generation_config": '{"num_beams": 4}'}, "sets num_beams, which requests cannot have of their own"),
     ({"nonsense": 1}, "Unexpected fields in the request: {'nonsense'}"),
     ({"messages": [{"role": "user", "content": "a" * 300}]}, "The prompt has 300 tokens, but texts have at most 256"),
     ({"max_tokens": 300}, "the answer may have 300, but texts have at most 256"),
+]
+
+
+REFUSED_RESPONSES = [
+    ({"input": ["fg"]}, r"input is \['fg'\]; expected a string or a list of items of text"),
+    ({"input": [{"x": 1}]}, "input is .*; expected a string or a list of items of text"),
+    ({"input": [{"role": "user", "content": [{"text": "fg"}]}]}, "input is .*; expected a string or a list of items"),
+    ({"n": 2}, "n is 2; expected no n, which responses do not have"),
+    ({"logprobs": True}, "logprobs is True; expected no logprobs"),
 ]
 
 
@@ -592,9 +606,9 @@ def test_what_is_wrong_is_said_with_400(monkeypatch, folders):
     import urllib.error
     import urllib.request
 
-    def post(port, data):
+    def post(port, data, path="chat/completions"):
         request = urllib.request.Request(
-            f"http://localhost:{port}/v1/chat/completions", data, {"Content-Type": "application/json"}
+            f"http://localhost:{port}/v1/{path}", data, {"Content-Type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request) as answer:
@@ -610,6 +624,10 @@ def test_what_is_wrong_is_said_with_400(monkeypatch, folders):
                 body = {name: value for name, value in body.items() if value is not None}
                 status, answer = post(client.port, json.dumps(body).encode())
                 assert status == 400 and re.search(words, answer["error"]["message"]), (wrong, status, answer)
+        for wrong, words in REFUSED_RESPONSES:
+            body = {"model": client.model, "input": "fg", "stream": False, **wrong}
+            status, answer = post(client.port, json.dumps(body).encode(), "responses")
+            assert status == 400 and re.search(words, answer["error"]["message"]), (wrong, status, answer)
         for data in (b"{", b"[]", b'"x"', b"", b"\xff"):
             status, answer = post(client.port, data)
             assert status == 400 and answer["error"]["type"] == "invalid_request_error", (data, status, answer)
