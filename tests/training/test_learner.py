@@ -8,8 +8,10 @@ from targets import new_target
 from torch import nn
 
 from hf_specdec import NoDrafter
+from hf_specdec.drafters.attachment import attachment_of
 from hf_specdec.hosting import equivalence
 from hf_specdec.training.learner import DrafterLearner
+from hf_specdec.trl import DrafterCallback
 
 NEW = 24
 
@@ -140,6 +142,27 @@ def test_learners_do_not_take_from_each_other(source):
         pass
     assert drafter.rollouts is None
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in target.modules())
+
+
+@pytest.mark.parametrize("source", ["trainer", "rollouts"])
+def test_a_training_after_one_that_an_error_has_ended(source):
+    target = new_target("llama", num_layers=4)
+    callback = DrafterCallback(drafter := random_eagle3(target), learning={"source": source})
+    for _ in range(2):
+        callback.on_train_begin(None, None, None, model=target)
+    assert sum(len(one._forward_hooks) for one in target.modules()) == (source == "trainer")
+    assert attachment_of(target) is callback.attachment
+    callback.on_train_end(None, None, None)
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in target.modules())
+    assert attachment_of(target) is None and drafter.rollouts is None
+
+
+def test_a_training_that_cannot_begin_attaches_nothing():
+    target = new_target("llama", num_layers=4)
+    callback = DrafterCallback(RANDOM_DRAFTERS["domino"](target), learning=True)
+    with pytest.raises(ValueError, match="cannot learn"):
+        callback.on_train_begin(None, None, None, model=target)
+    assert attachment_of(target) is None
 
 
 class Fails:
