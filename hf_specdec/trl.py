@@ -37,11 +37,16 @@ class DrafterCallback(TrainerCallback):
         self.learner: DrafterLearner | None = None
 
     def on_train_begin(self, args, state, control, **kwargs: Any) -> None:
+        self.on_train_end(args, state, control)  # of a training that an error has ended
         self.attachment = self._drafter.attach(kwargs["model"], **self._options)
         self._logged = copy.copy(self.attachment.stats), 0
         if self._learning:
             settings = {} if self._learning is True else self._learning
-            self.learner = DrafterLearner(self._drafter, kwargs["model"], **settings).__enter__()
+            try:
+                self.learner = DrafterLearner(self._drafter, kwargs["model"], **settings).__enter__()
+            except BaseException:
+                self.attachment.detach()
+                raise
 
     def on_step_end(self, args, state, control, **kwargs: Any) -> None:
         self.attachment.note_step()
@@ -73,4 +78,5 @@ class DrafterCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs: Any) -> None:
         if self.learner is not None:
             self.learner.__exit__()
-        self.attachment.detach()
+        if self.attachment is not None:
+            self.attachment.detach()

@@ -271,7 +271,7 @@ def check_folder(repo: str | Path) -> None:
     """Raise `FileNotFoundError` if `repo` is the path of a folder that does not exist, not a repository on the Hub."""
     path = Path(repo)
     is_path = isinstance(repo, Path) or path.is_absolute() or len(path.parts) > 2 or str(repo).startswith((".", "~"))
-    if is_path and not path.exists():
+    if is_path and not path.is_dir():
         raise FileNotFoundError(f"There is no folder {repo}; expected one, or a repository on the Hub (OWNER/NAME).")
 
 

@@ -455,6 +455,14 @@ class Drafter(PreTrainedModel):
                 own[name].copy_(tensor)
             self.update_derived()
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of `nn.Module`; a drafter with a target is bound to it again. See `load_weights` for captured rounds."""
+        result = super().load_state_dict(*args, **kwargs)
+        target = _targets.get(self, lambda: None)()
+        if target is not None:
+            self.bind(target)
+        return result
+
     def update_derived(self) -> None:
         """Compute again, in place, what `bind` has computed of the drafter's own weights."""
 

@@ -94,7 +94,7 @@ class DSpineDrafter(WalkingDrafter):
     def read(self, normed: torch.Tensor, candidates: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Hidden states before the last injection, their features, and rows of the head."""
         hidden = normed[..., self.config.hidden_size :]
-        return hidden, self.injection.features(hidden, -1), self.head_weight[candidates]
+        return hidden, self.injection.features(hidden, -1), self.head_weight[candidates].to(normed.dtype)
 
     def follow(
         self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None

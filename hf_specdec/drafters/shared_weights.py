@@ -45,23 +45,26 @@ class SharedWeight:
     It needs the rows `[n]` int64, all if None. See `readable_weight` for errors.
 
     Attributes:
-        weight: `[V or n, width]`. The target's own parameter if all rows are needed and it is plain (see `is_plain`),
-            so that the drafter sees every write to it; otherwise a copy, which `refresh` updates.
+        weight: `[V or n, width]`, without gradients. The memory of the target's own parameter if all rows are needed
+            and it is plain (see `is_plain`), so that the drafter sees every write to it; otherwise a copy, which
+            `refresh` updates.
     """
 
     def __init__(self, module: nn.Module | None, what: str, width: int, name: str, rows: torch.Tensor | None = None):
         self.what = what
-        weight = readable_weight(module, what, width, name)
+        weight = readable_weight(module, what, width, name).detach()
+        if rows is not None and (last := int(rows.max())) >= len(weight):
+            raise ValueError(f"{name} drafts the token {last}, of which the target's {what} of {len(weight)} has none.")
         # `refresh` writes to it in later calls; a tensor of inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self._rows = None if rows is None else rows.to(weight.device)
-            self.weight = weight if rows is None else weight.detach()[self._rows]
-        self._places, self._kind = places_of([module.weight]), _kind(module.weight)
+            self.weight = weight if rows is None else weight[self._rows]
+        self._places, self._kind = places_of([module.weight]), _kind(module)
         self._versions = versions_of([module.weight])
 
     def how_changed(self, module: nn.Module) -> str | None:
         """How the weight of `module` was replaced, moved, cast or resized, for a message; None if it was not."""
-        kind = _kind(module.weight)
+        kind = _kind(module)
         if kind != self._kind:
             return f"its {self.what} was {self._kind} and is {kind}"
         return None if places_of([module.weight]) == self._places else f"its {self.what} is another tensor"
@@ -90,7 +93,10 @@ class SharedWeight:
         return not torch.equal(self.weight[::step], source.detach()[self._rows[::step]])
 
 
-def _kind(weight: torch.Tensor) -> str:
+def _kind(module: nn.Module) -> str:
+    weight = getattr(module, "weight", None)
+    if weight is None:
+        return type(module).__name__
     return f"{list(weight.shape)} in {str(weight.dtype).removeprefix('torch.')} on {weight.device}"
 
 

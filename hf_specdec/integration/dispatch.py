@@ -45,7 +45,7 @@ from ..patching.support import configured_layers
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors, check_rows_are_apart
 from ..sampling.randomness import Randomness
 from ..stock.stock_engine import assist, check_stock_call
-from .validation import check_cache, check_prompts, check_same_device, check_tokens
+from .validation import check_cache, check_prompts, check_same_device, check_tokens, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ def generate_with_drafter(
         logprobs=_logprobs(return_logprobs, generation_config),
         adapters=row_adapters(model, adapter_names, len(input_ids)),
     )
-    check_rows_are_apart(logits_processor, prompts.input_ids, _vocabulary_of(model))
+    check_rows_are_apart(logits_processor, prompts.input_ids, vocabulary_of(model))
     attentions = _drop_empty_attentions(call, model_kwargs)
     call, engine = _choose_engine(call, model_kwargs, False)
     if engine == "stock" or call.inputs is not None:
@@ -360,13 +360,6 @@ def _check_engine(call: Call, engine: str, prompts: Sequence[torch.Tensor] | Non
     drafter.sync_with(model)
     if tensor_parallel_group(model) is not None:
         check_same_call(model, call.criteria, _call_of(call, engine, prompts))
-
-
-def _vocabulary_of(model: PreTrainedModel) -> int:
-    """How many scores the target gives for a token."""
-    weight = getattr(model.get_output_embeddings(), "weight", None)
-    size = model.config.get_text_config().vocab_size
-    return size if weight is None or weight.dim() != 2 else len(weight)
 
 
 def make_call_cache(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:

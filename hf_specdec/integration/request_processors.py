@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from numbers import Integral, Real
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from ..errors import first_line
 from ..host.generation import logits_processors
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
+from .validation import vocabulary_of
 
 # Sampling settings that a request may have of its own if `per_request_processors` is set.
 SAMPLING_OPTIONS = ("do_sample", "temperature", "top_k", "top_p")
@@ -54,7 +55,8 @@ def processors_of_prompt(
 ) -> LogitsProcessorList:
     """The processors of `generate()` for a `prompt` `[length]` int64, in its order, on its device.
 
-    Raises `ValueError` if a setting is wrong, or a processor keeps state from one token to the next.
+    Raises `ValueError` if a setting is wrong, also by a token that there is no score for, which else would fail in a
+    round, or if a processor keeps state from one token to the next.
     """
     try:
         found = logits_processors(model, config, prompt, max_new_tokens, ends, processors, prefix_allowed_tokens_fn)
@@ -64,7 +66,30 @@ def processors_of_prompt(
             "types that it documents, and end-of-sequence tokens where one of them is about these."
         ) from error
     check_processors(found)
+    _check_scored_tokens(config, ends, vocabulary_of(model))
     return found
+
+
+def _check_scored_tokens(config: GenerationConfig, ends: Collection[int], vocabulary: int) -> None:
+    """Raise `ValueError` if a setting of `config` changes the score of a token that is none of the `vocabulary`."""
+    names = ("bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias")
+    settings = {name: getattr(config, name) for name in names}
+    if config.exponential_decay_length_penalty is not None:
+        settings["eos_token_id"] = list(ends)
+    if isinstance(config.sequence_bias, list):
+        settings["sequence_bias"] = [tokens for tokens, _ in config.sequence_bias]
+    for name, value in settings.items():
+        highest = max(_integers_in(value), default=0)
+        if highest >= vocabulary:
+            raise ValueError(f"{name} has the token {highest}; expected tokens from 0 to {vocabulary - 1}.")
+
+
+def _integers_in(value: Any) -> Iterator[int]:
+    if isinstance(value, Integral):
+        yield int(value)
+    elif isinstance(value, Iterable):
+        for one in value:
+            yield from _integers_in(one)
 
 
 def are_of_all_rows(processors: LogitsProcessorList) -> bool:

@@ -57,6 +57,13 @@ def check_tokens(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask
         )
 
 
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """How many scores the target gives for a token."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    size = model.config.get_text_config().vocab_size
+    return size if weight is None or weight.dim() != 2 else len(weight)
+
+
 def check_cache(cache: Any, config: GenerationConfig) -> None:
     """Raise `ValueError` unless the cache of a call is one of transformers', which stores keys and values as they are.
 

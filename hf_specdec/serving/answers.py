@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
 from tokenizers.decoders import DecodeStream
@@ -32,11 +32,17 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 
 class StopStringQueue:
     """The queue of a streamed answer, of which its handler reads text as far as none of `stops`, which end the answer
-    and are no part of it, begins in it. `source` is filled with strings, others objects, and None at the end."""
+    and are no part of it, begins in it. `source` is filled with strings, others objects, and None at the end.
 
-    def __init__(self, source: asyncio.Queue, stops: Sequence[str]):
-        self._source, self._stops = source, stops
-        self._text, self._ready, self._has_stopped = "", deque(), False
+    It lacks the end of an answer of which a token ends inside of a character; `whole` gives the text of all tokens that
+    have come. `on_stop` is called when a stop string has ended the answer.
+    """
+
+    def __init__(
+        self, source: asyncio.Queue, stops: Sequence[str], whole: Callable[[], str], on_stop: Callable[[], object]
+    ):
+        self._source, self._stops, self._whole, self._on_stop = source, stops, whole, on_stop
+        self._num_taken, self._text, self._ready, self._has_stopped = 0, "", deque(), False
 
     async def get(self) -> Any:
         while not self._ready:
@@ -52,17 +58,24 @@ class StopStringQueue:
     def _take(self, item: Any) -> None:
         if hasattr(item, "msg"):
             item.msg = json.dumps(item.msg)[1:-1]  # the handler puts it between quotes
-        if type(item) is not str:
-            self._emit("" if self._has_stopped else self._text)
+        if item is None:
+            self._add(self._whole()[self._num_taken :])
+        if type(item) is str:
+            self._num_taken += len(item)
+            self._add(item)
+        else:
+            self._emit(self._text)
             self._text = ""
             self._ready.append(item)
-            return
+
+    def _add(self, text: str) -> None:
         if self._has_stopped:
             return
-        self._text += item
+        self._text += text
         answer = cut(self._text, self._stops)
         if answer is not None:
             self._has_stopped, self._text = True, ""
+            self._on_stop()
             self._emit(answer)
             return
         size = len(self._text) - held_back(self._text, self._stops)

@@ -14,6 +14,10 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
+from transformers import GenerationConfig
+
+from ..errors import first_line
+
 # Kinds of requests, by the handlers of transformers' server.
 CHAT, COMPLETION, RESPONSE = "chat", "completion", "response"
 
@@ -116,8 +120,9 @@ def read_body(kind: str, body: Mapping[str, Any]) -> ParsedBody:
         _check("prompt", prompt, isinstance(prompt, str) and prompt, "a string, not empty")
     else:
         items = given.get("input")
-        is_input = items and isinstance(items, (str, list)) and all(isinstance(one, (str, dict)) for one in items)
-        _check("input", items, is_input, "a string or a list of items, not empty")
+        is_input = items and (isinstance(items, str) or (isinstance(items, list) and all(map(_is_item, items))))
+        _check("input", items, is_input, "a string or a list of items of text, not empty")
+        _check("n", given.get("n"), given.get("n", 1) == 1, "no n, which responses do not have")
     for name, values in _NEUTRAL.items():
         if name in given and given.pop(name) not in values:
             raise RefusedRequest(f"{name} is {body[name]!r:.80}, which this server does not have; expected no {name}.")
@@ -130,7 +135,11 @@ def read_body(kind: str, body: Mapping[str, Any]) -> ParsedBody:
     for name in ("stream", "ignore_eos"):
         _check(name, given.get(name), isinstance(given.get(name, False), bool), "true or false")
     config = given.get("generation_config", "{}")
-    _check("generation_config", config, _is_config(config), "a string with a JSON object of generation settings")
+    _check("generation_config", config, _is_object(config), "a string with a JSON object of generation settings")
+    try:
+        GenerationConfig(**json.loads(config))
+    except (TypeError, ValueError) as error:
+        raise RefusedRequest(f"generation_config is {config!r:.80}; {first_line(error)}") from error
     _check_tools(given)
     stops = given.pop("stop", ())
     stops = (stops,) if isinstance(stops, str) else stops
@@ -156,8 +165,8 @@ def _has_logprobs(kind: str, asked: Any) -> bool:
     generated have none in."""
     if asked is None or (kind == CHAT and isinstance(asked, bool)):
         return bool(asked)
-    expected = "0, for those of the generated tokens" if kind == COMPLETION else "true or false"
-    _check("logprobs", asked, kind == COMPLETION and _is(asked, int) and asked == 0, expected)
+    expected = {COMPLETION: "0, for those of the generated tokens", CHAT: "true or false", RESPONSE: "no logprobs"}
+    _check("logprobs", asked, kind == COMPLETION and _is(asked, int) and asked == 0, expected[kind])
     return True
 
 
@@ -181,8 +190,7 @@ def _check_messages(given: Mapping[str, Any]) -> None:
         content = one.get("content")
         if isinstance(content, list):
             for part in content:
-                is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-                _check(f"A part of {name}", part, is_text, "parts of type text only")
+                _check(f"A part of {name}", part, _is_part(part), "parts of type text only")
         else:
             is_content = isinstance(content, str) or (content is None and "tool_calls" in one)
             _check(f"The content of {name}", content, is_content, "a string or text parts")
@@ -191,12 +199,27 @@ def _check_messages(given: Mapping[str, Any]) -> None:
             _check(f"A tool call of {name}", call, _is_call(call), "a function with a name and arguments")
 
 
+def _is_part(part: Any) -> bool:
+    types = ("text", "input_text", "output_text")
+    return isinstance(part, dict) and part.get("type") in types and isinstance(part.get("text"), str)
+
+
+def _is_item(item: Any) -> bool:
+    if not isinstance(item, dict):
+        return False
+    if "role" not in item:
+        return _is_part(item) or item.get("type") in ("function_call", "function_call_output", "reasoning")
+    content = item.get("content", "")
+    is_content = isinstance(content, str) or (isinstance(content, list) and all(map(_is_part, content)))
+    return isinstance(item["role"], str) and is_content
+
+
 def _is_call(call: Any) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return False
     arguments = function.get("arguments")
-    return isinstance(arguments, dict) or _is_config(arguments)
+    return isinstance(arguments, dict) or _is_object(arguments)
 
 
 def _check_tools(given: dict[str, Any]) -> None:
@@ -239,7 +262,7 @@ def _is(value: Any, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _is_config(value: Any) -> bool:
+def _is_object(value: Any) -> bool:
     try:
         return isinstance(value, str) and isinstance(json.loads(value), dict)
     except ValueError:

@@ -13,6 +13,7 @@ import functools
 import gc
 import json
 import queue
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -223,7 +224,21 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
         def generate_streaming(self, model, processor, inputs, gen_config, request_id, **kwargs):
             with self._request(model, processor, inputs, gen_config, request_id) as parsed:
                 texts, streamer = super().generate_streaming(model, processor, inputs, gen_config, request_id, **kwargs)
-                return StopStringQueue(texts, parsed.stops), streamer
+            put, tokenizer, results = streamer.put, getattr(processor, "tokenizer", processor), deque(maxlen=1)
+
+            def noted(result: GenerationOutput) -> None:
+                results.append(result)
+                put(result)
+
+            def whole() -> str:
+                is_parsed = any(one is not None for one in kwargs.values())  # the source has parts of the text then
+                return "" if is_parsed else tokenizer.backend_tokenizer.decode(results[0].generated_tokens)
+
+            def on_stop() -> None:
+                gen_config.max_new_tokens = None  # the handler reads it, for the reason why the answer has ended
+
+            streamer.put = noted
+            return StopStringQueue(texts, parsed.stops, whole, on_stop), streamer
 
         async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
             with self._request(model, processor, inputs, gen_config, request_id):

@@ -90,6 +90,7 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         self._optimizer = torch.optim.AdamW(self._student.parameters(), lr=learning_rate, betas=(0.9, 0.95))
         self._max_tokens, self._source, self.skipped = max_tokens, source, 0
         self._passes: list[_Pass] = []
+        self._rollouts: Rollouts | None = None
         self._counts: torch.Tensor | int = 0
         self._handles: list[Any] = []
         # Of the pass that runs: its recorder, tokens, mask, and first column that it is asked about.
@@ -97,8 +98,15 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         self._asked: Mapping[str, Any] = {}
 
     def __enter__(self) -> DrafterLearner:
+        if self._handles or (self._source == ROLLOUTS and self.drafter.rollouts is not None):
+            raise ValueError(
+                f"{self.drafter.title} learns from {self._source} already; expected one DrafterLearner at a time, "
+                "entered once."
+            )
         if self._source == ROLLOUTS:
-            self.drafter.rollouts = Rollouts(self._student.aux_hidden_state_layer_ids, self._max_tokens)
+            self._rollouts = self.drafter.rollouts = Rollouts(
+                self._student.aux_hidden_state_layer_ids, self._max_tokens
+            )
             return self
         decoder = decoder_of(self._target)
         self._handles = [
@@ -111,7 +119,9 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
     def __exit__(self, *exception: Any) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._passes, self.drafter.rollouts = [], [], None
+        self._handles, self._passes = [], []
+        if self._rollouts is not None:
+            self._rollouts = self.drafter.rollouts = None
 
     # Hooks of this folder do not count for engines (`modules.module_hooks`): they do nothing in passes of theirs.
 
@@ -164,8 +174,8 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
     def step(self) -> None:
         """Learn from the passes since the last step, and let calls use what was learned."""
         passes, self._passes = self._passes, []
-        if self.drafter.rollouts is not None:
-            passes = self._pass_of_rollouts(self.drafter.rollouts)
+        if self._rollouts is not None:
+            passes = self._pass_of_rollouts(self._rollouts)
         self._student.sync_with(self._target)
         counts = []
         for one in passes:

@@ -170,6 +170,7 @@ def test_missing_files(target, tmp_path):
     shard.unlink()
     refuse(tmp_path / "sharded", target, shard.name, error=OSError)
     refuse(tmp_path / "absent", target, "absent", error=OSError)
+    refuse(tmp_path / "bare" / "config.json", target, "There is no folder", "config.json", error=OSError)
     refuse(tmp_path, target, "has no config.json", subfolder="empty", error=OSError)
 
 

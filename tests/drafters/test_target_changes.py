@@ -129,6 +129,49 @@ def test_drafter_follows_weight_changes(kind, change):
         assert places == {what: shared.weight.data_ptr() for what, shared in drafter._shared_weights.items()}
 
 
+@pytest.mark.parametrize("kind", ["dflash2", "domino", "dspark", "dspine"])
+@pytest.mark.parametrize("tree", [0, 6])
+def test_drafter_of_another_dtype(kind, tree):
+    target, inputs = own_target(), padded_prompts(PROMPTS[3])
+    drafter = RANDOM_DRAFTERS[kind](target, own_head=False).bfloat16().configure(tree=tree)
+    options = {**inputs, "do_sample": False, "max_new_tokens": 8}
+    assert torch.equal(target.generate(**options, assistant_model=drafter), target.generate(**options))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict_of_another_drafter(kind, assign):
+    """Its draft vocabulary, by which weights are shared, and what is computed of its weights are loaded with it."""
+    target = own_target()
+    other, drafter = RANDOM_DRAFTERS[kind](target, own_head=False), RANDOM_DRAFTERS[kind](target, 1, own_head=False)
+    drafts(target, drafter)
+    drafter.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
+    assert torch.equal(drafter.target_ids, other.target_ids)
+    if kind == "p-eagle":
+        assert torch.equal(drafter.mask_state, other.mask_state)
+    assert torch.equal(drafter.head_weight, other.head_weight) and drafts(target, drafter) == drafts(target, other)
+
+
+def sequential(target):
+    target.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 96))
+
+
+def shorten(target):
+    target.lm_head = torch.nn.Linear(32, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(sequential, "is Sequential. It cannot be bound again"), (shorten, "drafts the token 9., of which .* head of 64")],
+)
+def test_heads_that_cannot_be_shared(change, message):
+    target = own_target()
+    drafter = BORROWERS["eagle3"](target)
+    change(target)
+    with pytest.raises(ValueError, match=message):
+        drafts(target, drafter)
+
+
 @pytest.mark.core
 def test_unchanged_weights_are_not_copied(monkeypatch):
     target = own_target()

@@ -94,8 +94,10 @@ def test_quantised_target(kind, monkeypatch):
 def test_ordinary_weights_are_shared_without_a_copy():
     target = tiny_target("llama")
     drafter = random_eagle3(target, own_embedding=False, own_head=False, draft_vocab_size=96)
-    assert drafter._shared_weights["embedding"].weight is target.model.embed_tokens.weight
-    assert drafter._shared_weights["head"].weight is target.lm_head.weight
+    weights = {"embedding": target.model.embed_tokens.weight, "head": target.lm_head.weight}
+    for what, weight in weights.items():
+        shared = drafter._shared_weights[what].weight
+        assert shared.data_ptr() == weight.data_ptr() and not shared.requires_grad and weight.requires_grad
 
 
 @pytest.fixture(scope="module")

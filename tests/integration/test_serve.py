@@ -24,6 +24,7 @@ from oracle import random_eagle3
 from targets import build_target
 from tokenizers import Tokenizer, decoders, models
 from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessorList, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.import_utils import is_serve_available
 from word_tokenizer import word_tokenizer
 
@@ -403,6 +404,47 @@ def test_ends_of_answers(monkeypatch, folders, tmp_path):
 
 
 @needs_server
+def test_characters_of_several_tokens(monkeypatch, folders, tmp_path):
+    """Streams have all of an answer that ends inside of one, and nothing of a stop string with which one begins; a stop
+    string ends them also where the last token has brought it."""
+    target, *_ = folders
+    words = [bytes([97 + one]) for one in range(16)]
+    for one in range(40):
+        words += [bytes([65 + one, 0xC3]), bytes([0x80 + one, 65 + one])]
+    names = ["".join(map(bytes_to_unicode().get, word)) for word in words]
+    byte_level = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, merges=[]))
+    byte_level.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level, chat_template=TEMPLATE)
+    tokenizer.save_pretrained(tmp_path / "target")
+    target.save_pretrained(tmp_path / "target")
+    ends = set()
+
+    def work(client):
+        def check(prompt, new, expected, reason, **options):
+            answer = client.ask(prompt, max_tokens=new, **options)
+            texts, reasons = streamed(client.ask(prompt, max_tokens=new, stream=True, **options))
+            assert content(answer) == texts.get(0, "") == expected, (prompt, new, options)
+            assert answer.choices[0].finish_reason == reasons[0] == reason, (prompt, new, options)
+
+        for prompt in ([5], [8, 9, 10]):
+            for new in range(14, 21):
+                whole = client.alone(prompt, new)
+                check(prompt, new, whole, "length")
+                ends.add(whole[-1] == "\ufffd")
+            ids = torch.tensor([prompt])
+            for stop in re.findall("[^ -~\ufffd]", whole)[:2] + re.findall("[^ -~\ufffd][ -~]", whole)[:2]:
+                options = {"do_sample": False, "max_new_tokens": 20, "stop_strings": [stop], "tokenizer": tokenizer}
+                last = target.generate(ids, **options).shape[1] - len(prompt)
+                ends.add(stop)
+                for new in {last, 20}:
+                    check(prompt, new, whole[: whole.index(stop)], "stop", stop=stop)
+
+    random_eagle3(target).save_pretrained(tmp_path / "drafter")
+    served(monkeypatch, (target, tokenizer, tmp_path), work, "-k", "3")
+    assert ends >= {True, False} and len(ends) > 4
+
+
+@needs_server
 def test_several_answers(monkeypatch, folders):
     """Each has a seed of its own; one stream has all of them."""
 
@@ -526,6 +568,9 @@ REFUSED = [
     ({"response_format": {"type": "json_object"}}, "response_format is .*, which this server does not have"),
     ({"tool_choice": "required"}, "tool_choice is 'required', which this server cannot enforce"),
     ({"logit_bias": {"a": 1}}, "logit_bias is .*; expected an object of numbers"),
+    ({"logit_bias": {"96": 1}}, "sequence_bias has the token 96; expected tokens from 0 to 95"),
+    ({"generation_config": '{"bad_words_ids": [[5, 96]]}'}, "bad_words_ids has the token 96; expected tokens"),
+    ({"generation_config": '{"forced_eos_token_id": [5, 400]}'}, "forced_eos_token_id has the token 400; expected"),
     ({"presence_penalty": 9}, "presence_penalty is 9; expected a number from -2 to 2"),
     ({"min_tokens": -1}, "min_tokens is -1; expected an int of at least 0"),
     ({"min_p": 2}, "min_p is 2; expected a number from 0 to 1"),
@@ -533,11 +578,25 @@ REFUSED = [
     ({"ignore_eos": "yes"}, "ignore_eos is 'yes'; expected true or false"),
     ({"repetition_penalty": 0}, "repetition_penalty is 0; expected a number above 0"),
     ({"generation_config": "{"}, "generation_config is '{'; expected a string with a JSON object"),
+    (
+        {"generation_config": '{"max_new_tokens": -1}'},
+        "generation_config is .*; .max_new_tokens. must be",
+    ),
+    ({"generation_config": '{"max_new_tokens": "x"}'}, "generation_config is .*; '<=' not supported"),
     ({"generation_config": '{"guidance_scale": 2.0}'}, "sets guidance_scale, which requests cannot have of their own"),
     ({"generation_config": '{"num_beams": 4}'}, "sets num_beams, which requests cannot have of their own"),
     ({"nonsense": 1}, "Unexpected fields in the request: {'nonsense'}"),
     ({"messages": [{"role": "user", "content": "a" * 300}]}, "The prompt has 300 tokens, but texts have at most 256"),
     ({"max_tokens": 300}, "the answer may have 300, but texts have at most 256"),
+]
+
+
+REFUSED_RESPONSES = [
+    ({"input": ["fg"]}, r"input is \['fg'\]; expected a string or a list of items of text"),
+    ({"input": [{"x": 1}]}, "input is .*; expected a string or a list of items of text"),
+    ({"input": [{"role": "user", "content": [{"text": "fg"}]}]}, "input is .*; expected a string or a list of items"),
+    ({"n": 2}, "n is 2; expected no n, which responses do not have"),
+    ({"logprobs": True}, "logprobs is True; expected no logprobs"),
 ]
 
 
@@ -547,9 +606,9 @@ def test_what_is_wrong_is_said_with_400(monkeypatch, folders):
     import urllib.error
     import urllib.request
 
-    def post(port, data):
+    def post(port, data, path="chat/completions"):
         request = urllib.request.Request(
-            f"http://localhost:{port}/v1/chat/completions", data, {"Content-Type": "application/json"}
+            f"http://localhost:{port}/v1/{path}", data, {"Content-Type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request) as answer:
@@ -565,6 +624,10 @@ def test_what_is_wrong_is_said_with_400(monkeypatch, folders):
                 body = {name: value for name, value in body.items() if value is not None}
                 status, answer = post(client.port, json.dumps(body).encode())
                 assert status == 400 and re.search(words, answer["error"]["message"]), (wrong, status, answer)
+        for wrong, words in REFUSED_RESPONSES:
+            body = {"model": client.model, "input": "fg", "stream": False, **wrong}
+            status, answer = post(client.port, json.dumps(body).encode(), "responses")
+            assert status == 400 and re.search(words, answer["error"]["message"]), (wrong, status, answer)
         for data in (b"{", b"[]", b'"x"', b"", b"\xff"):
             status, answer = post(client.port, data)
             assert status == 400 and answer["error"]["type"] == "invalid_request_error", (data, status, answer)

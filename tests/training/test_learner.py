@@ -8,8 +8,10 @@ from targets import new_target
 from torch import nn
 
 from hf_specdec import NoDrafter
+from hf_specdec.drafters.attachment import attachment_of
 from hf_specdec.hosting import equivalence
 from hf_specdec.training.learner import DrafterLearner
+from hf_specdec.trl import DrafterCallback
 
 NEW = 24
 
@@ -101,6 +103,66 @@ def test_what_is_learned_from():
         with pytest.raises(RuntimeError, match="fails"):
             training.target(ids)
         assert learner._running is None and not learner._passes and fails.was_called
+
+
+@pytest.mark.parametrize("family", ["eagle3", "dflash", "mtp"])
+def test_the_target_gets_no_gradients_of_the_drafter(family):
+    """Nor does one that a trainer accumulates change."""
+    target = new_target("llama", num_layers=4).train()
+    own = {} if family == "mtp" else {"own_embedding": False, "own_head": False, "draft_vocab_size": 96}
+    drafter = RANDOM_DRAFTERS[family](target, **own)
+    ids = torch.randint(3, 16, (2, 12), generator=torch.Generator().manual_seed(0))
+    with DrafterLearner(drafter, target) as learner:
+        target(ids, labels=ids).loss.backward()
+        before = {name: one.grad.clone() for name, one in target.named_parameters()}
+        learner.step()
+        assert learner.metrics() and all(torch.equal(one.grad, before[n]) for n, one in target.named_parameters())
+        target.zero_grad()
+        target(ids, labels=ids)
+        learner.step()
+    assert all(one.grad is None for one in target.parameters())
+
+
+@pytest.mark.parametrize("source", ["trainer", "rollouts"])
+def test_learners_do_not_take_from_each_other(source):
+    target = new_target("llama", num_layers=4)
+    drafter = random_eagle3(target)
+    prompt = torch.tensor([[3, 4, 5]])
+    with DrafterLearner(drafter, target, source="rollouts") as first:
+        with DrafterLearner(drafter, target) as other:
+            target.generate(prompt, assistant_model=drafter, max_new_tokens=8, do_sample=False)
+            other.step()
+            assert other.metrics() == {}
+        first.step()
+        assert first.metrics()
+    learner = DrafterLearner(drafter, target, source=source)
+    with learner, pytest.raises(ValueError, match=f"learns from {source} already"):
+        learner.__enter__()
+    with learner:
+        pass
+    assert drafter.rollouts is None
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in target.modules())
+
+
+@pytest.mark.parametrize("source", ["trainer", "rollouts"])
+def test_a_training_after_one_that_an_error_has_ended(source):
+    target = new_target("llama", num_layers=4)
+    callback = DrafterCallback(drafter := random_eagle3(target), learning={"source": source})
+    for _ in range(2):
+        callback.on_train_begin(None, None, None, model=target)
+    assert sum(len(one._forward_hooks) for one in target.modules()) == (source == "trainer")
+    assert attachment_of(target) is callback.attachment
+    callback.on_train_end(None, None, None)
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in target.modules())
+    assert attachment_of(target) is None and drafter.rollouts is None
+
+
+def test_a_training_that_cannot_begin_attaches_nothing():
+    target = new_target("llama", num_layers=4)
+    callback = DrafterCallback(RANDOM_DRAFTERS["domino"](target), learning=True)
+    with pytest.raises(ValueError, match="cannot learn"):
+        callback.on_train_begin(None, None, None, model=target)
+    assert attachment_of(target) is None
 
 
 class Fails:
