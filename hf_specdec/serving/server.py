@@ -232,7 +232,8 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
 
             def whole() -> str:
                 is_parsed = any(one is not None for one in kwargs.values())  # the source has parts of the text then
-                return "" if is_parsed else tokenizer.backend_tokenizer.decode(results[0].generated_tokens)
+                tokens = [] if is_parsed else [token for one in results for token in one.generated_tokens]
+                return tokenizer.backend_tokenizer.decode(tokens)
 
             def on_stop() -> None:
                 gen_config.max_new_tokens = None  # the handler reads it, for the reason why the answer has ended
