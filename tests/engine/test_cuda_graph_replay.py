@@ -54,7 +54,8 @@ def test_captured_rounds_generate_the_same(monkeypatch, option, kind, batch):
     inputs = padded_prompts(PROMPTS[batch])
     options = {"max_new_tokens": MAX_NEW_TOKENS, "num_assistant_tokens": 3, **OPTIONS[option]}
     if kind == "oracle":
-        free = target.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
+        greedy_options = OPTIONS["penalty" if option == "penalty" else "greedy"]
+        free = target.generate(**inputs, **greedy_options, max_new_tokens=MAX_NEW_TOKENS)
         drafter = OracleDrafter(target, continuations(inputs, free), PROMPTS[batch], 0.7)
     else:
         drafter = copy_of(target, noise=0.02)

@@ -339,8 +339,8 @@ def test_a_text_that_does_not_fit_alone_is_the_only_one_that_fails(monkeypatch):
     assert [texts[row] for row in (0, 2, 3)] == [expected[row] for row in (0, 2, 3)]
 
 
-@pytest.mark.parametrize("kind", cases(["eagle3", "mtp", "none"], ["mtp"]))
-def test_sampled_requests_with_seeds_do_not_depend_on_memory(monkeypatch, rooms, kind):
+@pytest.mark.parametrize(("kind", "kilobytes"), cases([("eagle3", 80), ("mtp", 120), ("none", 60)], [("mtp", 120)]))
+def test_sampled_requests_with_seeds_do_not_depend_on_memory(monkeypatch, rooms, kind, kilobytes):
     """They say, and accept, what they would have, without memory of their own, with enough of it, and short of it."""
     target = tiny_target("llama")
     drafter = NoDrafter(target) if kind == "none" else drafter_of(target, kind, "soft")
@@ -348,7 +348,7 @@ def test_sampled_requests_with_seeds_do_not_depend_on_memory(monkeypatch, rooms,
     monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 16)
     monkeypatch.setattr("hf_specdec.engine.run.TOKENS_AHEAD", 1)
     options = {"do_sample": True, "temperature": 1.4, "top_k": 40, "seeds": [1, 2, 3, 4, 5], "eos_token_id": 500}
-    for changes in ({"virtual_memory": False}, {"virtual_memory": True}, {"cache_bytes": 120 * 1024}):
+    for changes in ({"virtual_memory": False}, {"virtual_memory": True}, {"cache_bytes": kilobytes * 1024}):
         set_policy(monkeypatch, "cpu", **changes)
         texts, errors = in_rows(drafter, prompts, 4, **options)
         found.append((texts, drafter.stats.rows))
