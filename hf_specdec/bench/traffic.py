@@ -6,14 +6,13 @@ Of a tensor-parallel target, the bytes are those of one rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..drafters import Drafter
 from ..modules.hidden_states import text_decoder
-from ..modules.weights import local_shard
+from ..modules.weights import local_shard, num_bytes
 from ..parallel.tensor_parallel import tensor_parallel_group
 from .clock import synchronize
 
@@ -64,16 +63,10 @@ def round_bytes(
     if reads is None or any(getattr(config, name, None) for name in _EXPERTS):
         return None
     passes, weights = reads
-    total += sum(count * _size(tensors) for count, tensors in weights)
+    total += sum(count * num_bytes(tensors) for count, tensors in weights)
     return total + (
         passes * _kv_bytes(config, batch, length, width or drafter.dtype.itemsize) if config is not None else 0
     )
-
-
-def _size(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that this rank has of `tensors`; those that share their memory count once."""
-    tensors = map(local_shard, tensors)
-    return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
 
 def _model_bytes(model: PreTrainedModel) -> int:
@@ -81,7 +74,7 @@ def _model_bytes(model: PreTrainedModel) -> int:
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     place = local_shard(embedding).data_ptr()
     others = [one for one in text_decoder(model).parameters() if local_shard(one).data_ptr() != place]
-    return _size([*others, head])
+    return num_bytes([*others, head])
 
 
 def _kv_bytes(config: PreTrainedConfig, batch: int, length: float, itemsize: int) -> int:

@@ -28,8 +28,8 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that this rank has of `tensors`."""
-    return sum(one.numel() * one.element_size() for one in map(local_shard, tensors))
+    """Bytes that this rank has of `tensors`, each of which counts once."""
+    return sum(one.numel() * one.element_size() for one in map(local_shard, dict.fromkeys(tensors)))
 
 
 def tensors_of(layer: nn.Module) -> dict[str, torch.Tensor]:
