@@ -27,13 +27,12 @@ import triton
 from hf_specdec import ops
 from hf_specdec.kernels import (
     attention_reference,
-    draft_inputs_reference,
     draft_sampling_reference,
     linear_reference,
     recurrence_reference,
+    round_state_reference,
     short_conv_reference,
     verification_reference,
-    verify_tree_reference,
 )
 from hf_specdec.kernels.attention import attention
 from hf_specdec.kernels.types import DraftInputs, NormKind, RecurrenceRing, RotaryKind
@@ -154,7 +153,7 @@ def time_prepare_inputs(batch: int, num_queries: int, live: int, slots: int) -> 
     def call(prepare=ops.prepare_inputs) -> DraftInputs:
         return prepare(tokens, lengths, committed, limits, finished, num_queries, 0, 0, 1)
 
-    pairs = zip(call(), call(draft_inputs_reference.prepare_inputs), strict=True)
+    pairs = zip(call(), call(round_state_reference.prepare_inputs), strict=True)
     for name, (got, expected) in zip(DraftInputs._fields, pairs, strict=True):
         if not torch.equal(got, expected):
             raise SystemExit(f"prepare_inputs: {name} differ from the reference; no time is worth reporting")
@@ -282,7 +281,7 @@ def time_vocabulary(batch: int, num_queries: int) -> Iterator[tuple[str, float, 
         (
             "verify_tree",
             ops.verify_tree,
-            verify_tree_reference.verify_tree,
+            verification_reference.verify_tree,
             logits,
             (drafts, None, None, None, lengths, num_drafts),
             2 * size,

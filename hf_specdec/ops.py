@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .kernels import linear_reference, move_slots_reference
+from .kernels import kv_cache_reference, linear_reference
 from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
 from .kernels.float8_reference import FLOAT8, as_bytes, dequantise, quantise
 from .kernels.gated_activation_reference import ACTIVATIONS
@@ -105,7 +105,7 @@ short_conv = kernel_op("short_conv.short_conv", writes=("ring",))
 recurrence = kernel_op("recurrence.recurrence", writes=("state", "ring"))
 
 # Drafts and their verification.
-prepare_inputs = kernel_op("draft_inputs.prepare_inputs")
+prepare_inputs = kernel_op("round_state.prepare_inputs")
 suffix_drafts = kernel_op("suffix_drafts.suffix_drafts")
 best_draft = kernel_op("draft_sampling.best_draft")
 draw_draft = kernel_op("draft_sampling.draw_draft")
@@ -115,12 +115,12 @@ best_paths = kernel_op("draft_tree.best_paths")
 grow_tree = kernel_op("draft_tree.grow_tree")
 verify_sampling = kernel_op("verification.verify_sampling")
 verify_block = kernel_op("verification.verify_block")
-verify_tree = kernel_op("verify_tree.verify_tree")
+verify_tree = kernel_op("verification.verify_tree")
 token_logprobs = kernel_op("logprobs.token_logprobs")
 
 # Linear layers and experts. `linear` is of use where `has_fast_linear`, or with an activation `has_gated_linear`, says
 # so.
-rounded_inputs = kernel_op("rounded_inputs.rounded_inputs")
+rounded_inputs = kernel_op("stored_weight.rounded_inputs")
 linear = kernel_op("linear.linear", launch=_linear)
 plan_experts = kernel_op("experts.plan_experts")
 expert_linear = kernel_op(
@@ -157,19 +157,19 @@ row_cumsum = kernel_op("row_reductions.row_cumsum")
 
 
 class SlotMoves:
-    """`kernels.move_slots_reference.move_slots` of the same buffers, round after round; a Triton kernel on GPUs."""
+    """`kernels.kv_cache_reference.move_slots` of the same buffers, round after round; a Triton kernel on GPUs."""
 
     def __init__(self) -> None:
         self._key: tuple = ()
-        self._table: Any = None  # a `kernels.move_slots.SlotTable`
+        self._table: Any = None  # a `kernels.kv_cache.SlotTable`
 
     def __call__(
         self, buffers: Sequence[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor, committed: torch.Tensor
     ) -> None:
         if not is_for_triton(path):
-            move_slots_reference.move_slots(buffers, path, lengths, committed)
+            kv_cache_reference.move_slots(buffers, path, lengths, committed)
             return
-        from .kernels.move_slots import SlotTable, move_slots
+        from .kernels.kv_cache import SlotTable, move_slots
 
         with torch.cuda.device_of(path):
             key = tuple((one.data_ptr(), one.stride()) for one in buffers)

@@ -7,8 +7,7 @@ from __future__ import annotations
 import torch
 
 from .gated_activation_reference import gated_activation
-from .rounded_inputs_reference import rounded_inputs
-from .stored_weight_reference import dequantise
+from .stored_weight_reference import dequantise, rounded_inputs
 from .types import StoredWeight
 
 

@@ -1,4 +1,4 @@
-"""PyTorch reference of weights that are stored as numbers of few bits.
+"""PyTorch references of weights that are stored as numbers of few bits, and of inputs that are rounded to these.
 
     weight[o, k] = (values[o, k] - zeros[o / rows, k / group]) * scales[o / rows, k / group]
 
@@ -14,6 +14,10 @@ import torch
 
 from .types import SCALES_OF_OUTER, StoredWeight
 
+# What the largest number of a row's inputs becomes, by the format that they are rounded to.
+LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127.5}
+# The least scale of inputs.
+LEAST_SCALE = 1e-12
 # The number of 4 bits that stands for 0 where there are no zero points.
 ZERO_POINT = 8
 # e2m1 has two bits of exponent and one of fraction. nf4 are quantiles of a normal distribution (Dettmers et al., QLoRA,
@@ -58,3 +62,22 @@ def _spread(scales: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
     for dim, size in ((-2, weight.rows), (-1, weight.group)):
         scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
     return scales
+
+
+def round_inputs(inputs: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
+    """`inputs` `[..., in]` as groups of numbers in the format of `weight` with a scale each are, computed in float32 at
+    least."""
+    values, kind = inputs.to(torch.promote_types(inputs.dtype, torch.float32)), weight.values.dtype
+    size, group = values.shape[-1], weight.group
+    groups = torch.nn.functional.pad(values, (0, -size % group)).unflatten(-1, (-1, group))
+    largest = groups.abs().amax(-1, keepdim=True)
+    # Not by a Python number: on a GPU torch multiplies by the reciprocal of that.
+    scale = (largest / torch.full_like(largest, LARGEST[kind])).clamp(min=LEAST_SCALE)
+    rounded = groups / scale
+    rounded = rounded.round().clamp(-128, 127) if kind == torch.int8 else rounded.to(kind).to(values.dtype)
+    return (rounded * scale).flatten(-2)[..., :size]
+
+
+def rounded_inputs(inputs: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
+    """`round_inputs` in the dtype of `inputs`."""
+    return round_inputs(inputs, weight).to(inputs.dtype)

@@ -24,7 +24,7 @@ def test_wheel_works_outside_the_tree(tmp_path):
         assert modules - {*archive.namelist()} == {"hf_specdec/kernels/__init__.py"}
     program = (
         "import hf_specdec, hf_specdec.kernels.types, hf_specdec.kernels.attention, hf_specdec.kernels.kv_cache;"
-        "import hf_specdec.kernels.draft_inputs, hf_specdec.drafters.eagle3, hf_specdec.cli;"
+        "import hf_specdec.kernels.round_state, hf_specdec.drafters.eagle3, hf_specdec.cli;"
         "print(hf_specdec.__file__, hf_specdec.kernels.types.__file__)"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}

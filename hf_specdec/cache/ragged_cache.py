@@ -202,7 +202,7 @@ class RaggedCache(Cache):
 
     def move(self, path: torch.Tensor, lengths: torch.Tensor, committed: torch.Tensor) -> None:
         """Move what the pass of a tree has stored of an accepted path to the slots of its positions; arguments as of
-        `kernels.move_slots_reference.move_slots`."""
+        `kernels.kv_cache_reference.move_slots`."""
         buffers = [one for layer in self.layers for one in layer.slot_buffers]
         if self.hidden_states is not None:
             buffers += self.hidden_states.buffers

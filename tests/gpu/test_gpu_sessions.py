@@ -307,14 +307,14 @@ def test_two_devices_in_two_threads(mode, is_compiled):
 @two_gpus
 def test_kernels_run_on_the_device_of_their_tensors():
     from hf_specdec import ops
-    from hf_specdec.kernels import verify_tree_reference
+    from hf_specdec.kernels import verification_reference
 
     scores = torch.randn(3, 5, 96, device="cuda:1")
     drafts = scores[:, :-1].argmax(-1)
     drafts[1, 2] = 3
     assert torch.cuda.current_device() == 0
     arguments = scores, drafts, None, None, None, torch.zeros(3, dtype=torch.int64, device="cuda:1"), 4
-    expected = verify_tree_reference.verify_tree(*arguments)
+    expected = verification_reference.verify_tree(*arguments)
     for found, right in zip(ops.verify_tree(*arguments), expected, strict=True):
         assert torch.equal(found, right)
     assert torch.equal(ops.best_draft(scores), scores.argmax(-1))

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec import ops
-from hf_specdec.kernels import draft_inputs_reference
-from hf_specdec.kernels.draft_inputs import prepare_inputs
+from hf_specdec.kernels import round_state_reference
+from hf_specdec.kernels.round_state import prepare_inputs
 from hf_specdec.kernels.types import DraftInputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,7 +27,7 @@ LEAST, MOST = -(2**63), 2**63 - 1
 
 both = pytest.mark.parametrize(
     "prepare",
-    [pytest.param(draft_inputs_reference.prepare_inputs, id="torch"), pytest.param(prepare_inputs, id="triton")],
+    [pytest.param(round_state_reference.prepare_inputs, id="torch"), pytest.param(prepare_inputs, id="triton")],
 )
 every_layout = pytest.mark.parametrize(("parallel", "shift"), list(itertools.product([False, True], [0, 1])))
 
@@ -116,7 +116,7 @@ def run(prepare, case: Case, margin: int = 0, inputs: list[torch.Tensor] | None 
 
 
 def plain(case: Case) -> torch.Tensor:
-    """The docstring of `draft_inputs_reference.prepare_inputs` as a loop over rows and columns."""
+    """The docstring of `round_state_reference.prepare_inputs` as a loop over rows and columns."""
     out = []
     for tokens, row in zip(case.tokens, case.rows, strict=True):
         newest = row.length - 1 - case.shift
@@ -144,14 +144,14 @@ def plain(case: Case) -> torch.Tensor:
 @given(st.randoms(use_true_random=False))
 def test_kernel_equals_reference(random):
     case, margin = draw_small_case(random), random.randint(0, 3)
-    assert torch.equal(run(prepare_inputs, case, margin), run(draft_inputs_reference.prepare_inputs, case, margin))
+    assert torch.equal(run(prepare_inputs, case, margin), run(round_state_reference.prepare_inputs, case, margin))
 
 
 @settings(max_examples=num_cases(500, 200), deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_reference_equals_plain_loop(random):
     case, margin = draw_small_case(random), random.randint(0, 3)
-    assert torch.equal(run(draft_inputs_reference.prepare_inputs, case, margin), plain(case))
+    assert torch.equal(run(round_state_reference.prepare_inputs, case, margin), plain(case))
 
 
 @every_layout
@@ -162,7 +162,7 @@ def test_many_rows(parallel, shift):
         slots = random.randint(2, 200)
         case = draw_case(random, num_rows, num_draft_tokens, parallel, shift, slots)
         expected = plain(case)
-        for prepare in (draft_inputs_reference.prepare_inputs, prepare_inputs):
+        for prepare in (round_state_reference.prepare_inputs, prepare_inputs):
             assert torch.equal(run(prepare, case, margin=num_draft_tokens % 4), expected)
 
 
@@ -311,5 +311,5 @@ def test_cuda_graph_replays_with_changed_inputs(parallel, shift):
         for buffer in out:
             buffer.fill_(POISON)
         graph.replay()
-        expected = draft_inputs_reference.prepare_inputs(*inputs, *sizes)
+        expected = round_state_reference.prepare_inputs(*inputs, *sizes)
         assert all(torch.equal(got, wanted) for got, wanted in zip(out, expected, strict=True))

@@ -10,15 +10,13 @@ from interpreter import same_bits
 from targets import set_policy
 
 from hf_specdec import ops
-from hf_specdec.kernels import experts_reference, linear_reference, linear_stored, rounded_inputs_reference
+from hf_specdec.kernels import experts_reference, linear_reference, linear_stored, stored_weight_reference
 from hf_specdec.kernels.experts import expert_linear, plan_experts
 from hf_specdec.kernels.gated_activation import gated_activation
 from hf_specdec.kernels.linear import linear
 from hf_specdec.kernels.linear_tiles import choose_stored_tiles, choose_wide_stored_tiles
-from hf_specdec.kernels.rounded_inputs import rounded_inputs
-from hf_specdec.kernels.rounded_inputs_reference import round_inputs
-from hf_specdec.kernels.stored_weight import look_up
-from hf_specdec.kernels.stored_weight_reference import CODES, dequantise
+from hf_specdec.kernels.stored_weight import look_up, rounded_inputs
+from hf_specdec.kernels.stored_weight_reference import CODES, dequantise, round_inputs
 from hf_specdec.kernels.types import LinearTiles, StoredWeight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -205,7 +203,7 @@ def test_rounded_inputs(kind, dtype):
         between = torch.full((8, size_in + 32), float("nan"), device=DEVICE, dtype=dtype)
         view = between[1:-1, 16:-16]
         view.copy_(inputs)
-        expected = rounded_inputs_reference.rounded_inputs(view, weight)
+        expected = stored_weight_reference.rounded_inputs(view, weight)
         found = rounded_inputs(view, weight)
         assert found.dtype == dtype and torch.equal(found, expected) and not torch.equal(found, view)
         assert torch.equal(rounded_inputs(view.reshape(2, 3, -1), weight), expected.view(2, 3, -1))

@@ -19,16 +19,15 @@ from hf_specdec.kernels import (
     draft_sampling_reference,
     draft_tree,
     draft_tree_reference,
+    kv_cache,
+    kv_cache_reference,
     logprobs,
     logprobs_reference,
-    move_slots,
-    move_slots_reference,
     random_reference,
     round_state,
     round_state_reference,
+    verification,
     verification_reference,
-    verify_tree,
-    verify_tree_reference,
 )
 from hf_specdec.kernels.types import NO_TOKEN, Columns, RandomStream, Tree
 
@@ -261,7 +260,7 @@ def test_verification_follows_the_targets_tokens(num_drafts, is_drawn):
     scores[8, 0] = float("nan")
     seeds, lengths = torch.arange(batch, device=DEVICE) + 2**33, torch.arange(batch, device=DEVICE) + 5
     arguments = scores, drafts, parents, depths, seeds if is_drawn else None, lengths, depth
-    expected, found = verify_tree_reference.verify_tree(*arguments), verify_tree.verify_tree(*arguments)
+    expected, found = verification_reference.verify_tree(*arguments), verification.verify_tree(*arguments)
     tokens, accepted, committed, path = expected
     for row in range(batch):
         node, walked = 0, []
@@ -300,7 +299,7 @@ def test_a_chain_is_a_tree_in_which_each_parent_is_the_node_before(is_drawn):
     drafts = scores[:, :-1].argmax(-1)
     seeds, lengths = torch.arange(5, device=DEVICE), torch.arange(5, device=DEVICE) + 3
     nodes = torch.arange(4, device=DEVICE).expand(5, -1).contiguous()
-    for module in (verify_tree, verify_tree_reference):
+    for module in (verification, verification_reference):
         options = (seeds if is_drawn else None, lengths, 3)
         chain = module.verify_tree(scores, drafts, None, None, *options)
         tree = module.verify_tree(scores, drafts, nodes - 1, nodes, *options)
@@ -368,8 +367,8 @@ def test_accepted_nodes_are_moved_to_their_positions(dtypes):
             for step in range(1, int(committed[row])):
                 buffer[row, root + step] = before[row, root + int(path[row, step])]
     theirs, ours = ([one.clone() for one in buffers[:3]] + [wide.clone()[:, :, 1:3]] for _ in range(2))
-    move_slots_reference.move_slots(theirs, path, lengths, committed)
-    move_slots.move_slots(move_slots.SlotTable.of(ours), path, lengths, committed)
+    kv_cache_reference.move_slots(theirs, path, lengths, committed)
+    kv_cache.move_slots(kv_cache.SlotTable.of(ours), path, lengths, committed)
     for right, *found in zip(expected, theirs, ours, strict=True):
         assert all(torch.equal(one.float(), right.float()) for one in found)
 
@@ -377,8 +376,8 @@ def test_accepted_nodes_are_moved_to_their_positions(dtypes):
 def test_what_moves_slots_looks_at_buffers_once(monkeypatch):
     """What a launch needs to know of them is found out again only for others, or where they have moved."""
     set_policy(monkeypatch, "cpu", triton=True)
-    made, of = [], move_slots.SlotTable.of
-    monkeypatch.setattr(move_slots.SlotTable, "of", lambda buffers: made.append(len(buffers)) or of(buffers))
+    made, of = [], kv_cache.SlotTable.of
+    monkeypatch.setattr(kv_cache.SlotTable, "of", lambda buffers: made.append(len(buffers)) or of(buffers))
     moves, path = ops.SlotMoves(), torch.tensor([[0, 2]], device=DEVICE)
     lengths, committed = torch.tensor([5], device=DEVICE), torch.tensor([2], device=DEVICE)
     buffers = [torch.arange(20.0, device=DEVICE).view(1, 10, 1, 2) for _ in range(2)]
@@ -425,7 +424,7 @@ def test_the_law_of_texts_with_drafts_chosen_by_the_targets_noise(temperature, k
         parent = texts.gather(1, tree[0][:, node, None].clamp(min=0))[:, 0]
         texts[:, node] = vocabulary * parent + drafts[:, node - 1] + 1
     scores = target[texts] / temperature
-    found, accepted, _, _ = verify_tree_reference.verify_tree(scores, drafts, *tree[:2], seeds, lengths, depth)
+    found, accepted, _, _ = verification_reference.verify_tree(scores, drafts, *tree[:2], seeds, lengths, depth)
     assert accepted.bincount(minlength=depth + 1)[1:].min() > 100
     # Rounds go on until texts have as many tokens: without drafts, as far as the law is concerned.
     at, text = torch.zeros_like(seeds), torch.zeros_like(seeds)

@@ -26,8 +26,6 @@ from hf_specdec.kernels import (
     reduction,
     verification,
     verification_reference,
-    verify_tree,
-    verify_tree_reference,
 )
 from hf_specdec.kernels.random import race_times, uniform
 from hf_specdec.kernels.types import NO_TOKEN, RandomStream, VerificationResult
@@ -40,14 +38,14 @@ INF, NAN = float("inf"), float("nan")
 MARGIN = 1e-5
 
 reference = SimpleNamespace(
-    verify_tree=verify_tree_reference.verify_tree,
+    verify_tree=verification_reference.verify_tree,
     verify_sampling=verification_reference.verify_sampling,
     verify_block=verification_reference.verify_block,
     best_draft=draft_sampling_reference.best_draft,
     draw_draft=draft_sampling_reference.draw_draft,
 )
 kernels = SimpleNamespace(
-    verify_tree=verify_tree.verify_tree,
+    verify_tree=verification.verify_tree,
     verify_sampling=verification.verify_sampling,
     verify_block=verification.verify_block,
     best_draft=draft_sampling.best_draft,
