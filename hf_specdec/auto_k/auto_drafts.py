@@ -75,7 +75,7 @@ class ExpectedCosts:
     """How long rounds of `rows` rows on `device` are expected to take, in times of reading the target's weights.
 
     Args:
-        drafting: by K, the bytes that drafting reads, over those of the target.
+        drafting: by K, the bytes of weights that drafting reads, over those of the target, as far as they are known.
     """
 
     def __init__(self, rows: int, device: torch.device, drafting: Mapping[int, float]) -> None:

@@ -16,14 +16,13 @@ import os
 import platform
 import tempfile
 import threading
-from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
+from ..host.parts import installed_version
 from ..modules.signature import settings_of
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..state import RoundShape, Shape
@@ -136,6 +135,7 @@ def find_table(model: PreTrainedModel, drafter: Drafter, is_captured: bool) -> C
     """The table of `model` with `drafter`, as they are now. That of split targets, whose processes must agree, is not
     on disk."""
     group, device = tensor_parallel_group(model), model.device
+    packages = "torch", "triton", "transformers", __name__.partition(".")[0]
     identity = {
         "target": _description(model),
         "drafter": _description(drafter),
@@ -147,7 +147,7 @@ def find_table(model: PreTrainedModel, drafter: Drafter, is_captured: bool) -> C
             f"keys: {drafter.kv_cache_dtype}",
         ],
         "device": _device(device),
-        "versions": {name: _version(name) for name in ("torch", "triton", "transformers", __name__.partition(".")[0])},
+        "versions": {name: installed_version(name) or "none" for name in packages},
     }
     return table_of(json.dumps(identity, sort_keys=True), table_folder() if group is None else None)
 
@@ -163,9 +163,3 @@ def _device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} {platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"
-
-
-def _version(name: str) -> str:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(name)
-    return "none"

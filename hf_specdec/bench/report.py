@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import AUTO
-from ..inspection.doctor import installed_version
+from ..host.parts import installed_version
 from .measure import Case, Latency, Setting, Spread, short_name
 
 if TYPE_CHECKING:

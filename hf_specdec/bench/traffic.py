@@ -59,14 +59,13 @@ def round_bytes(
     total = _model_bytes(target) + (cached if group is None else cached // group.size())
     if drafter is None or num_draft_tokens == 0:
         return total
-    config, reads = drafter.attention_config, drafter.round_reads(num_draft_tokens)
-    if reads is None or any(getattr(config, name, None) for name in _EXPERTS):
+    config, weights = drafter.attention_config, drafter.bytes_read(num_draft_tokens)
+    if weights is None or any(getattr(config, name, None) for name in _EXPERTS):
         return None
-    passes, weights = reads
-    total += sum(count * num_bytes(tensors) for count, tensors in weights)
-    return total + (
-        passes * _kv_bytes(config, batch, length, width or drafter.dtype.itemsize) if config is not None else 0
-    )
+    if config is None:
+        return total + weights
+    passes, _ = drafter.round_reads(num_draft_tokens)
+    return total + weights + passes * _kv_bytes(config, batch, length, width or drafter.dtype.itemsize)
 
 
 def _model_bytes(model: PreTrainedModel) -> int:

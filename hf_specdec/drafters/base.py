@@ -20,6 +20,7 @@ from ..config import AUTO, DrafterConfig, check_num_or_auto
 from ..kernels.types import MOST_WORDS, WORD_BITS, Proposal, VerificationResult
 from ..modules.hidden_states import find_decoder_layers
 from ..modules.locks import lock_of
+from ..modules.weights import num_bytes
 from ..ops import FLOAT8
 from ..state import DecodeState, Shape
 from .attachment import Attachment
@@ -214,6 +215,11 @@ class Drafter(PreTrainedModel):
     def round_reads(self, num_draft_tokens: int) -> Reads | None:
         """What a round of so many drafts reads, without embeddings; None if it is not known."""
         return None
+
+    def bytes_read(self, num_draft_tokens: int) -> int | None:
+        """Bytes of the weights of `round_reads`."""
+        reads = self.round_reads(num_draft_tokens)
+        return None if reads is None else sum(count * num_bytes(weights) for count, weights in reads[1])
 
     @property
     def is_bound(self) -> bool:

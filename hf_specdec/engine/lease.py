@@ -198,21 +198,14 @@ class SessionLease:
         if not call.is_auto:
             return FixedDrafts(most, times)
         if times.expected is None:
-            times.expected = ExpectedCosts(self.shape.batch, call.device, self._drafting())
+            target = max(num_bytes(text_decoder(call.model).parameters()), 1)
+            read = {one: call.drafter.bytes_read(one) for one in CANDIDATES if one}
+            drafting = {one: size / target for one, size in read.items() if size is not None}
+            times.expected = ExpectedCosts(self.shape.batch, call.device, drafting)
         if first is None:
             first = times.expected.first(min(call.drafter.num_own_draft_tokens, most.num_drafts))
         split = None if tensor_parallel_group(call.model) is None else call.model
         return AutoDrafts(most, first, acceptance, times, self._price, split)
-
-    def _drafting(self) -> dict[int, float]:
-        """By K, bytes of weights that drafting reads, over those of a pass of the target, as far as they are known."""
-        drafter, target = self._call.drafter, num_bytes(text_decoder(self._call.model).parameters())
-        reads = {one: drafter.round_reads(one) for one in CANDIDATES if one}
-        return {
-            one: sum(count * num_bytes(weights) for count, weights in found[1]) / max(target, 1)
-            for one, found in reads.items()
-            if found is not None
-        }
 
     def allowed(self, drafted: RoundShape) -> RoundShape:
         """`drafted`; its chain while a processor reads the text, which is one text."""

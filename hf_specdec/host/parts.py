@@ -12,6 +12,7 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib import metadata
 from typing import Any, NamedTuple, TypeVar
 
 import transformers
@@ -150,6 +151,13 @@ def in_modeling_files(*names: str, why: str, since: str = "") -> tuple[str, ...]
 def missing() -> tuple[Part, ...]:
     """The needed parts that the installed transformers lacks."""
     return tuple(one for one in PARTS if one.is_needed and not one.is_found())
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def is_tested() -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import platform
-from importlib import metadata
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -16,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from .. import __version__
 from ..errors import first_line
 from ..host import parts as host_parts
-from ..host.parts import TESTED, is_tested, missing, why_broken
+from ..host.parts import TESTED, installed_version, is_tested, missing, why_broken
 
 _PACKAGES = ("torch", "transformers", "triton", "accelerate", "safetensors", "huggingface-hub")
 _NO_TRITON = "triton is not installed; expected it beside a GPU: pip install triton"
@@ -55,13 +54,6 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if reason is None and not arguments.load:
         print("                  its first call compares a few tokens with plain generate(); --load does so now")
     return bool(obstacles) or reason is not None
-
-
-def installed_version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _describe_installation() -> list[str]:
