@@ -22,17 +22,17 @@ from .stored_weight import SPLITS, stored_arguments, stored_sums
 from .types import LinearTiles, StoredWeight
 
 # Blocks of rows that programs which start together share with as few blocks of features, for the L2 cache.
-_GROUP = 8
+GROUP = tl.constexpr(8)
 # 128-byte lines of each row of the weight that a program requests before the kernel ahead of it has ended.
-LINES = 4
+_LINES = tl.constexpr(4)
 
 
 @triton.jit
-def request_lines(first_row_ptr, stride_bytes, rows, ROWS: tl.constexpr, LINES: tl.constexpr):
-    """Fetch the first LINES lines of up to ROWS rows of the weight into the L2 cache."""
-    index = tl.arange(0, ROWS * LINES)
-    row = tl.minimum(index // LINES, rows - 1)
-    at = first_row_ptr.to(tl.int64) + row.to(tl.int64) * stride_bytes + index % LINES * 128
+def request_lines(first_row_ptr, stride_bytes, rows, ROWS: tl.constexpr):
+    """Fetch the first _LINES lines of up to ROWS rows of the weight into the L2 cache."""
+    index = tl.arange(0, ROWS * _LINES)
+    row = tl.minimum(index // _LINES, rows - 1)
+    at = first_row_ptr.to(tl.int64) + row.to(tl.int64) * stride_bytes + index % _LINES * 128
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -53,11 +53,9 @@ def _linear_kernel(
     parts,
     FORM: tl.constexpr,
     IS_EVEN: tl.constexpr,
-    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     DEPTH: tl.constexpr,
-    LINES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LIBDEVICE: tl.constexpr,
     PDL: tl.constexpr,
@@ -85,10 +83,10 @@ def _linear_kernel(
     weight_ptr += first.to(tl.int64) * weight_stride
     if PDL:
         stride_bytes = weight_stride * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        request_lines(weight_ptr, stride_bytes, size_out - first, OWN, LINES)
+        request_lines(weight_ptr, stride_bytes, size_out - first, OWN)
         if IS_GATED:
             other_half = weight_ptr + size_out.to(tl.int64) * weight_stride
-            request_lines(other_half, stride_bytes, size_out - first, OWN, LINES)
+            request_lines(other_half, stride_bytes, size_out - first, OWN)
     # Features beyond the last one are computed as that one, and not written.
     own_feature = (tl.minimum(feature, size_out - 1) - first + index % PARTS * size_out).to(tl.int64)
     if FORM is None:
@@ -169,11 +167,9 @@ def linear(
         0 if stored is None else stored.scales.stride(0),
         **stored_arguments(inputs, stored, tiles.depth),
         IS_EVEN=size_in % (tiles.depth if stored is None else SPLITS.value * tiles.depth) == 0,
-        GROUP=_GROUP,
         ROWS=tiles.rows,
         FEATURES=tiles.features,
         DEPTH=tiles.depth,
-        LINES=LINES,
         ACTIVATION=activation,
         LIBDEVICE=inputs.is_cuda,
         num_warps=tiles.num_warps,

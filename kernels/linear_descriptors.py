@@ -21,11 +21,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_splits import num_multiprocessors
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
-from .linear import LINES, request_lines
+from .linear import GROUP, request_lines
 from .types import LinearTiles
 
-# Blocks of rows that programs which start together share with as few blocks of features, for the L2 cache.
-_GROUP = 8
 # Descriptors take rows of so many bytes, or of a multiple.
 _ALIGNMENT = 16
 _HOPPER = (9, 0)
@@ -48,8 +46,6 @@ def _linear_kernel(
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Tiles of FEATURES output features of ROWS rows.
@@ -63,7 +59,7 @@ def _linear_kernel(
             tl.program_id(0) // feature_blocks, tl.program_id(0) % feature_blocks, row_blocks, feature_blocks, GROUP
         )
         first = (feature_block * FEATURES).to(tl.int64)
-        request_lines(weight_ptr + first * weight_stride, weight_stride * 2, size_out - first, FEATURES, LINES)
+        request_lines(weight_ptr + first * weight_stride, weight_stride * 2, size_out - first, FEATURES)
     wait_for_inputs(PDL)
     for tile in tl.range(tl.program_id(0), row_blocks * feature_blocks, tl.num_programs(0)):
         row_block, feature_block = tl.swizzle2d(
@@ -126,8 +122,6 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         ROWS=tiles.rows,
         FEATURES=tiles.features,
         DEPTH=tiles.depth,
-        GROUP=_GROUP,
-        LINES=LINES,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **dependent_launch(inputs.device),

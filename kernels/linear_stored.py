@@ -17,13 +17,12 @@ import triton
 import triton.language as tl
 
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .linear import GROUP
 from .stored_weight import load_scales, stored_arguments, widen_bytes, widen_halves
 from .types import LinearTiles, StoredWeight
 
-# Blocks of rows that programs which start together share with as few blocks of features, for the L2 cache.
-_GROUP = 8
 # Results that a program of `_add_parts_kernel` has.
-_RESULTS = 1024
+_RESULTS = tl.constexpr(1024)
 
 
 @triton.jit
@@ -52,7 +51,6 @@ def _linear_kernel(
     parts,
     FORM: tl.constexpr,
     PARTS: tl.constexpr,
-    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -131,18 +129,17 @@ def _add_parts_kernel(
     parts,
     FORM: tl.constexpr,
     PARTS: tl.constexpr,
-    RESULTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The sums of parts `[PARTS, n, out]`, times scales of all inputs, plus the bias.
 
-    Grid: (blocks of RESULTS results,). Reads their sums of all parts; writes them.
+    Grid: (blocks of _RESULTS results,). Reads their sums of all parts; writes them.
     """
-    index = tl.program_id(0).to(tl.int64) * RESULTS + tl.arange(0, RESULTS)
+    index = tl.program_id(0).to(tl.int64) * _RESULTS + tl.arange(0, _RESULTS)
     size = num_rows.to(tl.int64) * size_out
     is_own, feature = index < size, index % size_out
     wait_for_inputs(PDL)
-    total = tl.zeros([RESULTS], tl.float32)
+    total = tl.zeros([_RESULTS], tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(sums_ptr + part * size + index, mask=is_own, other=0.0)
     total = _scale_sums(total, parts, feature // FORM[2] * scales_stride, FORM)
@@ -180,7 +177,6 @@ def linear(
         weight.scales.stride(0),
         **stored,
         PARTS=num_parts,
-        GROUP=_GROUP,
         ROWS=tiles.rows,
         FEATURES=tiles.features,
         DEPTH=tiles.depth,
@@ -189,7 +185,7 @@ def linear(
         **dependent_launch(inputs.device),
     )
     if num_parts > 1:
-        _add_parts_kernel[(triton.cdiv(num_rows * size_out, _RESULTS),)](
+        _add_parts_kernel[(triton.cdiv(num_rows * size_out, _RESULTS.value),)](
             sums,
             bias,
             out,
@@ -198,7 +194,6 @@ def linear(
             weight.scales.stride(0),
             **stored,
             PARTS=num_parts,
-            RESULTS=_RESULTS,
             num_warps=4,
             **dependent_launch(inputs.device),
         )

@@ -34,7 +34,7 @@ from .reduction import (
 )
 
 # Tokens of a block: one warp holds them all, so that finding the largest needs no shared memory.
-BLOCK = 512
+_BLOCK = tl.constexpr(512)
 
 
 @kernel
@@ -95,16 +95,15 @@ def _blocks_kernel(
     width: Unspecialised,
     vocabulary,
     COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The COUNT largest logits of a block of a row, and the statistics of its softmax.
 
-    Grid: (B * n, blocks). Reads BLOCK of `logits` `[B, n, V]`; writes COUNT of `keys` `[B * n, blocks * COUNT]`,
+    Grid: (B * n, blocks). Reads _BLOCK of `logits` `[B, n, V]`; writes COUNT of `keys` `[B * n, blocks * COUNT]`,
     descending, and one element of both `stats` `[B * n, blocks]`.
     """
     row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     is_token = token < vocabulary
     logits_ptr += row // width * strides[0] + row % width * strides[1]
     at = row * tl.num_programs(1) + tl.program_id(1)
@@ -162,7 +161,7 @@ def likeliest_tokens(logits, target_ids, count):
     batch, width, vocabulary = logits.shape
     assert logits.stride(2) == 1 or vocabulary == 1, "rows must have unit stride"
     assert count <= vocabulary, "there must be as many tokens"
-    rows, num_blocks = batch * width, triton.cdiv(vocabulary, BLOCK)
+    rows, num_blocks = batch * width, triton.cdiv(vocabulary, _BLOCK.value)
     keys = torch.empty(rows, num_blocks * count, dtype=torch.int64, device=logits.device)
     stats = tuple(torch.empty(2, rows, num_blocks, dtype=torch.float32, device=logits.device))
     logprobs = torch.empty(batch, width, count, dtype=torch.float32, device=logits.device)
@@ -177,7 +176,6 @@ def likeliest_tokens(logits, target_ids, count):
         width,
         vocabulary,
         COUNT=count,
-        BLOCK=BLOCK,
         num_warps=1,
         **launch,
     )
