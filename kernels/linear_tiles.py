@@ -56,10 +56,6 @@ _TILES_OF_MANY = (
 ROWS_OF_LONG_PASSES = 4096
 
 
-def _programs(rows: int, size_out: int, tiles: LinearTiles) -> int:
-    return -(-rows // tiles.rows) * -(-size_out // tiles.features)
-
-
 def _medium(rows: int, size_out: int) -> tuple[int, int]:
     """Rows and output features of a tile for 33 to 128 rows: the most features of which there are enough tiles."""
     tile_rows = 64 if rows <= 64 else 128
@@ -131,7 +127,8 @@ def choose_invariant_tiles(rows: int, size_out: int, size_in: int, itemsize: int
     if MAX_ROWS < rows <= 128 and size_out >= _FEWEST_OUTPUTS:
         return _medium_tiles(rows, size_out)
     for tiles in _TILES_OF_MANY:
-        if 2 * rows > tiles.rows and _programs(rows, size_out, tiles) >= _ENOUGH_PROGRAMS:
+        num_programs = -(-rows // tiles.rows) * -(-size_out // tiles.features)
+        if 2 * rows > tiles.rows and num_programs >= _ENOUGH_PROGRAMS:
             return tiles
     return LinearTiles(32, 64, 128, 4, 4)
 
@@ -191,8 +188,5 @@ def choose_wide_stored_tiles(rows: int, weight: StoredWeight) -> tuple[LinearTil
         return None
     num_blocks = -(-size_out // _WIDE_FEATURES)
     num_parts = 1 if num_blocks > _ONE_WAVE else 2 if num_blocks >= _ENOUGH_PROGRAMS else 4
-    return LinearTiles(min(_next_power(rows), 128), _WIDE_FEATURES, depth, 4, 3), min(num_parts, size_in // depth)
-
-
-def _next_power(rows: int) -> int:
-    return 1 << (rows - 1).bit_length()
+    tile_rows = min(1 << (rows - 1).bit_length(), 128)
+    return LinearTiles(tile_rows, _WIDE_FEATURES, depth, 4, 3), min(num_parts, size_in // depth)

@@ -162,7 +162,7 @@ class CacheReaderDrafter(CachedDrafter):
             return no_drafts(state)
         rows = torch.arange(len(state.lengths), device=state.lengths.device)
         hidden = aux_hidden_states[rows, (result.committed - 1).clamp(min=0)][:, None].to(self.dtype)
-        tokens, drafts = state.tokens.gather(1, (state.lengths - 1)[:, None]), []
+        tokens, drafts = state.last_tokens(), []
         shown = self._shown(state)
         if state.num_nodes:
             return self._grow(state, *self._read(shown, tokens, hidden), tokens, hidden)

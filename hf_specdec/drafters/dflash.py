@@ -125,7 +125,7 @@ class DFlashDrafter(DraftLayersDrafter):
         if state.num_draft_tokens == 0:
             self._store(state, context, inputs.slots, positions)
             return no_drafts(state)
-        anchors = state.tokens.gather(1, (state.lengths - 1)[:, None])
+        anchors = state.last_tokens()
         tokens = torch.cat([anchors, inputs.tokens[:, num_context + 1 :]], dim=1)
         cache = state.memory.cache
         cache.advance(inputs.slots, state.live + 1)  # The last slot of the block is one after those of the drafts.

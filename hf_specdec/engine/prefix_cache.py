@@ -369,13 +369,9 @@ class RowPrefixes:
             known = self._index.size(row) - len(request.prompt_ids)
             self._index.extend(row, request.tokens[known : request.num_settled])
 
-    def kept(self, free: Sequence[int]) -> list[int]:
-        """Those of the rows `free` that hold a text, in reverse order."""
-        return [row for row in reversed(free) if row in self._index]
-
-    def size(self, row: int) -> int:
-        """Tokens of the text that `row` holds."""
-        return self._index.size(row)
+    def kept(self, free: Sequence[int]) -> dict[int, int]:
+        """Those of the rows `free` that hold a text, in reverse order, and how many tokens that has."""
+        return {row: self._index.size(row) for row in reversed(free) if row in self._index}
 
     def move(self, rows: Sequence[int]) -> None:
         """Of `rows` the first one is row 0 from now on, the next one row 1; others are gone."""

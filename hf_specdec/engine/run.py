@@ -333,7 +333,7 @@ class Run:
     def _move(self) -> None:
         """Go on in another session; the results of all rounds have been read."""
         rows = {row: one.length for row, one in self._occupied}
-        kept = {row: self._prefixes.size(row) for row in self._prefixes.kept(self._free)} if self._is_open else {}
+        kept = self._prefixes.kept(self._free) if self._is_open else {}
         count = self._runner.move(rows, kept, self._waiting)
         if count is None:
             return
