@@ -37,7 +37,7 @@ class DrafterCallback(TrainerCallback):
         self.learner: DrafterLearner | None = None
 
     def on_train_begin(self, args, state, control, **kwargs: Any) -> None:
-        self.on_train_end(args, state, control)  # of a training that an error has ended
+        self._leave()  # a training that an error has ended
         self.attachment = self._drafter.attach(kwargs["model"], **self._options)
         self._logged = copy.copy(self.attachment.stats), 0
         if self._learning:
@@ -76,6 +76,9 @@ class DrafterCallback(TrainerCallback):
             one.update({f"speculation/{name}": value for name, value in found.items()})
 
     def on_train_end(self, args, state, control, **kwargs: Any) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
         if self.learner is not None:
             self.learner.__exit__()
         if self.attachment is not None:

@@ -48,13 +48,17 @@ _FRESH, _PRIOR_TOKENS = 32, 64.0
 # Times of a K of which the median is taken.
 _NUM_TIMES = 9
 # How a time that is not known is underestimated: a factor on what is expected by one that is, of fewer drafts on what
-# does not depend on tokens; a factor on what a line through two gives, and the least share of the nearer one.
-_OPTIMISM_OF_ONE, _OPTIMISM, _LEAST_SHARE = 0.8, 0.9, 0.1
+# does not depend on tokens; a factor on what a line through two gives.
+_OPTIMISM_OF_ONE, _OPTIMISM = 0.85, 0.9
 
 # A K replaces the one before if it gives so many more tokens a millisecond.
 _HYSTERESIS = 0.01
-# The share of the gain that a K promises, by estimates in favour of it, for which it is tried.
-_CONFIDENCE = 0.5
+# The share of the gain that a K promises, by estimates in favour of it, for which it is tried; milliseconds of rounds
+# that are expected to follow, in this call or others.
+_CONFIDENCE, _HORIZON = 0.5, 4000.0
+# How many more tokens a millisecond rounds with the drafter must have than those without: prompts go through it, too,
+# and rows end apart (256 rows of an 8B target, one H200: as many, and 8 % fewer tokens a second of the call).
+_LEAST_GAIN = 0.08
 # Rounds in which a K is tried of which no time is known, or in which it is tried again. The first is not timed, since
 # what comes with a change of K is not part of a round.
 _ROUNDS_TO_TRY, _ROUNDS_TO_RETRY = 4, 2
@@ -95,7 +99,8 @@ class ExpectedCosts:
         """The chain to begin with, of at most `asked` drafts: the best one for the prior share of accepted drafts."""
 
         def rate(drafted: RoundShape) -> float:
-            return sum(_PRIOR_SHARE**position for position in range(drafted.num_drafts + 1)) / self(drafted)
+            tokens = sum(_PRIOR_SHARE**position for position in range(drafted.num_drafts + 1))
+            return tokens / self(drafted) / (1 + _LEAST_GAIN * (drafted.num_drafts > 0))
 
         return max((RoundShape(one) for one in CANDIDATES if one <= asked), key=rate)
 
@@ -251,41 +256,59 @@ class RoundTimes:
             others = {one for one in others if not one.num_nodes} or {max(others)}
         known, width = sorted(others, key=lambda other: abs(other.width - drafted.width)), drafted.width
         first = self.milliseconds(known[0])
+        expected = first * self.expected.low_ratio(drafted, known[0])
         if len(known) == 1:
-            return first * self.expected.low_ratio(drafted, known[0])
-        # Of those around it, or else of the two that are nearest.
+            return expected
+        # By those around it; or else by the two that are nearest, which say little of what is far away.
         is_above = known[0].width < width
-        second = next((other for other in known[1:] if (other.width > width) == is_above), known[1])
+        other = next((one for one in known[1:] if (one.width > width) == is_above), None)
+        second = other or known[1]
         slope = (self.milliseconds(second) - first) / (second.width - known[0].width)
-        return max(_OPTIMISM * (first + slope * (width - known[0].width)), _LEAST_SHARE * first)
+        line = _OPTIMISM * (first + slope * (width - known[0].width))
+        return line if other is not None else max(line, expected)
 
 
 def is_better_alone(
     most: RoundShape,
+    first: RoundShape,
     acceptance: Acceptance,
     times: RoundTimes,
     times_alone: RoundTimes,
     tokens: float,
     price: float = 0.0,
+    price_of_drafts: float = 0.0,
 ) -> bool:
-    """Whether a call for `tokens` tokens a row is expected to be faster without the drafter, by `times_alone`, if it
-    takes `price` milliseconds to be able to run it so.
+    """Whether a call for `tokens` tokens a row is expected to be faster without the drafter.
 
     Rounds without it are shorter than those with K = 0, at first by what is not known. Texts change: now and then there
     is a call with it, which costs a bounded share of the time.
+
+    Args:
+        most, first, acceptance, times: as of `AutoDrafts`.
+        times_alone: of rounds without the drafter.
+        price, price_of_drafts: milliseconds that it takes to be able to run the call without it, and with it.
     """
-    none = RoundShape(0)
-    if none not in times:
-        return False
-    is_known = none in times_alone
-    alone = times_alone.milliseconds(none) if is_known else _OPTIMISM * times.milliseconds(none)
+    none, is_known = RoundShape(0), RoundShape(0) in times_alone
     known = [one for one in candidates(most) if one in times]
-    share = 1 - alone * max(acceptance.expected_tokens(one) / times.milliseconds(one) for one in known)
+    if not known and not is_known:
+        return first == none
+    if is_known:
+        alone = times_alone.milliseconds(none)
+    else:
+        alone = times.milliseconds(none) * (_OPTIMISM if none in times else 1.0)
+    estimated = times
+    if not known:
+        estimated = RoundTimes({none: alone})
+        estimated.expected = times.expected
+    rate = max(acceptance.expected_tokens(one) / estimated.milliseconds(one) for one in known or candidates(most)[1:])
     # What it saves in this call; or, if more of them follow, in as much time as has passed.
-    saved = share * max(tokens * alone, times.total) * (1.0 if is_known else _CONFIDENCE)
-    if share <= _HYSTERESIS or saved <= price:
+    share = 1 - alone * rate / (1 + _LEAST_GAIN)
+    saved = share * max(tokens * alone, times.total + times_alone.total, _HORIZON)
+    if share <= 0:
+        return -saved * (1.0 if known else _CONFIDENCE) <= price_of_drafts
+    if saved * (1.0 if is_known else _CONFIDENCE) <= price:
         return False
-    if _BUDGET * times.alone < share * tokens * alone:
+    if _BUDGET * times.alone < share * tokens * alone + price_of_drafts:
         return True
     times.alone = 0.0
     return False
@@ -405,7 +428,7 @@ class AutoDrafts:
     def _gain(self, drafted: RoundShape, rate: float, tokens_left: Callable[[], float]) -> float:
         """Milliseconds that rounds with `drafted` save of those that `rate` takes, in the time left or passed."""
         share = 1 - rate / max(self._rate(drafted), rate)
-        return share * max(tokens_left() / rate, self._times.total)
+        return share * max(tokens_left() / rate, self._times.total, _HORIZON)
 
     def _tries(self, tokens_left: Callable[[], float]) -> Sequence[RoundShape]:
         """Rounds with drafts that are worth trying, if there are any."""

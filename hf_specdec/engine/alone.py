@@ -14,7 +14,7 @@ from ..drafters.none import NoDrafter
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..state import RoundShape
 from .hosted_target import HostedTarget
-from .lease import shape_of
+from .lease import round_times, shape_of
 from .sessions import sessions_of
 
 
@@ -25,17 +25,21 @@ def times_if_alone(call: Call, target: HostedTarget, rows: int, tokens: float) -
     if not (call.is_auto and call.num_draft_tokens) or tensor_parallel_group(call.model) is not None:
         return None
     shape, pool = shape_of(call, rows, 1, target.is_captured), sessions_of(call.drafter)
-    times = target.costs.times(shape)
-    if RoundShape(0) not in times:
-        return None
+    times = round_times(call, target, shape)
     alone = target.costs_of(_substitute(call)).times(shape._replace(draft_probs=False))
-    price = 0.0
-    if target.is_captured and not pool.of_rows(rows, has_drafts=False):
-        kept = pool.of_rows(rows, has_drafts=True)
-        price = max((1e3 * one.capture_seconds * (1 + len(one.prefills)) for one in kept), default=0.0)
     most = RoundShape(call.num_draft_tokens, shape.num_nodes)
+    first = times.expected.first(min(call.drafter.num_own_draft_tokens, most.num_drafts))
     acceptance = pool.acceptance(call.temperature is not None)
-    return times if is_better_alone(most, acceptance, times, alone, tokens, price) else None
+
+    def price(has_drafts: bool) -> float:
+        """Of a session of which there is only one of the other kind."""
+        if not target.is_captured or pool.of_rows(rows, has_drafts):
+            return 0.0
+        others = pool.of_rows(rows, not has_drafts)
+        return max((1e3 * one.capture_seconds * (1 + len(one.prefills)) for one in others), default=0.0)
+
+    prices = price(has_drafts=False), price(has_drafts=True)
+    return times if is_better_alone(most, first, acceptance, times, alone, tokens, *prices) else None
 
 
 @contextmanager

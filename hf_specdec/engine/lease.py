@@ -8,7 +8,16 @@ from collections.abc import Hashable
 import torch
 
 from .. import ops
-from ..auto_k.auto_drafts import CANDIDATES, Acceptance, AutoDrafts, Drafts, ExpectedCosts, FixedDrafts, tree_size
+from ..auto_k.auto_drafts import (
+    CANDIDATES,
+    Acceptance,
+    AutoDrafts,
+    Drafts,
+    ExpectedCosts,
+    FixedDrafts,
+    RoundTimes,
+    tree_size,
+)
 from ..cache.key_layout import KeyLayout
 from ..cache.layer_kinds import Use
 from ..calls.call import Call
@@ -106,6 +115,17 @@ def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
     return KeyLayout.of(state.caches) if stored <= attended else None
 
 
+def round_times(call: Call, target: HostedTarget, shape: Shape) -> RoundTimes:
+    """The times of rounds of `call` on buffers of `shape`."""
+    times = target.costs.times(shape)
+    if times.expected is None:
+        size = max(num_bytes(text_decoder(call.model).parameters()), 1)
+        read = {one: call.drafter.bytes_read(one) for one in CANDIDATES if one}
+        drafting = {one: found / size for one, found in read.items() if found is not None}
+        times.expected = ExpectedCosts(shape.batch, call.device, drafting)
+    return times
+
+
 class SessionLease:
     """A session that a call uses, once it is taken: one that earlier calls have left, or a new one.
 
@@ -151,7 +171,7 @@ class SessionLease:
             session = Session(state)
         session.acquire()
         if self._call.is_auto:
-            session.round_times = target.costs.times(self.shape)
+            session.round_times = round_times(self._call, target, self.shape)
         self.session = session
         chunk_size = self._call.config.prefill_chunk_size
         self.prefill = SessionPrefill(session, target, chunk_size, self._is_continuous)
@@ -197,11 +217,6 @@ class SessionLease:
         most = RoundShape(self.shape.num_draft_tokens, self.shape.num_nodes)
         if not call.is_auto:
             return FixedDrafts(most, times)
-        if times.expected is None:
-            target = max(num_bytes(text_decoder(call.model).parameters()), 1)
-            read = {one: call.drafter.bytes_read(one) for one in CANDIDATES if one}
-            drafting = {one: size / target for one, size in read.items() if size is not None}
-            times.expected = ExpectedCosts(self.shape.batch, call.device, drafting)
         if first is None:
             first = times.expected.first(min(call.drafter.num_own_draft_tokens, most.num_drafts))
         split = None if tensor_parallel_group(call.model) is None else call.model

@@ -140,7 +140,7 @@ def test_it_begins_near_the_best_for_the_number_of_rows():
         assert expected_tokens(shares, first) / cost(rows, first) > 0.93 * best_rate(rows, shares), rows
         assert no_trees == 0 and expected.first(min(first, 1)).num_drafts <= 1
     assert ExpectedCosts(1024, GPU, {}).first(7) == RoundShape(0)
-    by_step = [ExpectedCosts(1, GPU, {one: one * step for one in CANDIDATES}).first(7) for step in (0, 0.2, 0.6, 2)]
+    by_step = [ExpectedCosts(1, GPU, {one: one * step for one in CANDIDATES}).first(7) for step in (0, 0.2, 0.5, 2)]
     assert by_step == [RoundShape(one) for one in (7, 3, 1, 0)]
 
 
@@ -377,7 +377,8 @@ KINDS = {**RANDOM_DRAFTERS, "copy": copy_of}
 
 
 @pytest.mark.parametrize("kind", cases(list(KINDS), ["eagle3", "p-eagle", "pard", "dspark", "mtp", "copy"]))
-def test_texts_are_those_of_plain_generation(kind):
+def test_texts_are_those_of_plain_generation(kind, monkeypatch):
+    monkeypatch.setattr(alone, "is_better_alone", lambda *_: False)  # as so few tokens suggest to a CPU
     target = tiny_target("llama")
     drafter, inputs = KINDS[kind](target), padded_prompts([5, 9, 1])
     plain = greedy(target, inputs, max_new_tokens=40)
@@ -441,6 +442,8 @@ def test_the_stock_engine_has_one_number(caplog):
 def test_graphs_are_captured_as_they_are_tried(monkeypatch):
     """A number of drafts for which there is no memory is left out; the text is the same."""
     replay_on_cpu(monkeypatch)
+    monkeypatch.setattr(alone, "is_better_alone", lambda *_: False)
+    monkeypatch.setattr(ExpectedCosts, "first", lambda *_: RoundShape(3))
     target = tiny_target("llama")
     drafter, inputs = copy_of(target), padded_prompts([5, 9])
     plain = greedy(target, inputs, max_new_tokens=120)
@@ -457,7 +460,7 @@ def test_graphs_are_captured_as_they_are_tried(monkeypatch):
     for _ in range(3):
         assert torch.equal(greedy(target, inputs, drafter, "auto", max_new_tokens=120), plain)
         assert drafter.stats.execution.startswith("captured in one graph")
-    assert tried[0] == 0 and 7 in tried, "a copy of the target is not worth it at first; all of its drafts are right"
+    assert tried[0] == 3 and 7 in tried, "all drafts of a copy of the target are right"
     ((_, session),) = drafter.sessions._idle
     assert {drafted.num_drafts for _, drafted, _ in session.rounds} == set(tried) - {7}
 

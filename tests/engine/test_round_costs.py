@@ -15,7 +15,7 @@ from targets import padded_prompts, tiny_target
 
 from hf_specdec import NoDrafter
 from hf_specdec.auto_k import round_costs
-from hf_specdec.auto_k.auto_drafts import Acceptance, AutoDrafts, RoundTimes, is_better_alone
+from hf_specdec.auto_k.auto_drafts import Acceptance, AutoDrafts, ExpectedCosts, RoundTimes, is_better_alone
 from hf_specdec.auto_k.round_costs import CostTable, table_folder
 from hf_specdec.state import RoundShape, Shape
 
@@ -186,26 +186,56 @@ def test_calls_begin_with_the_best_that_is_known():
 def test_a_call_without_the_drafter():
     accepted, alone = Acceptance(), RoundTimes()
     times = RoundTimes(of_chains({0: 141.0, 1: 195.0, 3: 282.0}))
+
+    def is_alone(*prices, tokens=100):
+        return is_better_alone(RoundShape(7), RoundShape(3), accepted, times, alone, tokens, *prices)
+
     for _ in range(500):
         accepted.observe(0, 3)
-    assert is_better_alone(RoundShape(7), accepted, times, alone, 100), "expected to be 10 % faster than K = 0"
-    estimated = 100 * 0.9 * 141.0 * 0.1
-    assert is_better_alone(RoundShape(7), accepted, times, alone, 100, 0.49 * estimated)
-    assert not is_better_alone(RoundShape(7), accepted, times, alone, 100, 0.51 * estimated), "by an estimate"
+    assert is_alone(), "expected to be 10 % faster than K = 0"
+    # Beside rounds, a call with the drafter has more to do: 8 %.
+    estimated = 100 * 0.9 * 141.0 * (1 - 0.9 / 1.08)
+    assert is_alone(0.49 * estimated) and not is_alone(0.51 * estimated), "by an estimate"
     alone.add(RoundShape(0), 128.0, True)
-    assert is_better_alone(RoundShape(7), accepted, times, alone, 100)
-    saved = 100 * 128.0 * (1 - 128 / 141)
-    assert is_better_alone(RoundShape(7), accepted, times, alone, 100, 0.98 * saved)
-    assert not is_better_alone(RoundShape(7), accepted, times, alone, 100, 1.02 * saved), "not worth a capture"
-    times.total = 2 * 100 * 128.0
-    assert is_better_alone(RoundShape(7), accepted, times, alone, 100, 1.02 * saved), "worth it in further calls"
-    times.alone = 100 * 128.0 * 0.1 / 0.01
-    assert not is_better_alone(RoundShape(7), accepted, times, alone, 100), "now and then one with it"
-    assert is_better_alone(RoundShape(7), accepted, times, alone, 100)
+    alone.total = 0.0
+    share = 1 - 128 / 141 / 1.08
+    saved = 100 * 128.0 * share
+    assert is_alone(0.98 * saved) and not is_alone(1.02 * saved), "not worth a capture"
+    assert is_alone(0.98 * 4000 * share, tokens=1) and not is_alone(1.02 * 4000 * share, tokens=1), "a short call"
+    times.total = alone.total = 100 * 128.0
+    assert is_alone(1.02 * saved), "worth it in further calls"
+    times.alone = saved / 0.01
+    assert is_alone(0.0, 10.0), "with it there would be captures, too"
+    times.alone += 10.0 / 0.01
+    assert not is_alone(0.0, 10.0), "now and then one with it"
+    assert is_alone(0.0, 10.0)
     for _ in range(5000):
         accepted.observe(3, 3)
-    assert not is_better_alone(RoundShape(7), accepted, times, alone, 100)
-    assert not is_better_alone(RoundShape(7), Acceptance(), RoundTimes(), alone, 100)
+    assert not is_alone()
+
+
+def test_a_call_of_which_nothing_is_known():
+    """It begins with what the shapes suggest; a drafter that was never tried is, once what it may save is worth it."""
+    accepted, times, alone = Acceptance(), RoundTimes(), RoundTimes()
+    times.expected = ExpectedCosts(256, torch.device("cuda"), {})
+    first = times.expected.first(7)
+
+    def is_alone(*prices, first=first):
+        return is_better_alone(RoundShape(7), first, accepted, times, alone, 100, *prices)
+
+    assert first == RoundShape(0) and is_alone() and not is_alone(first=RoundShape(1))
+    alone.add(RoundShape(0), 10.0, True)
+    # An estimate in favour of drafts; of the share of those accepted it knows nothing.
+    alone.total = 3e3
+    assert is_alone(0.0, 600.0)
+    alone.total = 1e5
+    assert not is_alone(0.0, 600.0)
+    times.add(RoundShape(1), 16.6, True)
+    for number in range(2000):
+        accepted.observe(int(number % 20 < 13), 1)
+    assert is_alone(0.0, 0.0), "as many tokens a millisecond"
+    times.add(RoundShape(1), 12.0, True), times.add(RoundShape(1), 12.0, True)
+    assert not is_alone(0.0, 0.0)
 
 
 def measured(folder):
