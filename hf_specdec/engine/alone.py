@@ -62,5 +62,5 @@ def _substitute(call: Call) -> NoDrafter:
         pool.substitute = NoDrafter(call.model)
     same = {name: getattr(drafter, name) for name in ("compile_rounds", "batch_invariant", "kv_cache_dtype")}
     pool.substitute.configure(**same)
-    pool.substitute.rollouts = drafter.rollouts
+    pool.substitute.rollouts, pool.substitute.observe = drafter.rollouts, drafter.observe
     return pool.substitute

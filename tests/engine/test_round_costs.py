@@ -306,12 +306,16 @@ def test_texts_without_the_drafter(folder, monkeypatch, is_bulk, is_captured):
         return out.sequences[:, inputs["input_ids"].shape[1] :]
 
     monkeypatch.setattr(CostTable, "times", times)
+    observed = []
+    monkeypatch.setattr(type(drafter), "observe", lambda self, prompt, tokens: observed.append([*prompt, *tokens]))
     replay = replay_on_cpu(monkeypatch) if is_captured else None
     expected = plain[:, inputs["input_ids"].shape[1] :]
     for _ in range(2):
         assert torch.equal(call("auto"), expected) and asked
         assert drafter.stats.num_assistant_tokens == 0 and drafter.stats.drafted == 0
         assert {*drafter.stats.rounds_by_k} == {0} and len(drafter.stats.rows) == 3
+    texts = [[*prompt, *row] for prompt, row in zip(prompts, expected.tolist(), strict=True)]
+    assert sorted(observed) == sorted(2 * texts), "a drafter that drafts from texts has those of these calls, too"
     assert torch.equal(call(3), expected)
     assert drafter.stats.num_assistant_tokens == 3
     if is_captured:
