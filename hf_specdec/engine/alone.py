@@ -28,7 +28,10 @@ def times_if_alone(call: Call, target: HostedTarget, rows: int, tokens: float) -
     times = round_times(call, target, shape)
     alone = target.costs_of(_substitute(call)).times(shape._replace(draft_probs=False))
     most = RoundShape(call.num_draft_tokens, shape.num_nodes)
-    first = times.expected.first(min(call.drafter.num_own_draft_tokens, most.num_drafts))
+    # Where nothing is captured, a first call with it finds out at hardly any cost.
+    first = (
+        times.expected.first(min(call.drafter.num_own_draft_tokens, most.num_drafts)) if target.is_captured else most
+    )
     acceptance = pool.acceptance(call.temperature is not None)
 
     def price(has_drafts: bool) -> float:

@@ -214,6 +214,7 @@ def test_a_call_without_the_drafter():
     assert not is_alone()
 
 
+@pytest.mark.usefixtures("shapes_decide")
 def test_a_call_of_which_nothing_is_known():
     """It begins with what the shapes suggest; a drafter that was never tried is, once what it may save is worth it."""
     accepted, times, alone = Acceptance(), RoundTimes(), RoundTimes()

@@ -28,7 +28,7 @@ from hf_specdec.cache.ragged_cache import RaggedCache
 from hf_specdec.drafters.base import MOST_NODES
 from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.drafters.none import NoDrafter
-from hf_specdec.engine import lease
+from hf_specdec.engine import alone, lease
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.kernels.types import Nodes
 
@@ -439,9 +439,11 @@ def scripted(monkeypatch, milliseconds):
     monkeypatch.setattr(lease.SessionLease, "_price", lambda *args: 0.0)
 
 
+@pytest.mark.usefixtures("shapes_decide")
 @pytest.mark.parametrize("is_bulk", [False, True])
 def test_auto_chooses_chains_and_trees_by_what_they_take(is_bulk, monkeypatch):
     replay_on_cpu(monkeypatch)
+    monkeypatch.setattr(alone, "is_better_alone", lambda *_: False)  # whatever the shapes suggest to a CPU
     target, inputs = tiny_target("llama", num_layers=4), padded_prompts([6, 2])
     options = {"max_new_tokens": 64, "do_sample": False, "num_assistant_tokens": "auto", "tree": 31}
     plain = TEXTS.greedy(target, inputs, max_new_tokens=64)
