@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import EosTokenCriteria, LogitsProcessorList
 
 from ..calls.call import Call
 from ..calls.request import Arrived, ContinuousBatching, Request, end, ends_of
-from ..calls.transcript import DECIDED_BY_TOKENS
 from ..device_policy import policy_of
 from ..graphs.buckets import fewer_rows, next_power_of_two, row_sizes
 from ..host.caches import OUTPUT_NAME
@@ -100,7 +99,7 @@ def _most_rows(call: Call, settings: ContinuousBatching) -> int:
 
 def check_continuous(call: Call) -> None:
     """Raise `ValueError` if a call asks for what continuous batching does not have."""
-    others = sorted({type(rule).__name__ for rule in call.criteria if type(rule) not in DECIDED_BY_TOKENS})
+    others = sorted({type(rule).__name__ for rule in call.criteria if type(rule) is not EosTokenCriteria})
     if others:
         raise ValueError(
             f"Continuous batching ends a request at an end-of-sequence token or at max_new_tokens, but the call has "

@@ -171,11 +171,11 @@ def call_of(
     """
     config.use_cache = True  # trainers and servers leave it off for transformers' own continuous batching
     check_call(model, drafter, config.get_generation_mode(drafter), config, synced_gpus)
-    criteria = make_criteria(model, config, stopping_criteria, tokenizer)
     limit = math.ceil(config.max_length if config.max_new_tokens is None else config.max_new_tokens)
     if limit < 1:
         raise ValueError(f"max_new_tokens is {limit}; expected at least 1.")
-    width = len(prompts[0])
+    width, config.max_length = len(prompts[0]), None  # no criterion, so that one is the caller's
+    criteria = make_criteria(model, config, stopping_criteria, tokenizer)
     config.max_length = width + limit
     padding = [width - len(one) for one in prompts]
     columns = [torch.nn.functional.pad(one, (pad, 0)) for one, pad in zip(prompts, padding, strict=True)]

@@ -278,6 +278,21 @@ def test_length_limits(batch):
 
 @pytest.mark.core_for(batch=[1])
 @batches
+def test_criterion_in_place_of_the_length_limit(batch):
+    """It may state more tokens than the settings, or fewer than the prompt, after which there is one token."""
+    target, inputs, _ = free_run(batch)
+    width = inputs["input_ids"].shape[1]
+    for length, expected in ((width + MAX_NEW_TOKENS + 5, width + MAX_NEW_TOKENS + 5), (width - 3, width + 1)):
+        plain = check_greedy(
+            target,
+            inputs,
+            lambda length=length: {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(length)])},
+        )
+        assert plain.shape[1] == expected
+
+
+@pytest.mark.core_for(batch=[1])
+@batches
 def test_more_drafts_than_max_new_tokens(batch):
     target, inputs, _ = free_run(batch)
     for new in cases((1, 2, 5), (1, 5)):
@@ -547,6 +562,8 @@ def test_returned_scores_logits_and_hidden_states(family, batch, engine):
                 assert ours.shape == theirs.shape
                 rows = is_token if step == 0 else alive[:, step]
                 torch.testing.assert_close(ours[rows], theirs[rows], rtol=1e-3, atol=1e-3)
+                if engine == "static":
+                    assert not ours[~rows].any(), "padding has nothing of drafts that were dropped"
 
 
 @pytest.mark.core
