@@ -518,6 +518,9 @@ def test_stock_engine(family):
     assert "prepare_inputs_for_generation" not in vars(target)
     with pytest.raises(ValueError, match=f"lacks the first 20 tokens, which only {OUTPUT_NAME} holds"):
         target.generate(**rest(turn, 20), **OPTIONS, **who, **{OUTPUT_NAME: cache})
+    if family == "gemma3":
+        with pytest.raises(ValueError, match="windows that the text may outgrow, and cannot use a StaticCache"):
+            target.generate(**inputs, **OPTIONS, **who, cache_implementation="static")
 
 
 def test_mismatched_caches_are_refused():
