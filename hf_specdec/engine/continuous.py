@@ -126,7 +126,8 @@ class ContinuousRunner(Runner):
 
     def __init__(self, call: Call, settings: ContinuousBatching, target: HostedTarget):
         blank = torch.empty(0, 0, dtype=torch.int64, device=call.model.device)
-        process = RowsProcessor(BlockProcessor(call.processors, blank, [], call.temperature))
+        block = BlockProcessor(call.processors, blank, [], call.temperature)
+        process = RowsProcessor(block, fails_alone=settings.arrivals is not None)
         super().__init__(call, target, process)
         self._settings = settings
         self._row_sampling = next((one for one in call.processors if type(one) is RowSampling), None)
@@ -408,6 +409,10 @@ class ContinuousRunner(Runner):
                 return self._commit_first_tokens(self._entering, self._known)
             finally:
                 self._process.own = {**running, **self._entering_processors}
+
+    def take_failed(self) -> dict[int, str]:
+        failed, self._process.failed = self._process.failed, {}
+        return failed
 
     def retire(self, row: int) -> None:
         self._process.own.pop(row, None)
