@@ -93,7 +93,7 @@ def generate_batch(
 
     def processors_of(one: Request, call: Call) -> LogitsProcessorList | None:
         allowed, prompt = given.get("prefix_allowed_tokens_fn"), one.prompt.to(model.device)
-        own = None if allowed is None else lambda _, tokens: allowed(one.index, tokens)
+        own = None if allowed is None else lambda _, tokens: allowed(one.index // sequences, tokens)
         asked = given.get("logits_processor"), own
         found = processors_of_prompt(model, config, prompt, call.max_new_tokens, one.ends, *asked)
         return None if are_of_all_rows(found) else found

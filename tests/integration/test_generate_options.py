@@ -197,6 +197,20 @@ def test_prefix_constraint_that_knows_one_text(batch):
     assert new_tokens(inputs, shaped) == text
 
 
+@pytest.mark.parametrize("engine", ["static", "stock"])
+def test_prefix_constraint_of_each_prompt(engine):
+    """A constraint is told the number of the prompt, not that of one of its sequences."""
+    target, inputs = target_and_inputs(3)
+    options = {"do_sample": True, "top_k": 1, "num_return_sequences": 2, "max_new_tokens": 6}
+    options["prefix_allowed_tokens_fn"] = lambda number, tokens: [10 + 3 * number, 11 + 3 * number]
+    plain, drafter = target.generate(**inputs, **options), random_eagle3(target).configure(engine=engine)
+    assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), plain)
+    if engine == "static":
+        rows = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+        found = target.generate_batch([row[mask.bool()] for row, mask in rows], assistant_model=drafter, **options)
+        assert [one.generated_tokens for one in found.values()] == plain[:, inputs["input_ids"].shape[1] :].tolist()
+
+
 @batches
 def test_sampling_with_one_candidate_is_greedy(batch):
     """With top_k = 1 sampling has one outcome, which goes through the warpers and rejection sampling."""
