@@ -40,19 +40,21 @@ class HiddenStates:
             ours[rows, :slots] = theirs[taken, :slots]
 
     def steps(
-        self, prompt_lengths: Sequence[int], cached_lengths: Sequence[int], width: int, num_steps: int
+        self, prompt_lengths: Sequence[int], cached_lengths: Sequence[int], width: int, num_tokens: Sequence[int]
     ) -> tuple[tuple[torch.Tensor, ...], ...]:
         """As `generate()` returns them: first the padded prompt of `width` columns without cached ones, then
-        one position a step."""
+        one position a step; zeros for a row that has all of its `num_tokens` new tokens."""
 
         def gather(buffer: torch.Tensor, step: int) -> torch.Tensor:
             if step > 0:
                 rows = torch.arange(len(buffer), device=buffer.device)
-                return buffer[rows, torch.tensor(prompt_lengths, device=buffer.device) - 1 + step][:, None]
+                out = buffer[rows, torch.tensor(prompt_lengths, device=buffer.device) - 1 + step][:, None]
+                out[[row for row, count in enumerate(num_tokens) if step >= count]] = 0
+                return out
             out = buffer.new_zeros(len(buffer), width, *buffer.shape[2:])
             for row, (length, cached) in enumerate(zip(prompt_lengths, cached_lengths, strict=True)):
                 out[row, width - (length - cached) :] = buffer[row, cached:length]
             return out
 
         buffers = [one.view(*one.shape[:2], *shape) for one, shape in zip(self.buffers, self._shapes, strict=True)]
-        return tuple(tuple(gather(buffer, step) for buffer in buffers) for step in range(num_steps))
+        return tuple(tuple(gather(buffer, step) for buffer in buffers) for step in range(max(num_tokens)))

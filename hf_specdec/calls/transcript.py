@@ -56,7 +56,7 @@ class Transcript:
         prompts: `[B, P]` int64, left-padded, as given to `generate()`.
         pad_token: what finished rows continue with; None if no criterion knows an end-of-sequence token, in which
             case rows go on until all of them are stopped, as in plain `generate()`.
-        max_new_tokens: size of the buffers.
+        max_new_tokens: after so many all rows end, whatever length `criteria` state.
         streamer: gets the tokens `[B]` of each finalised step, on the CPU.
         kept: which records `add` is given to keep.
     """
@@ -75,8 +75,7 @@ class Transcript:
         self._host_criteria = StoppingCriteriaList(rule for rule in called if type(rule) in _JUDGE_ANYWHERE)
         self._criteria = StoppingCriteriaList(rule for rule in called if type(rule) not in _JUDGE_ANYWHERE)
         self._ends = end_tokens_of(criteria)
-        lengths = [rule.max_length for rule in criteria if type(rule) is MaxLengthCriteria]
-        self._max_length = min(lengths, default=self._width + max_new_tokens)
+        self._max_new_tokens = max_new_tokens
         self._pad_token = pad_token
         self._streamer = None if streamer is None else CallersStreamer(streamer)
         self._device = prompts.device
@@ -90,6 +89,7 @@ class Transcript:
         # Rows that have stopped, further tokens of which are ignored: those that are padded then.
         self.done = self.stopped
         self.steps, self.is_complete = 0, False
+        self.num_tokens = [0] * batch  # of each row so far, without padding
 
     @property
     def sequences(self) -> torch.Tensor:
@@ -143,12 +143,13 @@ class Transcript:
             for kept in record:
                 if step < len(kept):
                     kept[step] = None  # a view would keep the scores of a whole round in memory
+        self.num_tokens = [count + (not done) for count, done in zip(self.num_tokens, self.done, strict=True)]
         tokens = torch.tensor(column)
         for text in {self._sequences, self._shown}:
             text[:, self._width + step] = tokens
         self.steps += 1
 
-        is_last = self._width + self.steps >= self._max_length
+        is_last = self.steps >= self._max_new_tokens
         self.stopped = [is_last or one or token in self._ends for one, token in zip(self.stopped, column, strict=True)]
         if self._host_criteria or self._criteria:
             self.stopped = [any(one) for one in zip(self.stopped, *self._stops_by_criteria(), strict=True)]

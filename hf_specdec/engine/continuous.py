@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import EosTokenCriteria, LogitsProcessorList
 
 from ..calls.call import Call
 from ..calls.request import Arrived, ContinuousBatching, Request, end, ends_of
-from ..calls.transcript import DECIDED_BY_TOKENS
 from ..device_policy import policy_of
 from ..graphs.buckets import fewer_rows, next_power_of_two, row_sizes
 from ..host.caches import OUTPUT_NAME
@@ -100,7 +99,7 @@ def _most_rows(call: Call, settings: ContinuousBatching) -> int:
 
 def check_continuous(call: Call) -> None:
     """Raise `ValueError` if a call asks for what continuous batching does not have."""
-    others = sorted({type(rule).__name__ for rule in call.criteria if type(rule) not in DECIDED_BY_TOKENS})
+    others = sorted({type(rule).__name__ for rule in call.criteria if type(rule) is not EosTokenCriteria})
     if others:
         raise ValueError(
             f"Continuous batching ends a request at an end-of-sequence token or at max_new_tokens, but the call has "
@@ -127,7 +126,8 @@ class ContinuousRunner(Runner):
 
     def __init__(self, call: Call, settings: ContinuousBatching, target: HostedTarget):
         blank = torch.empty(0, 0, dtype=torch.int64, device=call.model.device)
-        process = RowsProcessor(BlockProcessor(call.processors, blank, [], call.temperature))
+        block = BlockProcessor(call.processors, blank, [], call.temperature)
+        process = RowsProcessor(block, fails_alone=settings.arrivals is not None)
         super().__init__(call, target, process)
         self._settings = settings
         self._row_sampling = next((one for one in call.processors if type(one) is RowSampling), None)
@@ -409,6 +409,10 @@ class ContinuousRunner(Runner):
                 return self._commit_first_tokens(self._entering, self._known)
             finally:
                 self._process.own = {**running, **self._entering_processors}
+
+    def take_failed(self) -> dict[int, str]:
+        failed, self._process.failed = self._process.failed, {}
+        return failed
 
     def retire(self, row: int) -> None:
         self._process.own.pop(row, None)

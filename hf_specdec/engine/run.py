@@ -265,6 +265,7 @@ class Run:
                 self._occupants[row] = request
         self._launched.append(_Launched(self._entering, *first))
         self._entering = []
+        self._withdraw_failed()
 
     def _receive(self, arrivals: Arrivals) -> bool:
         """Take what has arrived; wait for it if there is nothing to do. Returns whether it has waited."""
@@ -421,6 +422,7 @@ class Run:
         report = RoundReport(result, logprobs, runner.state.logprobs, walk)
         self._launched.append(_Launched(occupied, report, records, drafted, is_typical, start, end))
         self._last = drafted, end
+        self._withdraw_failed()
 
     def _read_results(self, rounds_ahead: int) -> None:
         """Read the results of all rounds but the last `rounds_ahead`."""
@@ -520,6 +522,12 @@ class Run:
             if not any(one is request for _, one in self._entering):
                 self._tokens_waiting -= request.left
             end(request, now, self._settings)
+
+    def _withdraw_failed(self) -> None:
+        """End the requests whose logits processors have failed in what was launched last."""
+        for row, error in self._runner.take_failed().items():
+            if self._occupants[row] is not None:
+                self._withdraw(self._occupants[row], error)
 
     def _retire(self, row: int, request: Request, now: float) -> None:
         """Let `request`, which has ended, leave its row."""

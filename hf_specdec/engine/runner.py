@@ -109,6 +109,10 @@ class Runner:
         if kept is not None and call.inputs is None and call.cache is None and call.drafter.rollouts is not None:
             call.drafter.rollouts.keep(kept.buffers[0][row, : request.length - 1, 0], request.prompt, request.tokens)
 
+    def take_failed(self) -> dict[int, str]:
+        """Errors of logits processors of rows, of the round or the first tokens before, by row."""
+        return {}
+
     def retire(self, row: int) -> None:
         """The request of `row` has ended, or waits again."""
 

@@ -223,9 +223,11 @@ class Lockstep(Runner):
             prefill_drafter(state, call.drafter, max(prompts.cached_lengths), self.lease.prefill.chunk_size)
 
     def run_rounds(self, run: Run) -> None:
-        """Run rounds until every row has ended; then fill the user's cache, and keep the session for other calls."""
+        """Run rounds until every row has ended; then end the streamer, which may raise, fill the user's cache, and keep
+        the session for other calls."""
         with settled_on_error(self.session):
             run.run()
+            run.transcript.finish()
             if run.rounds_by_shape:
                 self.execution = self.lease.execution(next(iter(run.rounds_by_shape)))
             self._hand_over_cache(run.transcript)
@@ -270,12 +272,11 @@ class Lockstep(Runner):
         return most
 
     def complete(self, run: Run) -> SpeculativeOutput | torch.Tensor:
-        """End the call: the rest of the user's cache, the streamer, statistics. Returns what `generate()` does."""
+        """End the call: the rest of the user's cache, statistics. Returns what `generate()` does."""
         call, transcript = self._call, run.transcript
         if call.cache is not None:
             with user_code():
                 self._finished.complete(call.cache)
-        transcript.finish()
         stats = run.stats(call, self._shape.draft_probs)
         if not call.config.return_dict_in_generate:
             return self._sequences
@@ -286,7 +287,7 @@ class Lockstep(Runner):
             sequences=self._sequences,
             scores=transcript.record("scores"),
             logits=transcript.record("logits"),
-            hidden_states=None if kept is None else kept.steps(*given, transcript.steps),
+            hidden_states=None if kept is None else kept.steps(*given, transcript.num_tokens),
             **{OUTPUT_NAME: self._cache},
             speculation=stats,
             logprobs=logprobs.get("processed"),

@@ -115,7 +115,7 @@ def logits_processors(
         processors, prefix_allowed_tokens_fn: as of `generate()`.
     """
     config = copy.copy(config)
-    config.max_length = len(prompt) + max_new_tokens
+    config.max_length, config.num_return_sequences = len(prompt) + max_new_tokens, 1
     config._eos_token_tensor = torch.tensor(sorted(ends), device=prompt.device) if ends else None
     return model._get_logits_processor(
         generation_config=config,
@@ -151,7 +151,11 @@ mask_length = attribute(
     since="after 5.17",
     is_needed=False,
 )
-# Of a `PrefixConstrainedLogitsProcessor`: its function of the number of a row and its text `[n]`.
+# Of a `PrefixConstrainedLogitsProcessor`: its function of the number of a prompt and a text `[n]`, and how many rows a
+# prompt has.
+rows_of_prompt = attribute(
+    "transformers:PrefixConstrainedLogitsProcessor", "_num_beams", why="tells of which prompt a row is"
+)
 allowed_tokens_of = attribute(
     "transformers:PrefixConstrainedLogitsProcessor", "_prefix_allowed_tokens_fn", why="runs for rows that live only"
 )

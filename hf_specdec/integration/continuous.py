@@ -93,7 +93,7 @@ def generate_batch(
 
     def processors_of(one: Request, call: Call) -> LogitsProcessorList | None:
         allowed, prompt = given.get("prefix_allowed_tokens_fn"), one.prompt.to(model.device)
-        own = None if allowed is None else lambda _, tokens: allowed(one.index, tokens)
+        own = None if allowed is None else lambda _, tokens: allowed(one.index // sequences, tokens)
         asked = given.get("logits_processor"), own
         found = processors_of_prompt(model, config, prompt, call.max_new_tokens, one.ends, *asked)
         return None if are_of_all_rows(found) else found
@@ -171,11 +171,11 @@ def call_of(
     """
     config.use_cache = True  # trainers and servers leave it off for transformers' own continuous batching
     check_call(model, drafter, config.get_generation_mode(drafter), config, synced_gpus)
-    criteria = make_criteria(model, config, stopping_criteria, tokenizer)
     limit = math.ceil(config.max_length if config.max_new_tokens is None else config.max_new_tokens)
     if limit < 1:
         raise ValueError(f"max_new_tokens is {limit}; expected at least 1.")
-    width = len(prompts[0])
+    width, config.max_length = len(prompts[0]), None  # no criterion, so that one is the caller's
+    criteria = make_criteria(model, config, stopping_criteria, tokenizer)
     config.max_length = width + limit
     padding = [width - len(one) for one in prompts]
     columns = [torch.nn.functional.pad(one, (pad, 0)) for one, pad in zip(prompts, padding, strict=True)]

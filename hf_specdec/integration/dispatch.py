@@ -11,7 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 
 from ..auto_k.auto_drafts import CANDIDATES
 from ..calls.call import Call
@@ -190,6 +197,10 @@ def generate_with_drafter(
     `SpeculativeOutput.logprobs`), `adapter_names` (as of PEFT's own `generate()`) and `tree` (see `Drafter.configure`)
     besides. Raises `ValueError` if no engine can run the call, or what was given is wrong.
     """
+    # A criterion of the caller takes the place of the limit that the settings state; it is asked after a token.
+    limits = [rule.max_length for rule in stopping_criteria if type(rule) is MaxLengthCriteria]
+    longest = math.ceil(min(limits, default=generation_config.max_length))
+    generation_config.max_length = max(longest, input_ids.shape[1] + 1)
     prompts, mask, cache = _read_inputs(model, input_ids, generation_config, model_kwargs)
     check_processors(logits_processor)
     call = new_call(
@@ -239,7 +250,6 @@ def _read_inputs(
     # A cache of states only does not know how many tokens it holds.
     cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
     check_prompts(input_ids, mask, cache, model_kwargs)
-    config.max_length = math.ceil(config.max_length)
     check_cache(cache, config)
     return read_prompts(input_ids.long(), mask, mask_length(config), cache), mask, cache
 

@@ -25,7 +25,7 @@ from transformers import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from ..host.generation import allowed_tokens_of
+from ..host.generation import allowed_tokens_of, rows_of_prompt
 from ..modules.patch import user_code
 from ..state import DecodeState
 from .logits import MaskTokenLogitsProcessor, RowSampling, RowTemperature, divide
@@ -128,8 +128,8 @@ def processors_of_row(processors: LogitsProcessorList, row: int, batch: int) -> 
             return processor
         if type(processor) is PrefixConstrainedLogitsProcessor:
             # A constraint may be one of the row, and fail on the texts of others.
-            allowed_tokens = allowed_tokens_of(processor)
-            return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed_tokens(row, tokens), num_beams=1)
+            allowed_tokens, prompt = allowed_tokens_of(processor), row // rows_of_prompt(processor)
+            return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed_tokens(prompt, tokens), num_beams=1)
         return _InBatch(processor, row, batch)
 
     return LogitsProcessorList(map(of_row, processors))
@@ -225,10 +225,10 @@ class BlockProcessor:
         # A constraint may fail on texts outside of its grammar, such as rows that are cut or filled to a call's length.
         if type(processor) is not PrefixConstrainedLogitsProcessor:
             return processor
-        allowed_tokens = allowed_tokens_of(processor)
+        allowed_tokens, count = allowed_tokens_of(processor), rows_of_prompt(processor)
 
         def allowed(row: int, tokens: torch.Tensor) -> list[int]:
-            return allowed_tokens(row, tokens) if row in self._current_rows else [0]
+            return allowed_tokens(row // count, tokens) if row in self._current_rows else [0]
 
         return PrefixConstrainedLogitsProcessor(allowed, num_beams=1)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 
 import torch
 from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
+from ..errors import first_line
 from ..modules.patch import user_code
 from ..state import DecodeState
 from .logits import certain
 from .processors import BlockProcessor
+
+logger = logging.getLogger(__name__)
 
 # Where transformers' own processors are, which are defined for every text.
 _DEFINED_EVERYWHERE = "transformers.generation.logits_process"
@@ -26,14 +30,17 @@ class RowsProcessor:
 
     Args:
         shared: of all other rows; it reads no text.
+        fails_alone: whether an error of a row's processors is noted, and not raised.
 
     Attributes:
         own: the processors of the rows that have some, by row.
+        failed: errors that are noted, by row; the scores of such rows mean nothing.
     """
 
-    def __init__(self, shared: BlockProcessor):
-        self._shared = shared
+    def __init__(self, shared: BlockProcessor, fails_alone: bool):
+        self._shared, self._fails_alone = shared, fails_alone
         self.own: dict[int, LogitsProcessorList] = {}
+        self.failed: dict[int, str] = {}
 
     @property
     def key(self) -> Hashable | None:
@@ -50,7 +57,14 @@ class RowsProcessor:
         for row, (length, limit, top_k, is_finished) in enumerate(torch.stack(numbers, dim=1).tolist()):
             if row in own and not is_finished:
                 text, most = torch.cat([state.tokens[row, :length], block[row, 1:]]), limit - length
-                processed = _processed(own[row], logits[row, :most], text, length, state, row)
+                try:
+                    processed = _processed(own[row], logits[row, :most], text, length, state, row)
+                except Exception as error:
+                    if not self._fails_alone:
+                        raise
+                    logger.exception("The logits processors of a request have failed.")
+                    self.failed[row] = f"{type(error).__name__}: {first_line(error)}"
+                    continue
                 # A greedy request beside sampled ones.
                 scores[row, :most] = certain(processed) if state.is_sampling and top_k == 0 else processed
         return scores

@@ -189,7 +189,7 @@ class SpeculativeBatchingManager:
             streaming: whether a result is delivered after every round, with all tokens so far.
             record_timestamps: whether results have a time for each token.
             options: `seed`, of its random numbers; `adapter_name`, of its LoRA adapter, or `"__base__"` (those that are
-                active if not given); `stop_strings` with a `tokenizer`, which end it;
+                active if not given); `stop_strings` (the generation config's if None) with a `tokenizer`, which end it;
                 `return_logprobs`, as of the manager's settings; with
                 `per_request_processors` also `do_sample`, `temperature` (0 for greedy decoding), `top_k`, `top_p`,
                 other settings of a generation config for logits processors (`PROCESSOR_OPTIONS`), such as

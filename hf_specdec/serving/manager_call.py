@@ -69,7 +69,7 @@ class ManagedCall:
             config.do_sample, config.temperature, config.top_k, config.top_p = True, 1.0, 0, 1.0
             processors.append(RowSampling())
         ends = sorted(end_tokens(self.config, None))
-        config.eos_token_id, config.num_return_sequences = ends or None, 1
+        config.eos_token_id, config.num_return_sequences, config.stop_strings = ends or None, 1, None
         if config.pad_token_id is None:
             config.pad_token_id = (ends or [0])[0]
         # Requests have limits of their own; this one bounds the drafts of a round.

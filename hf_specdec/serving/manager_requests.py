@@ -107,6 +107,8 @@ class RequestFactory:
         seed, stop_strings, tokenizer, processors, adapter, logprobs = (
             options.pop(name, None) for name in _OWN_OPTIONS
         )
+        if stop_strings is None:
+            stop_strings = self._config.stop_strings
         self._check_options(options, processors)
         check_adapters(self._model, None if adapter is None else [adapter])
         limit = self._limit(max_new_tokens, len(prompt))
@@ -148,7 +150,7 @@ class RequestFactory:
         if not found:
             return None
         if tokenizer is None:
-            raise ValueError(f"stop_strings is {strings!r}, but tokenizer is not set; expected both.")
+            raise ValueError(f"stop_strings is {strings!r}, but the request has no tokenizer; expected both.")
         return self._criteria(tokenizer, tuple(found))
 
     def why_too_long(self, num_tokens: int) -> str | None:

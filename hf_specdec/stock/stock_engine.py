@@ -395,11 +395,13 @@ def check_stock_call(call: Call, model_kwargs: dict[str, Any]) -> None:
             "assistant_model: transformers runs it in its own loop, one row at a time."
         )
     cache, kinds = given_cache(model_kwargs), configured_layers(call.model)
+    static = [] if cache is None else [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
     # Static layers write into their tensors, which `ReplayCache` does not copy.
-    is_static = cache is not None and any(isinstance(layer, StaticLayer) for layer in cache.layers)
-    if (kinds.keeps_states and is_static) or (not kinds.knows_length and is_of_caller(cache)):
+    is_lost = (kinds.keeps_states and static) or (not kinds.knows_length and is_of_caller(cache))
+    if is_lost or any(not getattr(layer, "is_croppable", True) for layer in static):
+        what = "recurrent layers" if is_lost else "windows that the text may outgrow"
         raise ValueError(
-            f"{name} has recurrent layers, and cannot use a {type(cache).__name__} with a drafter: {reason}. Pass the "
+            f"{name} has {what}, and cannot use a {type(cache).__name__} with a drafter: {reason}. Pass the "
             "whole text without that cache, or generate without assistant_model."
         )
     if prompts.hidden:

@@ -15,6 +15,7 @@ from model_state import unchecked
 from oracle import RANDOM_DRAFTERS, SELDOM, OracleDrafter, copy_of, random_eagle3
 from targets import PAD, VOCAB, new_target, padded_prompts, tiny_target
 from transformers import DynamicCache, StaticCache
+from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.calls.kv_transfer import DeferredCache, FinishedCall
 from hf_specdec.engine.static_engine import REREAD_PER_NEW_TOKEN
@@ -469,6 +470,30 @@ def test_processors_and_hidden_states(given):
             torch.testing.assert_close(layer, reference, atol=1e-4, rtol=1e-4)
 
 
+class Closed(BaseStreamer):
+    """As one whose consumer has gone away."""
+
+    def put(self, value):
+        pass
+
+    def end(self):
+        raise BrokenPipeError
+
+
+def test_a_cache_is_as_it_was_after_an_error_of_the_streamer():
+    """It is filled when nothing can fail any more; else the caller could not go on with the text that it has."""
+    target, inputs = tiny_target("qwen3-next"), padded_prompts([9, 1, 5])
+    drafter, cache = copy_of(target, noise=0.02), DynamicCache(config=target.config)
+    first = target.generate(**inputs, **OPTIONS, **{OUTPUT_NAME: cache})
+    turn, held = next_turn(inputs, first.sequences), cache.get_seq_length()
+    expected = target.generate(**turn, **OPTIONS).sequences
+    given = turn | OPTIONS | {OUTPUT_NAME: cache, "assistant_model": drafter}
+    with pytest.raises(BrokenPipeError):
+        target.generate(**given, streamer=Closed())
+    assert cache.get_seq_length() == held
+    assert torch.equal(target.generate(**given).sequences, expected)
+
+
 @pytest.mark.core_for(family=["gemma3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-next"])
 def test_stock_engine(family):
@@ -493,6 +518,9 @@ def test_stock_engine(family):
     assert "prepare_inputs_for_generation" not in vars(target)
     with pytest.raises(ValueError, match=f"lacks the first 20 tokens, which only {OUTPUT_NAME} holds"):
         target.generate(**rest(turn, 20), **OPTIONS, **who, **{OUTPUT_NAME: cache})
+    if family == "gemma3":
+        with pytest.raises(ValueError, match="windows that the text may outgrow, and cannot use a StaticCache"):
+            target.generate(**inputs, **OPTIONS, **who, cache_implementation="static")
 
 
 def test_mismatched_caches_are_refused():

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
+    MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -264,6 +265,10 @@ class Never(StoppingCriteria):
     ("options", "words"),
     [
         ({"stopping_criteria": StoppingCriteriaList([Never()])}, "the call has Never; expected no other stopping"),
+        (
+            {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(9)])},
+            "the call has MaxLengthCriteria; expected",
+        ),
         ({"guidance_scale": 1.3}, "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state"),
         ({"streamer": Silent()}, "does not support a streamer"),
         ({"return_dict_in_generate": True, "output_scores": True}, "does not support output_scores"),

@@ -197,6 +197,20 @@ def test_prefix_constraint_that_knows_one_text(batch):
     assert new_tokens(inputs, shaped) == text
 
 
+@pytest.mark.parametrize("engine", ["static", "stock"])
+def test_prefix_constraint_of_each_prompt(engine):
+    """A constraint is told the number of the prompt, not that of one of its sequences."""
+    target, inputs = target_and_inputs(3)
+    options = {"do_sample": True, "top_k": 1, "num_return_sequences": 2, "max_new_tokens": 6}
+    options["prefix_allowed_tokens_fn"] = lambda number, tokens: [10 + 3 * number, 11 + 3 * number]
+    plain, drafter = target.generate(**inputs, **options), random_eagle3(target).configure(engine=engine)
+    assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), plain)
+    if engine == "static":
+        rows = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+        found = target.generate_batch([row[mask.bool()] for row, mask in rows], assistant_model=drafter, **options)
+        assert [one.generated_tokens for one in found.values()] == plain[:, inputs["input_ids"].shape[1] :].tolist()
+
+
 @batches
 def test_sampling_with_one_candidate_is_greedy(batch):
     """With top_k = 1 sampling has one outcome, which goes through the warpers and rejection sampling."""
@@ -274,6 +288,21 @@ def test_length_limits(batch):
         assert check_greedy(target, inputs, dict, lambda new=new: {"max_new_tokens": new}).shape[1] == width + new
         limit = {"max_new_tokens": None, "max_length": width + new}
         assert check_greedy(target, inputs, dict, lambda limit=limit: limit).shape[1] == width + new
+
+
+@pytest.mark.core_for(batch=[1])
+@batches
+def test_criterion_in_place_of_the_length_limit(batch):
+    """It may state more tokens than the settings, or fewer than the prompt, after which there is one token."""
+    target, inputs, _ = free_run(batch)
+    width = inputs["input_ids"].shape[1]
+    for length, expected in ((width + MAX_NEW_TOKENS + 5, width + MAX_NEW_TOKENS + 5), (width - 3, width + 1)):
+        plain = check_greedy(
+            target,
+            inputs,
+            lambda length=length: {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(length)])},
+        )
+        assert plain.shape[1] == expected
 
 
 @pytest.mark.core_for(batch=[1])
@@ -547,6 +576,8 @@ def test_returned_scores_logits_and_hidden_states(family, batch, engine):
                 assert ours.shape == theirs.shape
                 rows = is_token if step == 0 else alive[:, step]
                 torch.testing.assert_close(ours[rows], theirs[rows], rtol=1e-3, atol=1e-3)
+                if engine == "static":
+                    assert not ours[~rows].any(), "padding has nothing of drafts that were dropped"
 
 
 @pytest.mark.core

@@ -696,6 +696,10 @@ def test_stop_strings_of_a_request(running, monkeypatch):
     none = manager.add_request(prompts()[0], stop_strings=[], tokenizer=tokenizer, **options)
     assert texts_of(manager, [name, none]) == [whole, whole]
     assert len(texts) < 10, "the text is not put together for every token"
+    settings = running(target, manager.drafter, stop_strings=[word])  # as of a model that has some in its files
+    name = settings.add_request(prompts()[0], tokenizer=tokenizer, **options)
+    none = settings.add_request(prompts()[0], stop_strings=[], **options)
+    assert texts_of(settings, [name, none]) == [stopped, whole]
 
 
 WRONG = [
@@ -708,7 +712,7 @@ WRONG = [
     ({"stop_strings": 5}, "stop_strings is 5; expected a string or a list of them"),
     ({"eos_token_id": list(range(17))}, "eos_token_id has 17 tokens; expected at most 16"),
     ({"seed": 0.5}, "seed is 0.5; expected an integer of 64 bits"),
-    ({"stop_strings": "x"}, "stop_strings is 'x', but tokenizer is not set"),
+    ({"stop_strings": "x"}, "stop_strings is 'x', but the request has no tokenizer"),
     ({"num_beams": 3}, "num_beams cannot be set for a request; expected some of seed"),
     ({"temperature": 0.3}, "temperature was set for a request, but the manager samples all requests alike"),
 ]

@@ -71,6 +71,45 @@ def expected_of(family="llama", with_settings=False):
     return [alone(target_of(family), PROMPTS[number], **options) for number, options in asked]
 
 
+class Raises(LogitsProcessor):
+    """Fails at a call, the first of which is for the first token."""
+
+    def __init__(self, call):
+        self.calls_left = call
+
+    def __call__(self, input_ids, scores):
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise ZeroDivisionError("of the caller")
+        return scores
+
+
+@pytest.mark.core_for(captures=[False])
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_request_whose_processors_fail_ends_alone(monkeypatch, captures):
+    if captures:
+        replay_on_cpu(monkeypatch)
+    target, prompt = target_of(), PROMPTS[4]
+    with running(target, random_eagle3(target), rows=2) as manager:
+        names, failing = [], []
+        for number, call in enumerate((1, 6, 12)):
+            failing.append(manager.add_request(prompt, logits_processor=[Raises(call)], eos_token_id=-1))
+            names.append(manager.add_request(PROMPTS[number]))
+        assert texts_of(manager, names) == expected_of()[:3]
+        whole = alone(target, prompt, eos_token_id=None)
+        for name in failing:
+            result = manager.get_result(name, timeout=60)
+            assert (result.status, result.error) == (RequestStatus.FAILED, "ZeroDivisionError: of the caller")
+            assert (
+                len(result.generated_tokens) < NEW and result.generated_tokens == whole[: len(result.generated_tokens)]
+            )
+        assert texts_of(manager, [manager.add_request(prompt, eos_token_id=-1)]) == [whole]
+    with pytest.raises(ZeroDivisionError, match="of the caller"):
+        target.generate_batch(
+            [prompt], assistant_model=manager.drafter, logits_processor=[Raises(3)], do_sample=False, max_new_tokens=NEW
+        )
+
+
 @pytest.mark.core_for(captures=[False])
 @pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize(

@@ -375,6 +375,7 @@ def test_ends_of_answers(monkeypatch, folders, tmp_path):
     end = said[6]
     ending = copy.deepcopy(target)
     ending.generation_config.eos_token_id = ending.generation_config.pad_token_id = end
+    ending.generation_config.stop_strings = ["nowhere"]  # which the model's own settings have
     ending.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
 
@@ -396,7 +397,7 @@ def test_ends_of_answers(monkeypatch, folders, tmp_path):
         answer = client.ask(prompt, max_tokens=new, extra_body={"ignore_eos": True})
         assert content(answer) == whole and answer.choices[0].finish_reason == "length"
         answer = client.ask(prompt, max_tokens=new, extra_body={"min_tokens": 12})
-        options = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": 12}
+        options = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": 12, "tokenizer": tokenizer}
         expected = ending.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
         assert content(answer) == tokenizer.decode(expected) and answer.usage.completion_tokens == len(expected) > 7
 
