@@ -51,8 +51,9 @@ def without_drafter(call: Call, times: RoundTimes) -> Iterator[Call]:
     substitute = _substitute(call)
     # One pool, so that either call finds what the other one keeps where memory is short.
     substitute.sessions = sessions_of(call.drafter)
+    reason = f"{call.reason}; without the drafter, whose drafts are not expected to pay for so many rows"
     try:
-        yield replace(call, drafter=substitute, num_draft_tokens=0, num_nodes=0, chooses_trees=False)
+        yield replace(call, drafter=substitute, num_draft_tokens=0, num_nodes=0, chooses_trees=False, reason=reason)
     finally:
         substitute.sessions = None
     call.drafter._last_stats = stats = substitute.stats

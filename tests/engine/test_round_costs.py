@@ -314,6 +314,10 @@ def test_texts_without_the_drafter(folder, monkeypatch, is_bulk, is_captured):
     for _ in range(2):
         assert torch.equal(call("auto"), expected) and asked
         assert drafter.stats.num_assistant_tokens == 0 and drafter.stats.drafted == 0
+        assert (
+            drafter.stats.reason
+            == "the target and the call fit; without the drafter, whose drafts are not expected to pay for so many rows"
+        )
         assert {*drafter.stats.rounds_by_k} == {0} and len(drafter.stats.rows) == 3
     texts = [[*prompt, *row] for prompt, row in zip(prompts, expected.tolist(), strict=True)]
     assert sorted(observed) == sorted(2 * texts), "a drafter that drafts from texts has those of these calls, too"
