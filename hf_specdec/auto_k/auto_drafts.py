@@ -13,7 +13,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
@@ -26,10 +26,11 @@ from ..state import RoundShape
 CANDIDATES = (0, 1, 2, 3, 5, 7)
 TREES = (RoundShape(3, 15), RoundShape(7, 15), RoundShape(7, 31), RoundShape(7, 47))
 
-# Tokens, all rows together, whose computation takes as long as reading the weights does (one H200, vLLM 0.26,
-# Llama-3.1-8B shapes: 6.1 ms for 64, 10.8 ms for 256, 29.9 ms for 1024); of a CPU, for each thread (SmolLM2, two of
-# them: 65 ms for 1, 119 for 4, 128 for 8).
-_RIDGE, _RIDGE_OF_THREAD = 185.0, 2.0
+# Tokens, all rows together, whose computation takes as long as reading the weights that they use does (one H200,
+# Llama-3.1-8B shapes: 10.0 ms for 256, 16.6 for 512, 23.4 for 768); of a CPU, for each thread (SmolLM2, two of them: 65
+# ms for 1, 119 for 4, 128 for 8). Bytes that are read while a layer waits for the one before, as it does on a GPU
+# whatever its size (one H200: 0.63 ms for the 30 layers of SmolLM2, of which reading takes 0.06).
+_RIDGE, _RIDGE_OF_THREAD, _BYTES_OF_LAYER = 142.0, 2.0, 1e8
 # The most tokens of a round of trees: beyond, what a tree has more than a chain is no longer nearly free (one H200, 8B
 # shapes: 4.75 ms for 32, 5.56 for 64, 6.39 for 128).
 _MOST_TREE_TOKENS = 128
@@ -57,8 +58,8 @@ _HYSTERESIS = 0.01
 # that are expected to follow, in this call or others.
 _CONFIDENCE, _HORIZON = 0.5, 4000.0
 # How many more tokens a millisecond rounds with the drafter must have than those without: prompts go through it, too,
-# and rows end apart (256 rows of an 8B target, one H200: as many, and 8 % fewer tokens a second of the call).
-_LEAST_GAIN = 0.08
+# and rows end apart (256 rows of an 8B target, one H200: as many, but 8 % fewer tokens a second of the call).
+_LEAST_GAIN = 0.1
 # Rounds in which a K is tried of which no time is known, or in which it is tried again. The first is not timed, since
 # what comes with a change of K is not part of a round.
 _ROUNDS_TO_TRY, _ROUNDS_TO_RETRY = 4, 2
@@ -75,19 +76,31 @@ def no_memory(drafted: RoundShape) -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError(f"There is no memory for rounds of {max(drafted)} drafts.")
 
 
+class Pass(NamedTuple):
+    """What passes of a model read: bytes of weights, those that a token uses, layers one after the other."""
+
+    num_bytes: float
+    used_by_token: float = 0.0
+    num_layers: int = 0
+
+
 class ExpectedCosts:
-    """How long rounds of `rows` rows on `device` are expected to take, in times of reading the target's weights.
+    """How long rounds of `rows` rows on `device` are expected to take, relative to each other.
 
     Args:
-        drafting: by K, the bytes of weights that drafting reads, over those of the target, as far as they are known.
+        target: its pass.
+        drafting: by K, all passes of the drafter, as far as they are known.
     """
 
-    def __init__(self, rows: int, device: torch.device, drafting: Mapping[int, float]) -> None:
-        ridge = _RIDGE_OF_THREAD * torch.get_num_threads() if device.type == "cpu" else _RIDGE
-        self._of_column, self._drafting = rows / ridge, drafting
+    def __init__(self, rows: int, device: torch.device, target: Pass, drafting: Mapping[int, Pass]) -> None:
+        is_cpu = device.type == "cpu"
+        ridge, of_layer = (_RIDGE_OF_THREAD * torch.get_num_threads(), 0.0) if is_cpu else (_RIDGE, _BYTES_OF_LAYER)
+        self._of_column = rows * target.used_by_token / ridge
+        self._fixed, *drafts = (one.num_bytes + of_layer * one.num_layers for one in (target, *drafting.values()))
+        self._drafting = dict(zip(drafting, drafts, strict=True))
 
     def __call__(self, drafted: RoundShape, factor: float = 1.0) -> float:
-        return factor * (1 + self._drafting.get(drafted.num_drafts, 0.0)) + self._of_column * drafted.width
+        return factor * (self._fixed + self._drafting.get(drafted.num_drafts, 0.0)) + self._of_column * drafted.width
 
     def low_ratio(self, drafted: RoundShape, other: RoundShape) -> float:
         """A low estimate of how many times as long as with `other` a round takes with `drafted`."""

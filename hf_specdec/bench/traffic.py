@@ -12,13 +12,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..drafters import Drafter
 from ..modules.hidden_states import text_decoder
-from ..modules.weights import local_shard, num_bytes
+from ..modules.weights import local_shard, num_bytes, num_experts
 from ..parallel.tensor_parallel import tensor_parallel_group
 from .clock import synchronize
 
 # More than the caches of most devices.
 COPY_BYTES = 2**28
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def copy_bandwidth(device: torch.device, groups: int = 4) -> float:
@@ -51,7 +50,7 @@ def round_bytes(
     None for mixture-of-experts models, whose routing decides, and for drafters that do not say what they read.
     """
     text = target.config.get_text_config()
-    if any(getattr(text, name, None) for name in _EXPERTS):
+    if num_experts(text):
         return None
     group = tensor_parallel_group(target)
     width = None if drafter is None or drafter.key_dtype is None else drafter.key_dtype.itemsize
@@ -60,7 +59,7 @@ def round_bytes(
     if drafter is None or num_draft_tokens == 0:
         return total
     config, weights = drafter.attention_config, drafter.bytes_read(num_draft_tokens)
-    if weights is None or any(getattr(config, name, None) for name in _EXPERTS):
+    if weights is None or num_experts(config):
         return None
     if config is None:
         return total + weights

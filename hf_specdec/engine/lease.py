@@ -15,6 +15,7 @@ from ..auto_k.auto_drafts import (
     Drafts,
     ExpectedCosts,
     FixedDrafts,
+    Pass,
     RoundTimes,
     tree_size,
 )
@@ -25,8 +26,8 @@ from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
 from ..graphs.buckets import next_power_of_two, slots_for, span_for, useful_drafts
 from ..memory.virtual_memory import RowMemory, has_virtual_memory, taken_bytes
-from ..modules.hidden_states import text_decoder
-from ..modules.weights import num_bytes
+from ..modules.hidden_states import find_decoder_layers, text_decoder
+from ..modules.weights import num_bytes, share_of_experts
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import cache_layers, stated_positions, uses_attention_interface
 from ..sampling.processors import BlockProcessor
@@ -119,11 +120,21 @@ def round_times(call: Call, target: HostedTarget, shape: Shape) -> RoundTimes:
     """The times of rounds of `call` on buffers of `shape`."""
     times = target.costs.times(shape)
     if times.expected is None:
-        size = max(num_bytes(text_decoder(call.model).parameters()), 1)
-        read = {one: call.drafter.bytes_read(one) for one in CANDIDATES if one}
-        drafting = {one: found / size for one, found in read.items() if found is not None}
-        times.expected = ExpectedCosts(shape.batch, call.device, drafting)
+        times.expected = ExpectedCosts(shape.batch, call.device, *passes_of(call))
     return times
+
+
+def passes_of(call: Call) -> tuple[Pass, dict[int, Pass]]:
+    """That of the target, and by K those of the drafter, as far as they are known."""
+    model, drafter = call.model, call.drafter
+    size = num_bytes(text_decoder(model).parameters())
+    used = size * share_of_experts(model.config.get_text_config(decoder=True))
+    layers, drafting = getattr(drafter.attention_config, "num_hidden_layers", 1), {}
+    for one in CANDIDATES[1:]:
+        reads = drafter.round_reads(one)
+        if reads is not None:
+            drafting[one] = Pass(drafter.bytes_read(one), num_layers=reads[0] * layers)
+    return Pass(size, used, len(find_decoder_layers(model) or ())), drafting
 
 
 class SessionLease:

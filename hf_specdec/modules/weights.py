@@ -14,12 +14,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedConfig
 
 from ..host.quantised import FP8_BLOCK, FP8_INPUTS, FP8_LINEAR, FP8_SCALES
 from ..kernels.types import SCALES_OF_NUMBERS, SCALES_OF_OUTER, StoredWeight
 
 # Types of weights that are neither quantised nor sharded: parameters, and the local shards that `local_linears` sets.
 PLAIN_WEIGHTS = frozenset({nn.Parameter, torch.Tensor})
+
+# Names in configurations: experts of a layer, and those of them that each token is given.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,6 +35,22 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that this rank has of `tensors`, each of which counts once."""
     return sum(one.numel() * one.element_size() for one in map(local_shard, dict.fromkeys(tensors)))
+
+
+def num_experts(config: PreTrainedConfig) -> int:
+    """Experts of a layer; 0 if it has none."""
+    return _first_number(config, _EXPERTS)
+
+
+def share_of_experts(config: PreTrainedConfig) -> float:
+    """The share of the experts of a layer that a token is given; 1 if that is not known."""
+    experts, chosen = num_experts(config), _first_number(config, _EXPERTS_OF_TOKEN)
+    return min(chosen / experts, 1.0) if experts and chosen else 1.0
+
+
+def _first_number(config: PreTrainedConfig, names: Iterable[str]) -> int:
+    found = (getattr(config, name, None) for name in names)
+    return next((one for one in found if isinstance(one, int)), 0)
 
 
 def tensors_of(layer: nn.Module) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from hf_specdec.auto_k.auto_drafts import (
     Acceptance,
     AutoDrafts,
     ExpectedCosts,
+    Pass,
     RoundTimes,
     candidates,
     tree_size,
@@ -67,11 +68,14 @@ def best_rate(rows, shares):
 
 
 GPU = torch.device("cuda")
+# Llama-3.1-8B, and SmolLM2-135M with its EAGLE-3 drafter, in bfloat16.
+LARGE, SMALL = Pass(14e9, 14e9, 32), Pass(0.21e9, 0.21e9, 30)
+DRAFTS_OF_SMALL = {one: Pass(0.05e9 * one, num_layers=one) for one in CANDIDATES}
 
 
 def times_of(rows):
     times = RoundTimes()
-    times.expected = ExpectedCosts(rows, GPU, {})
+    times.expected = ExpectedCosts(rows, GPU, LARGE, {})
     return times
 
 
@@ -136,13 +140,22 @@ def test_where_it_begins_hardly_matters(name, first):
 def test_it_begins_near_the_best_for_the_number_of_rows():
     shares = [0.7] * 7
     for rows in MILLISECONDS:
-        expected = ExpectedCosts(rows, GPU, {})
+        expected = ExpectedCosts(rows, GPU, LARGE, {})
         (first, no_trees) = expected.first(7)
         assert expected_tokens(shares, first) / cost(rows, first) > 0.93 * best_rate(rows, shares), rows
         assert no_trees == 0 and expected.first(min(first, 1)).num_drafts <= 1
-    assert ExpectedCosts(1024, GPU, {}).first(7) == RoundShape(0)
-    by_step = [ExpectedCosts(1, GPU, {one: one * step for one in CANDIDATES}).first(7) for step in (0, 0.2, 0.5, 2)]
-    assert by_step == [RoundShape(one) for one in (7, 3, 1, 0)]
+    assert ExpectedCosts(1024, GPU, LARGE, {}).first(7) == RoundShape(0)
+    by_step = [{one: Pass(17.2e9 * one * step) for one in CANDIDATES} for step in (0, 0.2, 0.5, 2)]
+    firsts = [ExpectedCosts(1, GPU, LARGE, one).first(7) for one in by_step]
+    assert firsts == [RoundShape(one) for one in (7, 3, 1, 0)]
+
+
+@pytest.mark.usefixtures("shapes_decide")
+def test_a_small_target_waits_longer_than_it_computes():
+    """SmolLM2 with 512 rows drafts, as it is faster with than without; one with experts has fewer weights a token."""
+    assert ExpectedCosts(512, GPU, SMALL, DRAFTS_OF_SMALL).first(5).num_drafts >= 2
+    assert ExpectedCosts(512, GPU, LARGE, {}).first(5) == RoundShape(0)
+    assert ExpectedCosts(512, GPU, LARGE._replace(used_by_token=14e9 / 16), {}).first(5).num_drafts >= 2
 
 
 def test_texts_that_change():
