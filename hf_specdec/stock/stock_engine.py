@@ -396,7 +396,7 @@ def check_stock_call(call: Call, model_kwargs: dict[str, Any]) -> None:
         )
     cache, kinds = given_cache(model_kwargs), configured_layers(call.model)
     # Static layers write into their tensors, which `ReplayCache` does not copy.
-    is_static = cache is not None and any(isinstance(layer, StaticLayer) for layer in cache.layers)
+    is_static = any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ()))
     if (kinds.keeps_states and is_static) or (not kinds.knows_length and is_of_caller(cache)):
         raise ValueError(
             f"{name} has recurrent layers, and cannot use a {type(cache).__name__} with a drafter: {reason}. Pass the "
