@@ -36,7 +36,7 @@ _BOUNDS = (
     ),
 )
 _FINITE = re.compile(r"(^|_)(eps|epsilon|theta|factor|base|scale|scaling|multiplier|range|std)$")
-_EPSILON = re.compile(r"(^|_)(eps|epsilon)$")
+_UP_TO_ONE = re.compile(r"(^|_)(eps|epsilon|rotary_factors?|rotary_pct)$")
 
 
 def check_settings(config: Mapping[str, Any], name: str) -> None:
@@ -78,7 +78,7 @@ def _problem(key: str, value: float) -> str | None:
             return f"at most {bound}"
     if math.isinf(value) and _FINITE.search(key):
         return "a finite number"
-    if _EPSILON.search(key) and not 0 <= value <= 1:
+    if _UP_TO_ONE.search(key) and not 0 <= value <= 1:
         return "0 to 1"
     if key.endswith("theta") and value <= 0:
         return "more than 0"

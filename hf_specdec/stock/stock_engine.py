@@ -395,7 +395,7 @@ def check_stock_call(call: Call, model_kwargs: dict[str, Any]) -> None:
             "assistant_model: transformers runs it in its own loop, one row at a time."
         )
     cache, kinds = given_cache(model_kwargs), configured_layers(call.model)
-    static = [] if cache is None else [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
+    static = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, StaticLayer)]
     # Static layers write into their tensors, which `ReplayCache` does not copy.
     is_lost = (kinds.keeps_states and static) or (not kinds.knows_length and is_of_caller(cache))
     if is_lost or any(not getattr(layer, "is_croppable", True) for layer in static):

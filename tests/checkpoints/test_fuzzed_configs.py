@@ -251,6 +251,11 @@ def test_deep_json(target, tmp_path):
         ({"head_dim": 2**40}, "head_dim 1099511627776 in its config.json; expected at most"),
         ({"num_attention_heads": 0}, "describes no model that can be built (ZeroDivisionError"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan in its config.json; expected a number"),
+        ({"partial_rotary_factor": 2}, "partial_rotary_factor 2 in its config.json; expected 0 to 1"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 2**40}}},
+            "partial_rotary_factor 1099511627776 in its config.json; expected 0 to 1",
+        ),
         ({"torch_dtype": "float7", "hidden_size": "x"}, "describes no model that can be built"),
     ],
     ids=str,

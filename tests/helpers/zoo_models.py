@@ -122,13 +122,15 @@ def enliven(model: PreTrainedModel, weight_std: float) -> None:
     """Scale random weights to `weight_std`, and draw biases and sinks that are initialised to zero.
 
     A matrix that is embedding and head at once stays small, or every token would be followed by itself; so does what
-    adds to the scores, whatever the text.
+    adds to the scores, whatever the text. A padding token that is not that of prompts is drawn, too: its embedding is
+    zero, and for a token that is zero an indexer scores all tokens the same.
     """
-    head = getattr(model.get_output_embeddings(), "weight", None)
     try:
-        shared = head if head is getattr(model.get_input_embeddings(), "weight", None) else None
+        embedding = model.get_input_embeddings()
     except NotImplementedError:  # an encoder's
-        shared = None
+        embedding = None
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    shared = head if head is getattr(embedding, "weight", None) else None
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.numel() < 2:
             continue
@@ -142,6 +144,9 @@ def enliven(model: PreTrainedModel, weight_std: float) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias") and float(buffer.abs().max()) == 0:
             buffer.normal_(std=weight_std)
+    padding = getattr(embedding, "padding_idx", None)
+    if padding is not None and padding >= FIRST_PROMPT_ID:
+        embedding.weight[padding].normal_(std=float(embedding.weight.std()))
 
 
 def variety_of(model: PreTrainedModel) -> int:

@@ -117,17 +117,18 @@ def test_experts_are_more_than_are_chosen():
 
 @pytest.mark.core_for(name=["DogeForCausalLM"])
 @pytest.mark.parametrize(
-    ("name", "bulk", "trees"),
+    ("name", "seeds", "bulk", "trees"),
     [
-        ("Gemma2ForCausalLM", zoo.RIGHT, zoo.RIGHT),
-        ("DogeForCausalLM", zoo.REFUSED, zoo.REFUSED),
+        ("Gemma2ForCausalLM", zoo.RIGHT, zoo.RIGHT, zoo.RIGHT),
+        ("DogeForCausalLM", zoo.RIGHT, zoo.REFUSED, zoo.REFUSED),
+        ("BltForCausalLM", zoo.REFUSED, zoo.REFUSED, zoo.REFUSED),  # its cache has no list of layers
     ],
 )
-def test_columns(name, bulk, trees):
+def test_columns(name, seeds, bulk, trees):
     """Seeds, a continued cache, bulk calls and trees; there is no image to try."""
     found = zoo_columns.columns_of(zoo_models.build(name), name)
     assert list(found) == list(zoo_columns.COLUMNS) and found["image"] is None
-    assert found["seeds"][0] == zoo.RIGHT and found["generate_batch()"][0] == bulk
+    assert found["seeds"][0] == seeds and found["generate_batch()"][0] == bulk
     assert found["trees"][0] == trees, found["trees"]
     assert found["cache continued"] is None or found["cache continued"][0] in (zoo.RIGHT, zoo.REFUSED)
 
