@@ -439,7 +439,7 @@ class AutoDrafts:
             self.current = best
 
     def _gain(self, drafted: RoundShape, rate: float, tokens_left: Callable[[], float]) -> float:
-        """Milliseconds that rounds with `drafted` save of those at `rate`, in the time left or passed, or in `_HORIZON`."""
+        """Milliseconds that rounds with `drafted` save of those at `rate`, in the time left or passed or `_HORIZON`."""
         share = 1 - rate / max(self._rate(drafted), rate)
         return share * max(tokens_left() / rate, self._times.total, _HORIZON)
 
