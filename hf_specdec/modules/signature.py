@@ -239,8 +239,11 @@ class Signature:
 
     @cached_property
     def kind(self) -> Hashable:
-        """Class, configuration and code of the model, not its weights: equal for models that are made of the same."""
+        """Class, configuration, code and attributes of layers of the model, not its weights: equal for models that are
+        made of the same."""
         model, code = self.modules[0], self.code
+        # Those of layers, such as windows, may differ from the configuration's; the last value is `training`.
+        layers = [_layout(type(one), *vars(one))[2](vars(one))[:-1] for one in self.having("layer_idx")]
         pairs = zip(code.classes, code.forwards, strict=True)
         return (
             type(model),
@@ -249,6 +252,7 @@ class Signature:
             code.own,
             code.functions,
             code.attention,
+            tuple([tuple([value for value in values if type(value) in PLAIN_VALUES]) for values in layers]),
         )
 
     @cached_property
