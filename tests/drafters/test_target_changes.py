@@ -362,3 +362,14 @@ def test_steps_of_fused_optimizers_are_seen(monkeypatch, optimizer):
     fresh = BORROWERS["eagle3"](target)
     assert torch.equal(drafter._shared_weights["head"].weight, fresh._shared_weights["head"].weight)
     weight.grad = None
+
+
+@pytest.mark.parametrize("part", ["model.layers.0.mlp", "lm_head"])
+def test_compiled_parts(part):
+    """`torch.compile(module)` is a module around it without attributes of its own."""
+    target = own_target()
+    target.set_submodule(part, torch.compile(target.get_submodule(part), backend="eager"))
+    drafter = random_draft_model(target)
+    generated, _ = drafts(target, drafter)
+    plain = target.generate(**padded_prompts(PROMPTS[3]), do_sample=False, max_new_tokens=8)
+    assert generated == plain.tolist() and drafter.stats.engine == "static", drafter.stats.reason
