@@ -364,6 +364,31 @@ def test_steps_of_fused_optimizers_are_seen(monkeypatch, optimizer):
     weight.grad = None
 
 
+class Quantised(torch.nn.Module):
+    """Has its weight as layers that torch has quantised (`torch.ao.quantization.quantize_dynamic`)."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def weight(self):
+        return self.inner.weight
+
+    def forward(self, inputs):
+        return self.inner(inputs)
+
+
+def test_weights_that_are_methods():
+    target = own_target()
+    drafter, borrower = random_draft_model(target), BORROWERS["eagle3"](target)
+    target.lm_head = Quantised(target.lm_head)
+    generated, _ = drafts(target, drafter)
+    plain = target.generate(**padded_prompts(PROMPTS[3]), do_sample=False, max_new_tokens=8)
+    assert generated == plain.tolist() and drafter.stats.engine == "static", drafter.stats.reason
+    with pytest.raises(ValueError, match="the target's is Quantised; expected a module with a floating-point `weight`"):
+        drafts(target, borrower)
+
+
 @pytest.mark.parametrize("part", ["model.layers.0.mlp", "lm_head"])
 def test_compiled_parts(part):
     """`torch.compile(module)` is a module around it without attributes of its own."""
