@@ -272,15 +272,21 @@ def test_vocabulary_of_three_tokens(kind):
 
 
 @pytest.mark.core
-def test_layers_taken_away_and_put_back():
+@pytest.mark.parametrize(
+    ("by_config", "message"), [(False, "has 2 layers, so ids 0 to 2"), (True, r"nothing at the layer ids \[3, 4\]")]
+)
+def test_layers_taken_away_and_put_back(by_config, message):
     target, inputs = copy.deepcopy(tiny_target("llama", num_layers=4)), padded_prompts(PROMPTS[1])
     drafter, layers = RANDOM_DRAFTERS["eagle3"](target), target.model.layers
     options = {**inputs, "do_sample": False, "max_new_tokens": 4, "assistant_model": drafter}
     expected = target.generate(**options)
-    target.model.layers = layers[:3]
-    with pytest.raises(ValueError, match=r"it had 4 decoder layers and has 3\. .* has 3 layers, so ids 0 to 3"):
+    if by_config:
+        target.config.num_hidden_layers = 2
+    else:
+        target.model.layers = layers[:2]
+    with pytest.raises(ValueError, match=rf"it had 4 decoder layers and has 2\. .* {message}"):
         target.generate(**options)
-    target.model.layers = layers
+    target.model.layers, target.config.num_hidden_layers = layers, 4
     assert torch.equal(target.generate(**options), expected)
 
 
