@@ -244,7 +244,7 @@ class Signature:
         model, code = self.modules[0], self.code
         # Attributes of layers, such as windows, may differ from the configuration's.
         layers = [(vars(one), _layout(type(one), *vars(one))[1]) for one in self.having("layer_idx")]
-        settings = [[own[name] for name in names if name != "training"] for own, names in layers]
+        values = [[own[name] for name in names if name != "training"] for own, names in layers]
         pairs = zip(code.classes, code.forwards, strict=True)
         return (
             type(model),
@@ -253,7 +253,7 @@ class Signature:
             code.own,
             code.functions,
             code.attention,
-            tuple([tuple([value for value in values if type(value) in PLAIN_VALUES]) for values in settings]),
+            tuple([tuple([value for value in some if type(value) in PLAIN_VALUES]) for some in values]),
         )
 
     @cached_property
