@@ -151,7 +151,7 @@ def test_temperature_by_the_position():
         assert engine == "static" or "from 48 tokens on" in drafter.stats.reason
 
 
-@pytest.mark.core
+@pytest.mark.core_for(change=["window of layers"])
 @pytest.mark.parametrize("change", ["window of layers", "order of layers"])
 def test_layers_changed_between_calls(change):
     """Of a class whose masks are made by the configuration, whatever a layer states."""
