@@ -19,6 +19,7 @@ from .config import DrafterConfig
 from .drafters.base import Drafter
 from .drafters.registry import find_family, has_no_weights, needed_by, registered_drafters
 from .modules.hidden_states import device_of_last_layer
+from .modules.weights import tensor_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -204,7 +205,7 @@ def share_with_target(
 
 
 def _same_weight(own: nn.Module, theirs: nn.Module | None) -> bool:
-    weight = getattr(theirs, "weight", None)
+    weight = tensor_weight(theirs)
     if weight is None or weight.shape != own.weight.shape or weight.device.type == "meta":
         return False
     return torch.equal(own.weight, plain_weight(weight).to(own.weight))

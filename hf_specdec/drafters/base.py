@@ -52,6 +52,12 @@ def check_num_nodes(tree: int | str) -> None:
         raise ValueError(f'tree is {tree!r}; expected an int of 0, for a chain, to {MOST_NODES} drafts, or "{AUTO}".')
 
 
+def _num_layers(target: PreTrainedModel) -> int:
+    """How many decoder layers `target` runs: its configuration may name fewer than it has."""
+    layers = find_decoder_layers(target) or ()
+    return min(len(layers), getattr(target.config.get_text_config(), "num_hidden_layers", len(layers)))
+
+
 class Drafter(PreTrainedModel):
     """A model that proposes draft tokens for a target.
 
@@ -476,7 +482,7 @@ class Drafter(PreTrainedModel):
         """Last step of `bind`. Releases captured rounds, which may read the weights that were shared before."""
         self._target_config = self.config.target = target.config
         self._bound_vocab_size = target.config.get_text_config().vocab_size
-        self._bound_num_layers = len(find_decoder_layers(target) or ())
+        self._bound_num_layers = _num_layers(target)
         _targets[self] = ref(target)
         self.release()
 
@@ -496,7 +502,7 @@ class Drafter(PreTrainedModel):
         vocab_size = target.config.get_text_config().vocab_size
         if vocab_size != self._bound_vocab_size:
             changes.append(f"its vocabulary had {self._bound_vocab_size} tokens and has {vocab_size}")
-        if (num_layers := len(find_decoder_layers(target) or ())) != self._bound_num_layers:
+        if (num_layers := _num_layers(target)) != self._bound_num_layers:
             changes.append(f"it had {self._bound_num_layers} decoder layers and has {num_layers}")
         changes = [change for change in changes if change is not None]
         if not changes:

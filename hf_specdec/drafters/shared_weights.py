@@ -10,6 +10,7 @@ from .. import ops
 from ..checkpoints.tensors import is_plain, plain_weight
 from ..modules.patch import uses_layer_kernels
 from ..modules.signature import places_of, versions_of
+from ..modules.weights import tensor_weight
 from ..patching.linear import linear
 
 # Rows of a copy that are compared with the target's. Writes through `.data` are not counted by the version of a tensor.
@@ -19,7 +20,7 @@ _NUM_SAMPLES = 32
 def readable_weight(module: nn.Module | None, what: str, width: int, name: str) -> torch.Tensor:
     """The weight `[V, width]` of the target's `module`, its embedding or head, for a drafter called `name`; raises
     `ValueError` unless it is a floating-point matrix of that width, in memory."""
-    weight = getattr(module, "weight", None)
+    weight = tensor_weight(module)
     if weight is None or not weight.is_floating_point():
         reason = f"the target's is {type(module).__name__}; expected a module with a floating-point `weight`."
     elif weight.device.type == "meta":
@@ -94,7 +95,7 @@ class SharedWeight:
 
 
 def _kind(module: nn.Module) -> str:
-    weight = getattr(module, "weight", None)
+    weight = tensor_weight(module)
     if weight is None:
         return type(module).__name__
     return f"{list(weight.shape)} in {str(weight.dtype).removeprefix('torch.')} on {weight.device}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..drafters.base import Drafter
@@ -12,6 +13,7 @@ from ..host.caches import OUTPUT_NAME, Cache, is_of_caller, rounds_keys
 from ..host.generation import GenerationMode
 from ..modules.hidden_states import modules_of
 from ..modules.module_hooks import has_hooks
+from ..modules.weights import tensor_weight
 
 TOKEN_DTYPES = (torch.int64, torch.int32)
 
@@ -46,8 +48,7 @@ def check_prompts(
 def check_tokens(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
     """Raise `ValueError` if a token of `[B, P]` prompts is outside the vocabulary, which ends a process on a GPU. All
     is on the host, and masks are `[B, P or more]`."""
-    weight = getattr(model.get_input_embeddings(), "weight", None)
-    size = max(model.config.get_text_config().vocab_size, 0 if weight is None or weight.dim() != 2 else len(weight))
+    size = max(model.config.get_text_config().vocab_size, _num_rows(model.get_input_embeddings()))
     tokens = input_ids if attention_mask is None else input_ids.where(attention_mask[:, -input_ids.shape[1] :] != 0, 0)
     lowest, highest = torch.stack(tokens.aminmax()).tolist()
     if lowest < 0 or highest >= size:
@@ -59,9 +60,13 @@ def check_tokens(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask
 
 def vocabulary_of(model: PreTrainedModel) -> int:
     """How many scores the target gives for a token."""
-    weight = getattr(model.get_output_embeddings(), "weight", None)
-    size = model.config.get_text_config().vocab_size
-    return size if weight is None or weight.dim() != 2 else len(weight)
+    return _num_rows(model.get_output_embeddings()) or model.config.get_text_config().vocab_size
+
+
+def _num_rows(module: nn.Module | None) -> int:
+    """Rows of the weight of an embedding or head, 0 where it cannot be told."""
+    weight = tensor_weight(module)
+    return 0 if weight is None or weight.dim() != 2 else len(weight)
 
 
 def check_cache(cache: Any, config: GenerationConfig) -> None:

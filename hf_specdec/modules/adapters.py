@@ -128,6 +128,8 @@ def _why_not_plain(layer: nn.Module) -> str | None:
         return f"{', '.join(map(repr, layer.merged_adapters))} is merged"
     if any(layer.lora_bias.values()):
         return "an adapter has a bias (lora_bias)"
+    if any([isinstance(one, torch.Tensor) for one in layer.scaling.values()]):
+        return "the scale of an adapter is a tensor (prepare_model_for_compiled_hotswap)"
     parts = layer._modules
     if any([one.training and getattr(one, "p", 0) for one in parts["lora_dropout"]._modules.values()]):
         return "the dropout of an adapter is active"

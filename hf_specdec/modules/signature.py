@@ -239,8 +239,12 @@ class Signature:
 
     @cached_property
     def kind(self) -> Hashable:
-        """Class, configuration and code of the model, not its weights: equal for models that are made of the same."""
+        """Class, configuration, code and attributes of layers of the model, not its weights: equal for models that are
+        made of the same."""
         model, code = self.modules[0], self.code
+        # Attributes of layers, such as windows, may differ from the configuration's.
+        layers = [(vars(one), _layout(type(one), *vars(one))[1]) for one in self.having("layer_idx")]
+        values = [[own[name] for name in names if name != "training"] for own, names in layers]
         pairs = zip(code.classes, code.forwards, strict=True)
         return (
             type(model),
@@ -249,6 +253,7 @@ class Signature:
             code.own,
             code.functions,
             code.attention,
+            tuple([tuple([value for value in some if type(value) in PLAIN_VALUES]) for some in values]),
         )
 
     @cached_property
@@ -424,8 +429,8 @@ def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ..
         if "forward" not in attributes:  # which may read any; else what a trainer notes on its model is not read
             unread |= set(attributes) - _mentioned(kind)
     names = sorted(set(attributes) - unread)
-    # Of a single name `itemgetter` would make no tuple.
-    return len(attributes), tuple(names), itemgetter(*(names or ["training"]), "training")
+    # Of a single name `itemgetter` would make no tuple. Modules around compiled ones have no `training` of their own.
+    return len(attributes), tuple(names), itemgetter(*names, names[0]) if names else lambda one: ()
 
 
 @functools.cache

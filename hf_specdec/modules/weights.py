@@ -32,6 +32,12 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def tensor_weight(module: nn.Module | None) -> torch.Tensor | None:
+    """The `weight` of a module, None without one: that of layers which torch has quantised is a method."""
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, torch.Tensor) else None
+
+
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that this rank has of `tensors`, each of which counts once."""
     return sum(one.numel() * one.element_size() for one in map(local_shard, dict.fromkeys(tensors)))
@@ -91,8 +97,8 @@ def register_weight_kind(name: str) -> Callable[[_Reader], _Reader]:
 
 def quantised_class(module: nn.Module) -> str | None:
     """Package and class of a quantised linear layer or of its weight; None for plain weights and other modules."""
-    weight = getattr(module, "weight", None)
-    if not (isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor)):
+    weight = tensor_weight(module)
+    if weight is None or not isinstance(module, nn.Linear):
         return None
     if isinstance(weight, DTensor) or (
         type(weight) in PLAIN_WEIGHTS and weight.is_floating_point() and weight.itemsize > 1

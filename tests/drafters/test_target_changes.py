@@ -272,15 +272,21 @@ def test_vocabulary_of_three_tokens(kind):
 
 
 @pytest.mark.core
-def test_layers_taken_away_and_put_back():
+@pytest.mark.parametrize(
+    ("by_config", "message"), [(False, "has 2 layers, so ids 0 to 2"), (True, r"nothing at the layer ids \[3, 4\]")]
+)
+def test_layers_taken_away_and_put_back(by_config, message):
     target, inputs = copy.deepcopy(tiny_target("llama", num_layers=4)), padded_prompts(PROMPTS[1])
     drafter, layers = RANDOM_DRAFTERS["eagle3"](target), target.model.layers
     options = {**inputs, "do_sample": False, "max_new_tokens": 4, "assistant_model": drafter}
     expected = target.generate(**options)
-    target.model.layers = layers[:3]
-    with pytest.raises(ValueError, match=r"it had 4 decoder layers and has 3\. .* has 3 layers, so ids 0 to 3"):
+    if by_config:
+        target.config.num_hidden_layers = 2
+    else:
+        target.model.layers = layers[:2]
+    with pytest.raises(ValueError, match=rf"it had 4 decoder layers and has 2\. .* {message}"):
         target.generate(**options)
-    target.model.layers = layers
+    target.model.layers, target.config.num_hidden_layers = layers, 4
     assert torch.equal(target.generate(**options), expected)
 
 
@@ -362,3 +368,39 @@ def test_steps_of_fused_optimizers_are_seen(monkeypatch, optimizer):
     fresh = BORROWERS["eagle3"](target)
     assert torch.equal(drafter._shared_weights["head"].weight, fresh._shared_weights["head"].weight)
     weight.grad = None
+
+
+class Quantised(torch.nn.Module):
+    """Has its weight as layers that torch has quantised (`torch.ao.quantization.quantize_dynamic`)."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def weight(self):
+        return self.inner.weight
+
+    def forward(self, inputs):
+        return self.inner(inputs)
+
+
+def test_weights_that_are_methods():
+    target = own_target()
+    drafter, borrower = random_draft_model(target), BORROWERS["eagle3"](target)
+    target.lm_head = Quantised(target.lm_head)
+    generated, _ = drafts(target, drafter)
+    plain = target.generate(**padded_prompts(PROMPTS[3]), do_sample=False, max_new_tokens=8)
+    assert generated == plain.tolist() and drafter.stats.engine == "static", drafter.stats.reason
+    with pytest.raises(ValueError, match="the target's is Quantised; expected a module with a floating-point `weight`"):
+        drafts(target, borrower)
+
+
+@pytest.mark.parametrize("part", ["model.layers.0.mlp", "lm_head"])
+def test_compiled_parts(part):
+    """`torch.compile(module)` is a module around it without attributes of its own."""
+    target = own_target()
+    target.set_submodule(part, torch.compile(target.get_submodule(part), backend="eager"))
+    drafter = random_draft_model(target)
+    generated, _ = drafts(target, drafter)
+    plain = target.generate(**padded_prompts(PROMPTS[3]), do_sample=False, max_new_tokens=8)
+    assert generated == plain.tolist() and drafter.stats.engine == "static", drafter.stats.reason

@@ -24,6 +24,7 @@ from hf_specdec.modules.patch import runs_engine
 from hf_specdec.modules.signature import Fingerprint, Signature
 
 peft = pytest.importorskip("peft")
+hotswap = pytest.importorskip("peft.utils.hotswap")
 
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 NAMES = ["b", "__base__", "a"]
@@ -260,6 +261,24 @@ def test_what_is_not_plain_is_run_by_peft(tape, kind):
         assert "modules have hooks" in drafter.stats.execution
     with pytest.raises(ValueError, match=reason):
         target.generate_batch([[5, 6]], assistant_model=drafter, adapter_names=["a"], max_new_tokens=3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_swapped_in_place(tape, tmp_path):
+    """PEFT then has scales as tensors, into which it writes those of the adapter that comes."""
+    target = copy.deepcopy(tiny_target("llama", num_layers=3))
+    for alpha in (8, 64):
+        adapted_target(names=("a",), lora_alpha=alpha)[1].save_pretrained(tmp_path / str(alpha))
+    drafter, texts = random_eagle3(target), []
+    adapted = peft.PeftModel.from_pretrained(target, tmp_path / "8" / "a", adapter_name="a")
+    hotswap.prepare_model_for_compiled_hotswap(adapted, target_rank=8)
+    adapted.eval()
+    for alpha in (8, 64, 8):
+        hotswap.hotswap_adapter(adapted, tmp_path / str(alpha) / "a", adapter_name="a")
+        texts.append(same(adapted, drafter))
+        reason = drafter.stats.execution
+        assert same(adapted, drafter, adapter_names=["__base__", "a", "a"])[1:] == texts[-1][1:]
+    assert texts[0] == texts[2] != texts[1] and "the scale of an adapter is a tensor" in reason
 
 
 OTHERS = {"rsLoRA": {"use_rslora": True}, "dropout": {"lora_dropout": 0.5}, "ranks": {"rank_pattern": {"q_proj": 2}}}

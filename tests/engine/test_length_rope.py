@@ -205,3 +205,28 @@ def test_position_ids_that_others_read():
     target.model.register_forward_hook(count, with_kwargs=True)
     assert f"a text of more than {LIMIT} tokens" in why_not_marked(target, LIMIT, 1e-3)
     assert why_not_marked(target_of("llama"), LIMIT, 1e-3) is None
+
+
+@pytest.mark.parametrize("name", ["llama", "dynamic"])
+def test_rope_changed_between_calls(name):
+    """The configuration alone changes nothing, but the rotary embedding that is made of it does."""
+    target, inputs = build_target("llama"), padded_prompts([30])
+    drafter = copy_of(target)
+    for key, value in {"original_max_position_embeddings": LIMIT, **SETTINGS[name]}.items():
+        setattr(target.config, key, value)
+    for engine in ("static", "static" if name == "llama" else "stock"):
+        plain = TEXTS.greedy(target, inputs)
+        assert torch.equal(TEXTS.greedy(target, inputs, drafter, 3), plain) and drafter.stats.engine == engine
+        target.model.rotary_emb = type(target.model.rotary_emb)(target.config)
+
+
+def test_rotary_embedding_of_another_dtype():
+    """Frequencies are those of the module as it is now."""
+    rope = LONGROPE | {"short_factor": [1.0, 0.3, 0.3, 0.3], "original_max_position_embeddings": 224}
+    target, inputs = build_target("llama", rope_parameters=rope), padded_prompts([200])
+    drafter = copy_of(target)
+    for dtype in (torch.float32, torch.bfloat16):
+        target.model.rotary_emb.to(dtype)
+        plain = TEXTS.greedy(target, inputs, max_new_tokens=16)
+        assert torch.equal(TEXTS.greedy(target, inputs, drafter, 3, max_new_tokens=16), plain)
+        assert drafter.stats.engine == "static"

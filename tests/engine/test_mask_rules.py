@@ -1,5 +1,6 @@
 """Targets whose masks alone say what a query sees: windows that attention is not told, and chunks."""
 
+import copy
 from functools import cache, partial
 
 import pytest
@@ -8,7 +9,7 @@ from case_counts import cases, num_cases
 from graph_stand_ins import replay_on_cpu
 from lossless import PROMPTS, GreedyTexts, oracle
 from oracle import copy_of, random_eagle3, random_mtp
-from targets import build_target, padded_prompts
+from targets import build_target, padded_prompts, tiny_target
 from transformers import LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
 
@@ -148,3 +149,22 @@ def test_temperature_by_the_position():
         assert torch.equal(TEXTS.greedy(target, prompts, drafter, 3), plain)
         assert drafter.stats.engine == engine
         assert engine == "static" or "from 48 tokens on" in drafter.stats.reason
+
+
+@pytest.mark.core_for(change=["window of layers"])
+@pytest.mark.parametrize("change", ["window of layers", "order of layers"])
+def test_layers_changed_between_calls(change):
+    """Of a class whose masks are made by the configuration, whatever a layer states."""
+    target, drafter = copy.deepcopy(tiny_target("gemma3")), None
+    inputs = padded_prompts(PROMPTS[3])
+    for _ in range(2):
+        drafter = drafter or copy_of(target)
+        plain = TEXTS.greedy(target, inputs)
+        assert torch.equal(TEXTS.greedy(target, inputs, drafter, 3), plain) and drafter.stats.engine == "static"
+        layers = target.model.layers
+        if change == "window of layers":
+            layers[0].self_attn.sliding_window = 3
+        else:
+            layers[0], layers[2] = layers[2], layers[0]
+            for index, layer in enumerate(layers):
+                layer.self_attn.layer_idx = index

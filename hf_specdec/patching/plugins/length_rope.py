@@ -23,7 +23,7 @@ from ...host.caches import OUTPUT_NAME, given_cache
 from ...host.modeling import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from ...modules.hidden_states import modules_of
 from ...modules.patch import Replacements, engine, runs_engine
-from ...modules.signature import fact
+from ...modules.signature import fact, places_of, signature_of
 from ..support import difference_of_logits
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
@@ -75,10 +75,9 @@ def _limit(module: nn.Module, layer_type: str | None, kind: str) -> int:
     return int((parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"])
 
 
-@fact
 def _rope_limits(model: PreTrainedModel) -> RopeLimits | str:
     """The limits of the text model of `model`, or the reason why they cannot be told."""
-    modules = [module for module in modules_of(model) if _undecorated(type(module)) is not None]
+    modules = [module for module in signature_of(model).modules if _undecorated(type(module)) is not None]
     limits = {(kind, _limit(module, layer, kind)) for module in modules for layer, kind in _types_of(module).items()}
     if len(limits) > 1:
         return f"RoPE changes at several lengths ({', '.join(f'{kind}: {at}' for kind, at in sorted(limits))})"
@@ -116,8 +115,9 @@ class _Frequencies:
         return self.forward(self, *args, **kwargs)
 
 
-# Frequencies of rotary embeddings by device: captured graphs read them at the same addresses in later calls.
-_frequencies: weakref.WeakKeyDictionary[nn.Module, tuple[torch.device, _Frequencies, _Frequencies | None]]
+# Frequencies of rotary embeddings by what they are computed from: captured graphs read them at the same addresses in
+# later calls.
+_frequencies: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.device, _Frequencies, _Frequencies | None]]]
 _frequencies = weakref.WeakKeyDictionary()
 
 
@@ -127,20 +127,20 @@ def _frequencies_of(module: nn.Module) -> tuple[torch.device, _Frequencies, _Fre
     kinds = _types_of(module)
     prefixes = {layer_type: "" if layer_type is None else f"{layer_type}_" for layer_type in kinds}
     device = getattr(module, f"{next(iter(prefixes.values()))}inv_freq").device
-    known = _frequencies.get(module)
-    if known is not None and known[0] == device:
-        return known
+    originals = [getattr(module, f"{prefix}original_inv_freq") for prefix in prefixes.values()]
+    known, key = _frequencies.setdefault(module, {}), repr((device, places_of(originals)))
+    if key in known:
+        return known[key]
     short, long = {}, {}
-    for layer_type, kind in kinds.items():
+    for (layer_type, kind), original in zip(kinds.items(), originals, strict=True):
         name = f"{prefixes[layer_type]}inv_freq"
-        short[name] = getattr(module, f"{prefixes[layer_type]}original_inv_freq").to(device, copy=True)
+        short[name] = original.to(device, copy=True)
         if kind == LONGROPE:
             limit = _limit(module, layer_type, kind)
             options = {} if layer_type is None else {"layer_type": layer_type}
             long[name], _ = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=limit + 1, **options)
-    found = device, _Frequencies(module, short), _Frequencies(module, short | long) if long else None
-    _frequencies[module] = found
-    return found
+    known[key] = device, _Frequencies(module, short), _Frequencies(module, short | long) if long else None
+    return known[key]
 
 
 def _rotate(module, short, long, x, position_ids, *args, **kwargs):
@@ -185,6 +185,7 @@ def mark_long(
     return torch.where(lengths + prompt_length_gap[:, None] > limit, ~position_ids, position_ids)
 
 
+@fact
 def recomputes_keys(model: PreTrainedModel, limit: int) -> bool:
     """Whether plain `generate()` drops the keys of a text of `limit` tokens, to rotate them anew by the long factors,
     as `prepare_inputs_for_generation` of Phi-3 does with the first pass over more than `limit` columns."""
