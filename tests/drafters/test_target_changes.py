@@ -396,8 +396,10 @@ def test_weights_that_are_methods():
 
 
 @pytest.mark.parametrize("part", ["model.layers.0.mlp", "lm_head"])
-def test_compiled_parts(part):
+def test_compiled_parts(part, request):
     """`torch.compile(module)` is a module around it without attributes of its own."""
+    # After its limit of shapes torch compiles no further module of the process.
+    request.addfinalizer(torch._dynamo.reset)
     target = own_target()
     target.set_submodule(part, torch.compile(target.get_submodule(part), backend="eager"))
     drafter = random_draft_model(target)
