@@ -58,12 +58,12 @@ def round_bytes(
     total = _model_bytes(target) + (cached if group is None else cached // group.size())
     if drafter is None or num_draft_tokens == 0:
         return total
-    config, weights = drafter.attention_config, drafter.bytes_read(num_draft_tokens)
-    if weights is None or num_experts(config):
+    config, reads = drafter.attention_config, drafter.passes_and_bytes(num_draft_tokens)
+    if reads is None or num_experts(config):
         return None
+    passes, weights = reads
     if config is None:
         return total + weights
-    passes, _ = drafter.round_reads(num_draft_tokens)
     return total + weights + passes * _kv_bytes(config, batch, length, width or drafter.dtype.itemsize)
 
 

@@ -18,7 +18,7 @@ from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.tensors import KEY_MAPPING, check_tensors, is_plain, rename
 from ..config import AUTO, DrafterConfig, check_num_or_auto
 from ..kernels.types import MOST_WORDS, WORD_BITS, Proposal, VerificationResult
-from ..modules.hidden_states import find_decoder_layers
+from ..modules.hidden_states import num_decoder_layers
 from ..modules.locks import lock_of
 from ..modules.weights import num_bytes
 from ..ops import FLOAT8
@@ -50,12 +50,6 @@ def check_num_nodes(tree: int | str) -> None:
     is_number = isinstance(tree, int) and not isinstance(tree, bool)
     if tree != AUTO and not (is_number and 0 <= tree <= MOST_NODES):
         raise ValueError(f'tree is {tree!r}; expected an int of 0, for a chain, to {MOST_NODES} drafts, or "{AUTO}".')
-
-
-def _num_layers(target: PreTrainedModel) -> int:
-    """How many decoder layers `target` runs: its configuration may name fewer than it has."""
-    layers = find_decoder_layers(target) or ()
-    return min(len(layers), getattr(target.config.get_text_config(), "num_hidden_layers", len(layers)))
 
 
 class Drafter(PreTrainedModel):
@@ -222,10 +216,10 @@ class Drafter(PreTrainedModel):
         """What a round of so many drafts reads, without embeddings; None if it is not known."""
         return None
 
-    def bytes_read(self, num_draft_tokens: int) -> int | None:
-        """Bytes of the weights of `round_reads`."""
+    def passes_and_bytes(self, num_draft_tokens: int) -> tuple[int, int] | None:
+        """The passes of `round_reads`, and the bytes of weights that they read."""
         reads = self.round_reads(num_draft_tokens)
-        return None if reads is None else sum(count * num_bytes(weights) for count, weights in reads[1])
+        return None if reads is None else (reads[0], sum(count * num_bytes(weights) for count, weights in reads[1]))
 
     @property
     def is_bound(self) -> bool:
@@ -482,7 +476,7 @@ class Drafter(PreTrainedModel):
         """Last step of `bind`. Releases captured rounds, which may read the weights that were shared before."""
         self._target_config = self.config.target = target.config
         self._bound_vocab_size = target.config.get_text_config().vocab_size
-        self._bound_num_layers = _num_layers(target)
+        self._bound_num_layers = num_decoder_layers(target)
         _targets[self] = ref(target)
         self.release()
 
@@ -502,7 +496,7 @@ class Drafter(PreTrainedModel):
         vocab_size = target.config.get_text_config().vocab_size
         if vocab_size != self._bound_vocab_size:
             changes.append(f"its vocabulary had {self._bound_vocab_size} tokens and has {vocab_size}")
-        if (num_layers := _num_layers(target)) != self._bound_num_layers:
+        if (num_layers := num_decoder_layers(target)) != self._bound_num_layers:
             changes.append(f"it had {self._bound_num_layers} decoder layers and has {num_layers}")
         changes = [change for change in changes if change is not None]
         if not changes:

@@ -14,7 +14,7 @@ from ..drafters.none import NoDrafter
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..state import RoundShape
 from .hosted_target import HostedTarget
-from .lease import round_times, shape_of
+from .lease import first_drafts, round_times, shape_of
 from .sessions import sessions_of
 
 
@@ -29,9 +29,7 @@ def times_if_alone(call: Call, target: HostedTarget, rows: int, tokens: float) -
     alone = target.costs_of(_substitute(call)).times(shape._replace(draft_probs=False))
     most = RoundShape(call.num_draft_tokens, shape.num_nodes)
     # Where nothing is captured, a first call with it finds out at hardly any cost.
-    first = (
-        times.expected.first(min(call.drafter.num_own_draft_tokens, most.num_drafts)) if target.is_captured else most
-    )
+    first = first_drafts(call, shape, times) if target.is_captured else most
     acceptance = pool.acceptance(call.temperature is not None)
 
     def price(has_drafts: bool) -> float:

@@ -26,7 +26,7 @@ from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
 from ..graphs.buckets import next_power_of_two, slots_for, span_for, useful_drafts
 from ..memory.virtual_memory import RowMemory, has_virtual_memory, taken_bytes
-from ..modules.hidden_states import find_decoder_layers, text_decoder
+from ..modules.hidden_states import num_decoder_layers, text_decoder
 from ..modules.weights import num_bytes, share_of_experts
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import cache_layers, stated_positions, uses_attention_interface
@@ -131,10 +131,16 @@ def passes_of(call: Call) -> tuple[Pass, dict[int, Pass]]:
     used = size * share_of_experts(model.config.get_text_config(decoder=True))
     layers, drafting = getattr(drafter.attention_config, "num_hidden_layers", 1), {}
     for one in CANDIDATES[1:]:
-        reads = drafter.round_reads(one)
-        if reads is not None:
-            drafting[one] = Pass(drafter.bytes_read(one), num_layers=reads[0] * layers)
-    return Pass(size, used, len(find_decoder_layers(model) or ())), drafting
+        found = drafter.passes_and_bytes(one)
+        if found is not None:
+            passes, read = found
+            drafting[one] = Pass(read, num_layers=passes * layers)
+    return Pass(size, used, num_decoder_layers(model)), drafting
+
+
+def first_drafts(call: Call, shape: Shape, times: RoundTimes) -> RoundShape:
+    """The chain that rounds of `call` begin with where nothing is known."""
+    return times.expected.first(min(call.drafter.num_own_draft_tokens, shape.num_draft_tokens))
 
 
 class SessionLease:
@@ -229,7 +235,7 @@ class SessionLease:
         if not call.is_auto:
             return FixedDrafts(most, times)
         if first is None:
-            first = times.expected.first(min(call.drafter.num_own_draft_tokens, most.num_drafts))
+            first = first_drafts(call, self.shape, times)
         split = None if tensor_parallel_group(call.model) is None else call.model
         return AutoDrafts(most, first, acceptance, times, self._price, split)
 

@@ -49,6 +49,12 @@ def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     return found[0] if len(found) == 1 else None
 
 
+def num_decoder_layers(model: PreTrainedModel) -> int:
+    """How many decoder layers `model` runs, 0 if they are not found: its configuration may name fewer than it has."""
+    layers = find_decoder_layers(model) or ()
+    return min(len(layers), getattr(model.config.get_text_config(), "num_hidden_layers", len(layers)))
+
+
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The module whose output the head of `model` reads.
 
