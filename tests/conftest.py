@@ -1,6 +1,7 @@
 """Options and settings of all tests."""
 
 import gc
+import itertools
 import math
 import os
 import sys
@@ -115,11 +116,20 @@ def shapes_decide() -> None:
 
 
 @pytest.fixture(autouse=True)
-def auto_begins_with_drafts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere they begin with the drafter's own K: the shapes of tiny targets say that drafts hardly pay."""
-    auto = sys.modules.get("hf_specdec.auto_k.auto_drafts")
-    if auto is not None and "shapes_decide" not in request.fixturenames:
-        monkeypatch.setattr(auto.ExpectedCosts, "first", lambda _, asked: auto.RoundShape(asked))
+def auto_is_the_same_on_every_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere they begin with the drafter's own K, as the shapes of tiny targets say that drafts hardly pay; and each
+    round of a CPU takes a millisecond."""
+    if "torch" not in sys.modules:
+        return
+    from hf_specdec.auto_k.auto_drafts import ExpectedCosts, RoundShape
+    from hf_specdec.graphs.cuda_graphs import RoundClock
+
+    if "shapes_decide" not in request.fixturenames:
+        monkeypatch.setattr(ExpectedCosts, "first", lambda _, asked: RoundShape(asked))
+    mark, marks = RoundClock.mark, itertools.count()
+    monkeypatch.setattr(
+        RoundClock, "mark", lambda clock: mark(clock) if clock._device.type == "cuda" else next(marks) / 1000
+    )
 
 
 def pytest_collection_finish() -> None:

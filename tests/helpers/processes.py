@@ -24,7 +24,7 @@ def launch(
     helpers = ROOT / "tests" / "helpers"
     launcher = slow_launcher if on_gpus or tries_all else [str(helpers / "forked_ranks.py")]
     folders = [str(ROOT), str(helpers), str(ROOT / "examples")]
-    settings = {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
+    settings = {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     if not on_gpus:
         settings["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.Popen(
