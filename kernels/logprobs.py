@@ -50,6 +50,7 @@ def _token_logprobs_kernel(
     num_stats: Unspecialised,
     vocabulary,
     STATS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The log-probability of one token.
 
@@ -57,6 +58,7 @@ def _token_logprobs_kernel(
     writes one element of `out` `[B, n]`.
     """
     row = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(PDL)
     base, total = load_softmax(stats, row, num_stats, STATS)
     token = tl.load(tokens_ptr + row // width * tokens_stride_b + row % width * tokens_stride_n)
     is_token = (token >= 0) & (token < vocabulary)
@@ -82,6 +84,7 @@ def token_logprobs(scores, tokens):
         stats[0].shape[1],
         scores.shape[2],
         STATS=triton.next_power_of_2(stats[0].shape[1]),
+        **dependent_launch(scores.device),
     )
     return out
 

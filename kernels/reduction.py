@@ -132,6 +132,7 @@ def _softmax_stats_kernel(
     vocabulary,
     temperatures_ptr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Maximum m and sum of exp(score - m) of one block of a row.
 
@@ -141,6 +142,7 @@ def _softmax_stats_kernel(
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scores_ptr += row // width * scores_strides[0] + row % width * scores_strides[1]
+    wait_for_inputs(PDL)
     score = tl.load(scores_ptr + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
     if temperatures_ptr is not None:
         score = score / tl.load(temperatures_ptr + row // width)
@@ -185,6 +187,7 @@ def softmax_stats(scores: torch.Tensor, temperatures: torch.Tensor | None = None
         temperatures,
         BLOCK=REDUCE_BLOCK,
         num_warps=REDUCE_WARPS,
+        **dependent_launch(scores.device),
     )
     return maxima, totals
 

@@ -72,8 +72,14 @@ def logprobs_of(
     walk: Walk | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Log-probabilities `[B, n]` of the tokens of `result` `[B, n]`, for each of `state.logprobs`."""
+
+    def of(values: torch.Tensor) -> torch.Tensor:
+        return token_logprobs(_along(walk, values), result.tokens)
+
+    if scores is logits and state.logprobs:  # no processor has changed them
+        return (of(logits),) * len(state.logprobs)
     read = {"processed": scores, "raw": logits}
-    return tuple([token_logprobs(_along(walk, read[name]), result.tokens) for name in state.logprobs])
+    return tuple([of(read[name]) for name in state.logprobs])
 
 
 def run_round(state: DecodeState, target: Target, drafter: Drafter, process: BlockProcessor) -> RoundOutput:
