@@ -32,7 +32,7 @@ class Groups:
     def __init__(self, call: Call, target: HostedTarget, is_continuous: bool):
         self._call, self._target, self._is_continuous = call, target, is_continuous
         self._leases: dict[int, SessionLease] = {}
-    # The session that is prefilling a group, and what is to be done after its last chunk.
+        # The session that is prefilling a group, and what is to be done after its last chunk.
         self._running: SessionLease | None = None
         self._finish: Callable[[], None] | None = None
 

@@ -84,7 +84,7 @@ class Target:
         if isinstance(logits_to_keep, torch.Tensor) and not keeps_logits(self.model):
             logits_to_keep, columns = 0, logits_to_keep
         elif isinstance(logits_to_keep, int) and logits_to_keep == 1 and self._records:
-        # Given the number 1, models whose last layers store no keys would run these layers over the last token only.
+            # Given the number 1, models whose last layers store no keys would run these over the last token only.
             logits_to_keep = torch.full((1,), slots.shape[1] - 1, device=slots.device)
         state.cache.advance(slots, state.live, state.num_before)
         state.cache.nodes = nodes
