@@ -198,7 +198,7 @@ _OF_CALL = tuple(inspect.signature(call_of).parameters)[4:]
 
 
 def asked_logprobs(asked: bool | str | None) -> str | None:
-    """`Request.return_logprobs` for `asked`: True means processed ones, as in transformers; others are names or None."""
+    """`Request.return_logprobs` for `asked`: True means processed ones, as in transformers; else a name or None."""
     if asked not in (None, False, True, "processed", "raw"):
         raise ValueError(f'return_logprobs is {asked!r}; expected True, "processed", "raw" or None.')
     return "processed" if asked is True else asked or None
