@@ -40,7 +40,7 @@ _EAGER = "eager_attention_forward"
 
 
 def _layers_of_cache(model: PreTrainedModel) -> list[Any]:
-    """The layers of transformers' cache for `model`; empty if its configuration describes none, or none that can be made."""
+    """The layers of transformers' cache for `model`; empty if its configuration describes no cache or a refused one."""
     try:
         return DynamicCache(config=model.config.get_text_config()).layers
     except (AttributeError, ValueError):
