@@ -328,7 +328,7 @@ def is_better_alone(
 
 
 class FixedDrafts:
-    """The drafts `current` in every round; `times` are the times of the rounds. Interface as of `AutoDrafts`."""
+    """The drafts `current` in every round; `times` are the times of the rounds. Interface: see `AutoDrafts`."""
 
     def __init__(self, current: RoundShape, times: RoundTimes):
         self.current, self._times = current, times

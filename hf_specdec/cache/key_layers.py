@@ -165,7 +165,7 @@ class Empty(LayerKind):
     layer_types = frozenset(LAYER_TYPES["empty"])
     obstacles = {}
     is_empty = True
-    layer_class = RaggedLayer  # which nothing is written to
+    layer_class = RaggedLayer  # nothing is written to it
 
     @classmethod
     def detect(cls, layer: Any) -> Empty:

@@ -19,7 +19,7 @@ from .sessions import sessions_of
 def times_if_alone(call: Call, target: HostedTarget, rows: int, tokens: float) -> RoundTimes | None:
     """The round times of `call` if it is expected to be faster without the drafter; else None. The call has `rows`
     rows, and each may generate `tokens` new tokens."""
-    # Processes that run one model together would have to agree.
+    # Ranks of one model would have to agree.
     if not (call.is_auto and call.num_draft_tokens) or tensor_parallel_group(call.model) is not None:
         return None
     shape, pool = shape_of(call, rows, 1, target.is_captured), sessions_of(call.drafter)

@@ -116,7 +116,7 @@ class Groups:
         return lease
 
     def keep(self) -> None:
-        """Leave the sessions for other calls."""
+        """Return the sessions to the pool."""
         self._running = None
         for lease in self._leases.values():
             lease.keep()

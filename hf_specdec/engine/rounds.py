@@ -228,8 +228,8 @@ class RoundReport:
     def read(self) -> tuple[list[list[int]], list[int], list[int], list[list[int]] | None]:
         """The tokens of each row, its number of accepted drafts and of committed tokens; waits for the copy.
 
-        The fourth result is None for chains. For a tree it counts, for each row and depth, the rejected siblings of the
-        accepted draft, and at last the rejected children of the last accepted one.
+        The fourth result is None for chains. For a tree it counts, for each row and depth, the siblings rejected before
+        the accepted draft, and at last the rejected children of the last accepted draft.
         """
         if self._arrived is not None:
             self._arrived.synchronize()

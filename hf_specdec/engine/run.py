@@ -349,7 +349,7 @@ class Run:
         return (sum(running) + self._tokens_waiting) / max(len(running), 1)
 
     def _reserve_next(self) -> bool:
-        """Reserve memory for the next round; if there is too little, preempt a request and return False."""
+        """Reserve memory for the next round. If it is short, read all results, preempt if need be, and return False."""
         if self._runner.memory is None:
             return True
         most = 2 * (self._runner.state.most_draft_tokens + 1)

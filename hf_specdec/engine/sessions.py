@@ -28,11 +28,11 @@ from .prefill import PromptBuffers
 # its groups, and one for each number of rows down to its last.
 MAX_SESSIONS = 6
 
-# Captured rounds kept in a session, and captured prefills, also least recently used. Each combination of warpers (each
-# `top_p`) needs its own rounds, one for each K; each power of two of columns needs its own prefill.
+# Captured rounds, and captured prefills, kept in a session; the least recently used one is freed first. Each set of
+# warpers (each `top_p`) needs its own rounds, one for each K; each power of two of columns needs its own prefill.
 MAX_CAPTURES = 16
 
-# Hostings kept for a drafter, also least recently used: their number grows where adapters are switched.
+# Hostings kept for a drafter; the least recently used one is dropped first. Each switch of adapters makes another one.
 MAX_HOSTINGS = 6
 
 

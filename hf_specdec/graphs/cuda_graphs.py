@@ -93,7 +93,7 @@ class CudaGraph:
         current.wait_stream(warm_up)
         start = time.perf_counter()
         self._graph = torch.cuda.CUDAGraph()
-        # torch counts the pool of a failed capture as in use forever, so the next capture would start a new one.
+        # torch counts the pool of a failed capture as in use forever, so the next capture must start a new one.
         owner, memory.owner = memory.owner, None
         pool = None if owner is None else owner.pool()
         # Other threads may allocate and synchronise during the capture. `stream(current)` restores the current stream,

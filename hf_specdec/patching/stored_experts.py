@@ -71,7 +71,7 @@ class _StoredMxfp4Quantizer(Mxfp4Quantizer):
         super().__init__(quantization_config, **kwargs)
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is needed."""
+        """Do nothing: no kernels or other packages are needed."""
 
     def param_needs_quantization(self, *args: Any, **kwargs: Any) -> bool:
         return False
