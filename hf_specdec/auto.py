@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 class NormalizedCheckpoint(NamedTuple):
-    """The class that runs a checkpoint, its configuration in normal form, and how what it leaves open was decided; for
-    a checkpoint that is in normal form only the caller's overrides."""
+    """The class that runs a checkpoint, its configuration in normal form, and the decisions about what it leaves open.
+    For a checkpoint in normal form these are the caller's overrides only."""
 
     family: type[Drafter]
     config: DrafterConfig
@@ -43,8 +43,8 @@ class CheckpointKeywords(HubOptions, Overrides, total=False):
 def read_checkpoint(
     checkpoint: Checkpoint, target: PreTrainedConfig | None = None, overrides: Overrides | None = None
 ) -> NormalizedCheckpoint:
-    """Detect the family of a checkpoint, bring its configuration into normal form, and check its tensors against that;
-    raises `ValueError` for unsupported ones, and for what contradicts itself."""
+    """Detect the family of a checkpoint, convert its configuration to normal form, and check its tensors against that.
+    Raises `ValueError` for checkpoints that are unsupported or contradict themselves."""
     found = read_config(checkpoint, target, overrides)
     with checkpoint.config_errors():
         found.family.check_checkpoint(checkpoint, found.config)
@@ -62,7 +62,7 @@ def find_checkpoint(
 def read_config(
     checkpoint: Checkpoint, target: PreTrainedConfig | None = None, overrides: Overrides | None = None
 ) -> NormalizedCheckpoint:
-    """`read_checkpoint` without the comparison of tensors with those that the configuration asks for."""
+    """`read_checkpoint` without the check of tensors."""
     given = without_none(overrides)
     check_rope_overrides(given)
     drafter = registered_drafters().get(checkpoint.config.get("model_type"))
@@ -114,21 +114,21 @@ class AutoDrafter:
         device_map: Any = None,
         **keywords: Unpack[CheckpointKeywords],
     ) -> Drafter:
-        """Load a drafter as published, bound to `target`, in eval mode.
+        """Load a published drafter, bound to `target`, in eval mode.
 
         Args:
-            pretrained_model_name_or_path: folder, or repository on the Hub. The target's own for its MTP modules; then
-                only their tensors are read, and only the shards that hold them are fetched.
+            pretrained_model_name_or_path: folder, or repository on the Hub. For MTP modules the target's own; then only
+                the tensors of these are read, and only the shards that hold them are downloaded.
             target: the model whose generation is to be accelerated.
-            num_assistant_tokens: draft tokens a round (K), or `"auto"`; the checkpoint's own if None.
+            num_assistant_tokens: draft tokens a round (K), or `"auto"`; None for the checkpoint's own.
             draft_probs, engine, verification, compile, batch_invariant, draft_window_size, kv_cache_dtype, tree:
                 see `Drafter.configure`, where `compile` is `compile_rounds`.
-            dtype: the target's if None.
-            device_map: the device of the target's last layer if None.
+            dtype: None for the target's.
+            device_map: None for the device of the target's last layer.
             revision, subfolder, token, cache_dir, local_files_only, force_download: the checkpoint's location on the
                 Hub, as in `PreTrainedModel.from_pretrained`.
             aux_hidden_state_layer_ids: layer ids of the auxiliary hidden states. Id b is the residual stream that
-                enters layer b of the target (`hidden_states[b]` in transformers), id n, of n layers, leaves the last.
+                enters layer b of the target (`hidden_states[b]` in transformers); id n, of n layers, leaves the last.
             norm_before_residual, norm_output, final_norm: see `Eagle3Config`; `norm_output` also `MtpConfig`.
             rope_theta: base of the draft layers' RoPE.
             rope_parameters: all RoPE parameters of the draft layers, `{"rope_type": ..., "rope_theta": ..., ...}`.
@@ -136,14 +136,14 @@ class AutoDrafter:
                 own if it has one that differs from the target's.
             parallel_drafting: True to draft all tokens of a round in one pass, False to draft token by token; None: as
                 the checkpoint was trained.
-            mask_token_id: token that parallel drafting embeds at positions without a token.
+            mask_token_id: the token that parallel drafting embeds at positions without a token.
             hidden_first, norm_offset, zero_first_embedding, chaining: see `MtpConfig`.
             anchor_first, causal: see `DFlashConfig`.
 
         Raises:
-            OSError: expected an existing folder or an accessible repository with all files of a checkpoint.
-            ValueError: expected a supported and undamaged drafter that was made for the target.
-            TypeError: expected the keywords above, and a model as target.
+            OSError: the folder or repository does not exist, is not accessible, or lacks files of a checkpoint.
+            ValueError: the drafter is unsupported, damaged, or was not made for the target.
+            TypeError: an unknown keyword, or a target that is no model.
         """
         unknown = sorted(keywords.keys() - CheckpointKeywords.__annotations__.keys())
         if unknown:
@@ -189,7 +189,7 @@ def _check_target(target: Any) -> None:
 def share_with_target(
     drafter: Drafter, target: PreTrainedModel, share_embedding: bool | None, share_head: bool | None
 ) -> None:
-    """Drop the drafter's own embeddings and heads that are copies of the target's, or that the caller wants shared."""
+    """Drop the drafter's own embeddings and heads if they equal the target's, or if the caller wants them shared."""
     pairs = (
         ("embed_tokens", "own_embedding", target.get_input_embeddings(), share_embedding),
         ("lm_head", "own_head", target.get_output_embeddings(), share_head),
@@ -212,7 +212,7 @@ def _same_weight(own: nn.Module, theirs: nn.Module | None) -> bool:
 
 
 def _log(name: str, found: NormalizedCheckpoint) -> None:
-    """Log every decision in one record, and warn once if decisions may be wrong."""
+    """Log all decisions in one record, and warn once if some may be wrong."""
     if found.decisions:
         logger.info(f"{name} ({found.config.dialect}): " + "; ".join(map(str, found.decisions)))
     doubtful = [decision for decision in found.decisions if decision.doubtful]

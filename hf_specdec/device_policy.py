@@ -1,4 +1,4 @@
-"""What engines use on each type of device: Triton kernels, CUDA graphs, torch.compile and others, in one table."""
+"""What engines use on each type of device (Triton kernels, CUDA graphs, torch.compile, ...), in one table."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ class DevicePolicy:
     """What is used on one type of device.
 
     Attributes:
-        triton: run the operations of a round by Triton kernels; if False, and in float64, by PyTorch references.
+        triton: run the operations of a round with Triton kernels; if False, and in float64, with PyTorch references.
         cuda_graphs: capture rounds and prefills as CUDA graphs and replay them.
-        compiler: backend of `torch.compile` for rounds that are captured; None to capture them without compilation.
+        compiler: `torch.compile` backend of captured rounds; None to capture them without compilation.
         fused_linear: run linear layers of one input (q, k, v; gate, up) as one matmul, see `patching.fused_linear`.
-        few_row_linear: run linear layers on a few rows in 16-bit floating point by `ops.linear`, see `patching.linear`.
-        batch_invariant: have kernels whose bits depend on no other row, see `Drafter.configure`.
+        few_row_linear: run 16-bit floating point linear layers on few rows with `ops.linear`, see `patching.linear`.
+        batch_invariant: there are kernels whose bits depend on no other row, see `Drafter.configure`.
         transposed_linear: run `nn.Linear` on a few float32 rows as `(weight @ inputs.T).T`, see `patching.linear`.
-        layer_kernels: run norms, rotary embeddings and gated activations of layers that are not compiled by the ops of
-            `ops`, see `patching.layer_kernels`.
+        layer_kernels: run norms, rotary embeddings and gated activations of layers that are not compiled with `ops`,
+            see `patching.layer_kernels`.
         symmetric_memory: run small all-reduces of a tensor-parallel target through torch's symmetric memory.
         rounds_ahead: rounds that are launched before the host has read the results of the last one.
-        max_rows: rows of continuous batching unless the caller asks for a number.
-        virtual_memory: let rows of continuous batching have memory for the texts that they hold, where the driver or
-            the operating system can, see `virtual_memory`.
-        cache_bytes: most bytes that such rows hold together; None for as much as there is.
+        max_rows: default of the most rows in continuous batching.
+        virtual_memory: commit memory to rows of continuous batching as their texts grow, if the driver or the operating
+            system supports it, see `virtual_memory`.
+        cache_bytes: most bytes that such rows hold together; None for all free memory.
     """
 
     triton: bool = False
@@ -44,7 +44,7 @@ class DevicePolicy:
     cache_bytes: int | None = None
 
 
-# By `torch.device.type`; other types have the defaults.
+# By `torch.device.type`; other types have the default policy.
 DEVICE_POLICIES = {
     "cuda": DevicePolicy(
         triton=True,

@@ -1,4 +1,4 @@
-"""The methods of transformers' `GenerationMixin` that are replaced, so that `generate()` accepts a `Drafter`."""
+"""The methods of transformers' `GenerationMixin` that are replaced so that `generate()` accepts a `Drafter`."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ from .stock.stock_engine import DrafterCandidateGenerator
 logger = logging.getLogger(__name__)
 
 
-# Settings of a call for which it matters that the caller asked for them.
+# Settings of a call for which it matters whether the caller asked for them.
 _ASKED = ("num_assistant_tokens", "use_cache", *UNUSED_SETTINGS)
 
-# Keywords of `generate()` that only a call with a `Drafter` has.
+# Keywords of `generate()` that only calls with a `Drafter` have.
 _OF_CALL = (*(field.name for field in fields(Randomness)), "return_logprobs", "adapter_names", "tree")
 
-# By owner and name: what takes the place of transformers' methods, which get those as their first argument.
+# Replacements of transformers' methods, by owner and name.
 _METHODS: dict[tuple[type, str], Callable] = {}
 
 
 def _replaces(owner: type, name: str) -> Callable[[Callable], Callable]:
-    """Decorator of a function that takes the place of a method, which it is given as its first argument."""
+    """Decorator for the replacement of a method; the function gets the original method as its first argument."""
 
     def register(function: Callable) -> Callable:
         original = REPLACED_METHODS[owner, name]
@@ -69,7 +69,7 @@ def _replaces(owner: type, name: str) -> Callable[[Callable], Callable]:
 
 
 def _refuse_others(assistant: Any) -> None:
-    """Raise `ValueError` if a class of ours, or a module around a drafter, was passed where a drafter is expected."""
+    """Raise `ValueError` if a class of ours, or a module around a drafter, was passed instead of a drafter."""
     if isinstance(assistant, type) and issubclass(assistant, (AutoDrafter, Drafter)):
         raise ValueError(
             f"assistant_model is the class {assistant.__name__}; expected a drafter, which "
@@ -85,7 +85,7 @@ def _refuse_others(assistant: Any) -> None:
 
 
 def _decode(original, self, input_ids, *args, assistant_model=None, **kwargs):
-    """A loop of decoding, `_sample` of a call with an `Attachment`, which replaces it where that is possible."""
+    """Replaces the decoding loops: for calls with a drafter, and `_sample` where a model's `Attachment` allows it."""
     if isinstance(assistant_model, Drafter):
         with lock_of(self), on_device(self.device), engine(), Evaluation(assistant_model):
             return generate_with_drafter(self, assistant_model, input_ids, *args, **kwargs)
@@ -121,14 +121,14 @@ def _get_candidate_generator(original, self, *args, assistant_model=None, **kwar
 def _prepare_cache_for_generation(original, self, generation_config, model_kwargs, *args, **kwargs):
     # Some models prepare a configuration of their own, which has not passed through `_prepare_generation_config`.
     if getattr(generation_config, "_has_drafter", False) and _makes_new_cache(self, generation_config, model_kwargs):
-        # The static engine has one of its own; `generate_with_drafter` makes it for calls that run otherwise.
+        # The static engine has its own cache; `generate_with_drafter` makes this one for other calls.
         generation_config._cache_arguments = args, kwargs
         return None
     return original(self, generation_config, model_kwargs, *args, **kwargs)
 
 
 def _makes_new_cache(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
-    """Whether transformers would make a `DynamicCache`, and nothing else reads it before the drafter's call runs."""
+    """Whether transformers would make a `DynamicCache` that nothing reads before the drafter's call runs."""
     is_own = type(model)._prepare_cache_for_generation is _prepare_cache_for_generation
     if not is_own or "_prepare_cache_for_generation" in vars(model) or not makes_dynamic_cache(model):
         return False
@@ -138,22 +138,22 @@ def _makes_new_cache(model: PreTrainedModel, config: GenerationConfig, model_kwa
 @_replaces(GenerationMixin, "_prepare_generation_config")
 def _prepare_generation_config(original, self, generation_config=None, *args, **kwargs):
     prepared, model_kwargs = original(self, generation_config, *args, **kwargs)
-    # transformers fills in defaults, after which the settings of the caller cannot be told from them.
+    # transformers fills in defaults, after which they can no longer be told from the caller's settings.
     places = (kwargs, {} if generation_config is None else _asked_in(generation_config))
     own = {name: value for name, value in vars(self.generation_config).items() if name != "use_cache"}
     prepared._asked = {
         name: next((place[name] for place in (*places, own) if place.get(name) is not None), None) for name in _ASKED
     }
-    prepared._has_drafter, prepared._cache_arguments = False, None  # whatever an earlier call has noted
+    prepared._has_drafter, prepared._cache_arguments = False, None  # an earlier call may have set them
     return prepared, model_kwargs
 
 
 def _asked_in(config: GenerationConfig) -> dict[str, Any]:
-    """The settings of `config` that were made by its owner."""
+    """The settings of `config` that its owner has made."""
     settings = vars(config)
     if "_asked" not in settings:
         return settings
-    # It was prepared before, which filled in defaults, as older pipelines do once for all calls.
+    # It was prepared before, which filled in defaults; older pipelines do so once for all calls.
     defaults = default_settings(GenerationConfig)
     changed = {name: settings.get(name) for name in _ASKED if settings.get(name) != defaults.get(name)}
     return settings["_asked"] | changed
@@ -180,7 +180,7 @@ def _extract_generation_mode_kwargs(original, self, custom_generate, kwargs, syn
 @_replaces(GenerationMixin, "_validate_generation_mode")
 def _validate_generation_mode(original, self, generation_mode, generation_config, generation_mode_kwargs):
     drafter = generation_mode_kwargs.get("assistant_model")
-    # The rest are transformers' checks for plain decoding; its rules for assistant models do not apply.
+    # transformers checks the rest as plain decoding: its rules for assistant models do not apply.
     others = {name: value for name, value in generation_mode_kwargs.items() if name != "assistant_model"}
     if isinstance(drafter, Drafter):
         _check(self, drafter, generation_mode, generation_config, others)
@@ -190,7 +190,7 @@ def _validate_generation_mode(original, self, generation_mode, generation_config
             _check_attached(self, drafter, generation_mode, generation_config, others)
         except ValueError as error:
             drafter.refuse(error)
-            del generation_mode_kwargs["assistant_model"]  # a dictionary of the call, which goes on with it
+            del generation_mode_kwargs["assistant_model"]  # the call goes on with this dictionary
     else:
         others = generation_mode_kwargs
     return original(self, generation_mode, generation_config, others)
@@ -198,7 +198,7 @@ def _validate_generation_mode(original, self, generation_mode, generation_config
 
 def _check(self, drafter, generation_mode, generation_config, others):
     if generation_config.use_cache is False and generation_config._asked["use_cache"] is None:
-        # Left in the model's own settings, by training for example; the text is the same with a cache.
+        # Left in the model's own settings, for example by training; the text is the same with a cache.
         generation_config.use_cache = True
     check_call(self, drafter, generation_mode, generation_config, others.get("synced_gpus", False))
     if others.get("assistant_tokenizer") is not None:
@@ -225,7 +225,7 @@ def _check_attached(self, attachment, generation_mode, generation_config, others
 
 
 def _without_drafters(original: Callable, self, *args, **kwargs):
-    """A method of a manager without a drafter, refusing drafters, which it would ignore."""
+    """A method of a manager without a drafter; it refuses drafters, which it would ignore."""
     for name, value in kwargs.items():
         _refuse_others(value)
         if isinstance(value, Drafter):
@@ -241,7 +241,7 @@ for _name in ("add_request", "add_requests"):
 
 
 def _continuously(function, original, self, *args, assistant_model=None, **kwargs):
-    """A method of continuous batching, which `function`, of model and drafter, replaces if the call has one."""
+    """A method of continuous batching; with a drafter, `function` of model and drafter replaces it."""
     _refuse_others(assistant_model)
     if isinstance(assistant_model, Drafter):
         return function(self, assistant_model, *args, **kwargs)
@@ -298,7 +298,7 @@ for _name, _function in (
 
 
 def install() -> None:
-    """Let `generate(assistant_model=drafter)` run our engines. Done on import; doing it twice changes nothing.
+    """Let `generate(assistant_model=drafter)` run our engines. Runs on import; a second time changes nothing.
 
     Calls without a `Drafter` go to transformers' own methods unchanged.
     """
@@ -308,7 +308,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give transformers back exactly the methods it had before `install`."""
+    """Restore exactly the methods that transformers had before `install`."""
     for owner, name in _METHODS:
         setattr(owner, name, REPLACED_METHODS[owner, name])
     watch_optimizers(False)

@@ -1,4 +1,4 @@
-"""Targets and tokenizers by their names on a command line, shared by `hf-specdec bench` and the examples."""
+"""Loading of targets and tokenizers by name, shared by `hf-specdec bench` and the examples."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ GGUF_SUFFIX = ".gguf"
 
 
 def load_target(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Load a target for inference (see `prepare_target`) from a folder or Hub repository, of which experts in MXFP4
-    stay so, or a GGUF file, which is dequantised; raises `OSError` if there is none."""
+    """Load a target for inference (see `prepare_target`) from a folder, a Hub repository or a GGUF file. Experts in
+    MXFP4 are not dequantised, a GGUF file is. Raises `OSError` if there is no such target."""
     options: dict[str, Any] = {"dtype": dtype}
     arguments = from_pretrained_arguments(name)
     if Path(name).suffix == GGUF_SUFFIX:
@@ -38,13 +38,13 @@ def load_target(name: str, dtype: torch.dtype, device: torch.device) -> PreTrain
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the target called `name`, a folder, Hub repository or GGUF file."""
+    """The tokenizer of the target `name`, a folder, Hub repository or GGUF file."""
     return AutoTokenizer.from_pretrained(**from_pretrained_arguments(name))
 
 
 def from_pretrained_arguments(name: str) -> dict[str, str]:
-    """The arguments of `from_pretrained` that name the folder, Hub repository or GGUF file `name`; raises `OSError` if
-    there is no such folder or file."""
+    """Arguments of `from_pretrained` for the folder, Hub repository or GGUF file `name`; raises `OSError` if there is
+    no such folder or file."""
     path = Path(name)
     if path.suffix == GGUF_SUFFIX:
         if not path.is_file():
@@ -57,7 +57,7 @@ def from_pretrained_arguments(name: str) -> dict[str, str]:
 def prepare_target(model: PreTrainedModel) -> PreTrainedModel:
     """Freeze `model`, set it to evaluation mode and reduce its generation config to its special tokens.
 
-    Without the generation config of a checkpoint, decoding is greedy unless the options of a call say otherwise.
+    Without the generation config of its checkpoint, decoding is greedy unless the options of a call say otherwise.
     """
     own = model.generation_config
     model.generation_config = GenerationConfig(
@@ -71,8 +71,8 @@ def set_end_tokens(
 ) -> None:
     """Set the end-of-sequence and padding tokens in the generation config of `model`.
 
-    `eos_token` is the only end-of-sequence token, also of the tokenizer, None to keep those of the config; with
-    `ignore_eos` there are none. Raises `ValueError` if it is no token of the tokenizer.
+    `eos_token` becomes the only end-of-sequence token, also of the tokenizer; None keeps those of the config. With
+    `ignore_eos` there are none. Raises `ValueError` if the tokenizer does not know `eos_token`.
     """
     settings = model.generation_config
     if eos_token is not None:

@@ -1,4 +1,4 @@
-"""Which of a kernel and its reference an op runs, and how the kernels are registered with torch."""
+"""The choice between kernel and reference of an op, and the registration of kernels with torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def has_kernels(device: torch.device) -> bool:
 
 
 class _Choice(threading.local):
-    """What this thread's ops run, whether its launches are captured, and what is told of references that run."""
+    """Settings of this thread's ops: kernels or references, whether launches are captured, what references call."""
 
     references_only = False
     capturing = False
@@ -45,7 +45,7 @@ def _choosing(**values: Any) -> Iterator[None]:
 
 
 def references(on_reference: Callable[..., object] | None = None) -> AbstractContextManager[None]:
-    """Context in which this thread's ops run the references, and compile no kernel; `torch.compile` ignores it.
+    """Context in which this thread's ops run the references and compile no kernel; `torch.compile` ignores it.
 
     `on_reference` is called with the name and the arguments of each op.
     """
@@ -53,15 +53,15 @@ def references(on_reference: Callable[..., object] | None = None) -> AbstractCon
 
 
 def capturing() -> AbstractContextManager[None]:
-    """Context in which what this thread launches is captured, or run before a capture: the host's time is no matter."""
+    """Context in which this thread's launches are captured, or warm up a capture: the host's time does not matter."""
     return _choosing(capturing=True)
 
 
 def batch_invariant() -> AbstractContextManager[None]:
     """Context in which the bits of a row of an op's result depend on that row only, in 16-bit types and float32.
 
-    Other rows, their number, and how queries and prompts are divided among passes do not matter. It is of this thread,
-    and not for functions that `torch.compile` compiles.
+    They do not depend on other rows, their number, or how queries and prompts are split into passes. The context
+    belongs to this thread, and does not apply to functions that `torch.compile` compiles.
     """
     return _choosing(batch_invariant=True)
 
@@ -77,23 +77,23 @@ def is_batch_invariant() -> bool:
 
 
 def is_for_triton(tensor: torch.Tensor) -> bool:
-    """Whether an op of `tensor` runs its Triton kernel."""
+    """Whether an op on `tensor` runs its Triton kernel."""
     if not torch.compiler.is_compiling() and _choice.references_only:
         return False
     return DEVICE_POLICIES.get(tensor.device.type, DEFAULT_POLICY).triton and tensor.dtype != torch.float64
 
 
 def without_dispatch_modes() -> AbstractContextManager[None]:
-    """Context, within `batch_invariant`, of which dispatch modes see no operation, as inside of an op."""
+    """Context, within `batch_invariant`, that hides operations from dispatch modes, as the inside of an op does."""
     return _disable_current_modes() if is_batch_invariant() else nullcontext()
 
 
-# Types of tensors that hold their values themselves: kernels take them as they are.
+# Types of tensors that store their own values: kernels take them as they are.
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def _must_be_dispatched(args: Iterable[Any]) -> bool:
-    """Whether something has to see an op with these arguments."""
+    """Whether torch's dispatcher has to see an op with these arguments."""
     if torch.is_grad_enabled() or _len_torch_dispatch_stack():
         return True
     for one in args:
@@ -106,7 +106,7 @@ def _must_be_dispatched(args: Iterable[Any]) -> bool:
 
 
 def _split(args: Sequence[Any], groups: Mapping[int, type[tuple]]) -> list[Any]:
-    """The arguments of an op, of those of its function but the first: with the elements of `groups`."""
+    """The arguments of an op from those of its function, except the first: `groups` are replaced by their elements."""
     found: list[Any] = []
     for place, one in enumerate(args, start=1):
         if place not in groups:
@@ -135,16 +135,16 @@ def _is_named_tuple(kind: Any) -> bool:
 
 
 def _kinds_of(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type that `hint` is."""
+    """The types of a union; `hint` itself if it is no union."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _signature_of(
     reference: Callable, writes: Collection[str]
 ) -> tuple[inspect.Signature, list[str], dict[int, type[tuple]]]:
-    """The signature of the op that `reference` defines, and which of its parameters are written; and by place those of
-    the reference that are named tuples, of which the op has the elements: instead of all of them, arguments may be None
-    or the first element alone, as types say."""
+    """The signature of the op that `reference` defines, its parameters that are written, and the named tuples among the
+    parameters of `reference`, by place. The op takes their elements; an argument may also be None or the first element
+    alone, as the types allow."""
     hints, groups, parameters, written = get_type_hints(reference), {}, [], []
     for place, (name, parameter) in enumerate(inspect.signature(reference).parameters.items()):
         kinds, parts = _kinds_of(hints[name]), {name: hints[name]}
@@ -166,7 +166,7 @@ def _signature_of(
 
 
 def _contiguous(results: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Contiguous tensors of the shapes and dtypes of `results`, without their values."""
+    """Contiguous tensors with the shapes and dtypes of `results`, and arbitrary values."""
     if isinstance(results, tuple):
         return tuple(one.new_empty(one.shape) for one in results)
     return results.new_empty(results.shape)
@@ -179,20 +179,20 @@ def kernel_op(
     fake: Callable | None = None,
     is_opaque: bool = False,
 ) -> Callable:
-    """A function that runs a Triton kernel where the device of its first argument has one, elsewhere the reference.
+    """A function that runs a Triton kernel if the device of its first argument has kernels, else the reference.
 
-    It calls the kernel without torch's dispatcher in between, which takes the host several times as long as the launch.
-    A custom op of torch is called where something has to see it: `torch.compile`, a dispatch mode, a subclass of
-    tensors, and autograd, which refuses to differentiate it. Its schema follows from the types of the reference; for
-    fake tensors it returns what the reference does, contiguous.
+    It calls the kernel without torch's dispatcher, which takes the host several times as long as the launch. It calls a
+    custom op of torch if something has to see the call: `torch.compile`, a dispatch mode, a tensor subclass, or
+    autograd, which refuses to differentiate it. The op's schema follows from the types of the reference; for fake
+    tensors it returns what the reference does, contiguous.
 
     Args:
-        place: `module.function` of the kernel in `kernels`, which is imported when it is first called; the reference is
+        place: `module.function` of the kernel in `kernels`, imported at its first call; the reference is
             `module_reference.function`.
         writes: names of the parameters that are written.
-        launch: takes the place of the kernel, with the same arguments.
-        fake: what the op returns for fake tensors, where results are not contiguous or the reference is opaque.
-        is_opaque: whether the reference, too, reads values on the host, which nothing can trace or record.
+        launch: called instead of the kernel, with the same arguments.
+        fake: what the op returns for fake tensors, if results are not contiguous or the reference is opaque.
+        is_opaque: whether the reference, too, reads values on the host, so that nothing can trace or record it.
     """
     module, _, name = place.partition(".")
     plain = getattr(importlib.import_module(f"{__package__}.kernels.{module}_reference"), name)

@@ -1,11 +1,11 @@
-"""The ops of a round: Triton kernels where the device runs them, else their PyTorch references.
+"""The ops of a round: Triton kernels on devices that run them, else their PyTorch references.
 
-This module is the only one that imports kernels and references; `kernels.types` is imported elsewhere, too. Triton is
-imported when the first kernel is called.
+Only this module imports kernels and references; others import `kernels.types` at most. Triton is imported when the
+first kernel is called.
 """
 
 # ruff: noqa: F401
-# Functions of `kernels` that need no choice are imported for others to call here.
+# Functions of `kernels` without a choice are imported for others to call here.
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from .op_choice import (
     references,
 )
 
-# Widest rows that a program of the norm's kernel keeps in its registers.
+# Widest rows that a program of the norm's kernel can keep in registers.
 MAX_NORM_WIDTH = 65536
 
 
@@ -83,7 +83,7 @@ def _stored_linear(inputs, weight, bias, activation):
 
 
 def _wide_stored_tiles(inputs: torch.Tensor, weight: StoredWeight) -> tuple[LinearTiles, int] | None:
-    """None where sums are to be added in the order of `linear`, too."""
+    """Tiles of wide products; None also if sums must be added in the order of `linear`."""
     return None if is_batch_invariant() else choose_wide_stored_tiles(len(inputs), weight)
 
 
@@ -93,7 +93,7 @@ def _attention(*args):
     return attention(*args, fixed_splits=is_batch_invariant())
 
 
-# The text: slots and tokens of rows (see `round_state_reference`), keys and values, attention, recurrences.
+# Text: slots and tokens of rows (see `round_state_reference`), keys and values, attention, recurrences.
 next_slots = kernel_op("round_state.next_slots")
 block = kernel_op("round_state.block")
 tree_block = kernel_op("round_state.tree_block")
@@ -118,8 +118,8 @@ verify_block = kernel_op("verification.verify_block")
 verify_tree = kernel_op("verification.verify_tree")
 token_logprobs = kernel_op("logprobs.token_logprobs")
 
-# Linear layers and experts. `linear` is of use where `has_fast_linear`, or with an activation `has_gated_linear`, says
-# so.
+# Linear layers and experts. Use `linear` only where `has_fast_linear` says so, or with an activation
+# `has_gated_linear`.
 rounded_inputs = kernel_op("stored_weight.rounded_inputs")
 linear = kernel_op("linear.linear", launch=_linear)
 plan_experts = kernel_op("experts.plan_experts")
@@ -128,17 +128,17 @@ expert_linear = kernel_op(
     fake=lambda inputs, weight, bias, plan, rows, is_transposed: inputs.new_empty(
         plan.shape[1], weight.shape[2 if is_transposed else 1]
     ),
-    is_opaque=True,  # the plan
+    is_opaque=True,  # it reads the plan
 )
-add_low_rank = kernel_op("low_rank.add_low_rank", writes=("out",), is_opaque=True)  # which adapters there are
+add_low_rank = kernel_op("low_rank.add_low_rank", writes=("out",), is_opaque=True)  # it reads which adapters there are
 
 
 def _like(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`[B, heads, n, D]` each, with the memory of `[B, n, heads, D]`."""
+    """Empty tensors `[B, heads, n, D]` with the memory layout of `[B, n, heads, D]`, one for each of `states`."""
     return [one.new_empty(one.transpose(1, 2).shape).transpose(1, 2) for one in states]
 
 
-# Operations of layers that PyTorch computes by several kernels each: norms, rotary embeddings, gated activations.
+# Operations of layers that take PyTorch several kernels each: norms, rotary embeddings, gated activations.
 rms_norm = kernel_op("rms_norm.rms_norm")
 add_rms_norm = kernel_op("rms_norm.add_rms_norm")
 rotary = kernel_op("rotary.rotary", fake=lambda cos, sin, states, kind: _like(states))
@@ -150,14 +150,14 @@ rotate_and_store = kernel_op(
 rotary_angles = kernel_op("rotary.rotary_angles")
 gated_activation = kernel_op("gated_activation.gated_activation")
 gather_rows = kernel_op("gather_rows.gather_rows")
-# Reductions of rows with one order of summation.
+# Reductions of rows with a fixed order of summation.
 row_sum = kernel_op("row_reductions.row_sum")
 row_softmax = kernel_op("row_reductions.row_softmax")
 row_cumsum = kernel_op("row_reductions.row_cumsum")
 
 
 class SlotMoves:
-    """`kernels.kv_cache_reference.move_slots` of the same buffers, round after round; a Triton kernel on GPUs."""
+    """`kernels.kv_cache_reference.move_slots` for the same buffers in every round; a Triton kernel on GPUs."""
 
     def __init__(self) -> None:
         self._key: tuple = ()
@@ -173,14 +173,14 @@ class SlotMoves:
 
         with torch.cuda.device_of(path):
             key = tuple((one.data_ptr(), one.stride()) for one in buffers)
-            if key != self._key:  # not while a round is captured, which was run before
+            if key != self._key:  # never during a capture: the round has run before
                 self._key, self._table = key, SlotTable.of(buffers)
             move_slots(self._table, path, lengths, committed)
 
 
 def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:
-    """Whether `linear` of `[n, in]` by `[out, in]` is faster than PyTorch's, or that of the library which stores the
-    weight, and computes what that computes.
+    """Whether `linear` of `[n, in]` by `[out, in]` computes what PyTorch, or the library that stores the weight, does,
+    and is faster.
 
     In the context `batch_invariant`: whether it computes that.
     """
@@ -194,8 +194,8 @@ def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -
 
 
 def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:
-    """Whether `linear` of `[n, in]` by `[2 N, in]` with an activation is faster than without, and then
-    `gated_activation`, of whose results it has the bits."""
+    """Whether `linear` of `[n, in]` by `[2 N, in]` with an activation is faster than without one and then
+    `gated_activation`; the bits are the same."""
     if isinstance(weight, StoredWeight):
         is_taken = has_fast_linear(inputs, weight) and _wide_stored_tiles(inputs, weight) is None
         return is_taken and weight.shape[0] % 2 == 0 and is_for_triton(inputs)
@@ -203,7 +203,7 @@ def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) 
 
 
 def _is_16_bit(inputs: torch.Tensor) -> bool:
-    """Whether the kernels of 16-bit floating point take `inputs` as they are."""
+    """Whether the 16-bit floating point kernels take `inputs` as they are."""
     is_taken = inputs.dtype in (torch.bfloat16, torch.float16) and is_for_triton(inputs) and inputs.stride(1) == 1
     return is_taken and not torch.is_autocast_enabled(inputs.device.type)
 

@@ -1,4 +1,4 @@
-"""Prompts from jsonl files and from data sets of the Hub, shared by `hf-specdec bench` and the examples."""
+"""Prompts from jsonl files and from data sets on the Hub, shared by `hf-specdec bench` and the examples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 HUB_PREFIX = "hub:"
 DEFAULT_SPLIT, DEFAULT_COLUMN, ID_COLUMN = "train", "prompt", "id"
 
-# Short and of many kinds, because acceptance differs much between prose, lists, code, arithmetic, tables and verse.
+# Short and diverse: acceptance differs much between prose, lists, code, arithmetic, tables and verse.
 PROMPTS = (
     "Why does bread rise, and what goes wrong when it does not?",
     "Write a Python function that merges two sorted lists, with a docstring.",
@@ -34,7 +34,7 @@ PROMPTS = (
 
 
 class Prompt(NamedTuple):
-    """The first turn of a user, with the `id` that its source gives, else its index there."""
+    """The first turn of a user. Its `id` is that of its source, or else its index there."""
 
     id: int | str
     text: str
@@ -49,14 +49,14 @@ def read_prompts(source: str | Path | None, limit: int | None = None) -> list[Pr
     """The first `limit` prompts of a source.
 
     Args:
-        source: a jsonl file whose lines have `prompt`, or `hub:name[:split[:column]]`, by default of the split "train"
+        source: a jsonl file with `prompt` in each line, or `hub:name[:split[:column]]`, by default the split "train"
             and the column "prompt"; None for `PROMPTS`. Lines and rows may have an `id`.
         limit: None for all.
 
     Raises:
-        OSError: there is no such file.
-        ValueError: a line is not JSON or has no `prompt`, or what it holds has no UTF-8, the source is empty, the data
-            set has no such column, or the library `datasets` is not installed.
+        OSError: the file does not exist.
+        ValueError: a line is not JSON, has no `prompt`, or holds text without a UTF-8 encoding; the source is empty;
+            the data set has no such column; or the library `datasets` is not installed.
     """
     if source is None:
         prompts = [Prompt(*numbered) for numbered in enumerate(PROMPTS)]
@@ -113,7 +113,7 @@ def _load_hub(name: str, limit: int | None) -> list[Prompt]:
 
 
 def _prompt(own_id: Any, number: int, text: str, where: str) -> Prompt:
-    """The prompt `text` with its own id, or else `number`; halves of surrogate pairs in JSON are no text."""
+    """The prompt `text` with its own id, or else `number`. Raises `ValueError` for halves of surrogate pairs."""
     for value in (own_id, text):
         try:
             str(value).encode()
@@ -123,7 +123,7 @@ def _prompt(own_id: Any, number: int, text: str, where: str) -> Prompt:
 
 
 def _first_turn(value: Any, where: str) -> str:
-    """`value` if it is a text; the first turn if it is a conversation."""
+    """`value` if it is a text; its first turn if it is a conversation."""
     if isinstance(value, (list, tuple)) and value:
         value = value[0]
     if isinstance(value, dict) and "content" in value:
@@ -136,7 +136,7 @@ def _first_turn(value: Any, where: str) -> str:
 def encode(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], as_chat: bool | None = None, **options: Any
 ) -> BatchEncoding:
-    """Tokenize prompts, `as_chat` as a user's turn each by the chat template; by default if the tokenizer has one."""
+    """Tokenize prompts; with `as_chat` as a user's turn in the chat template. None: if the tokenizer has a template."""
     if as_chat is None:
         as_chat = tokenizer.chat_template is not None
     if not as_chat:
@@ -146,7 +146,7 @@ def encode(
 
 
 def pad_on_the_left(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set `tokenizer` to pad on the left, by its end-of-sequence token if it has no padding token."""
+    """Set `tokenizer` to pad on the left, with its end-of-sequence token if it has no padding token."""
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -18,17 +18,17 @@ from .row_buffers import NEW_ROW, NUMBERS, blank_numbers, numbers_of, set_rows, 
 
 
 class Shape(NamedTuple):
-    """What determines the sizes of the buffers of a generation and the operations of its rounds.
+    """The sizes of the buffers of a generation, and the operations of its rounds.
 
     Attributes:
-        slots: slots of every cache, the dummy slot, which is the last one, included.
+        slots: slots of every cache, including the dummy slot, which is the last one.
         num_draft_tokens: the largest K of a round.
-        is_sampling: whether tokens are drawn; decoding is greedy otherwise.
+        is_sampling: whether tokens are drawn; otherwise decoding is greedy.
         draft_probs: whether drafts are drawn from the drafter's distribution, which is then kept.
         num_ends: entries for end-of-sequence tokens.
         verification: see `Drafter.configure`.
-        num_nodes: the largest N of a round whose drafts are a tree; 0 where all are chains.
-        keeps_hidden_states: whether hidden states are kept of all tokens, see `Drafter.rollouts`.
+        num_nodes: the largest N of a round whose drafts are a tree; 0 if all rounds draft chains.
+        keeps_hidden_states: whether the hidden states of all tokens are kept, see `Drafter.rollouts`.
     """
 
     batch: int
@@ -43,14 +43,14 @@ class Shape(NamedTuple):
 
 
 class RoundShape(NamedTuple):
-    """How many drafts a round has: K of a chain, N = 0; or N of a tree of depth K."""
+    """The drafts of a round: K of a chain, with N = 0; or N of a tree of depth K."""
 
     num_drafts: int
     num_nodes: int = 0
 
     @property
     def width(self) -> int:
-        """Tokens of a row that the target's pass runs."""
+        """Tokens of a row in the target's pass."""
         return max(self) + 1
 
     def __str__(self) -> str:
@@ -64,45 +64,45 @@ class RoundShape(NamedTuple):
 
 @dataclass
 class DecodeState:
-    """Device buffers and settings of one `generate()` call over B rows; slot == position throughout.
+    """Device buffers and settings of one generation over B rows; slot == position throughout.
 
     Attributes:
-        tokens: `[B, slots]` int64, committed tokens; the prompt without padding comes first.
-        numbers: `row_buffers.NUMBERS` of each row, of which `lengths` and the other `[B]` int64 buffers are views.
+        tokens: `[B, slots]` int64, committed tokens; the prompt, without padding, comes first.
+        numbers: the `row_buffers.NUMBERS` of each row. `lengths` and the other `[B]` int64 buffers are views of it.
         lengths: `[B]` int64, committed tokens of each row. The target has processed all of them but the last.
         limits: `[B]` int64, length at which a row ends.
         finished: `[B]` bool; a finished row computes on the dummy slot and commits nothing.
-        eos: `[B, E]` int64, tokens that end each row, filled up with `NO_TOKEN`.
+        eos: `[B, E]` int64, tokens that end each row, padded with `NO_TOKEN`.
         seeds: `[B]` int64, keys of the rows' random numbers.
-        temperature: `[]` float32, of sampling, for all rows; 1 when decoding is greedy.
+        temperature: `[]` float32, sampling temperature of all rows; 1 for greedy decoding.
         row_temperatures: `[B]` float32, factors on `temperature`; 1 without a `RowTemperature` or `RowSampling`.
-        row_top_k: `[B]` int64, of `RowSampling`: from how many tokens each row is drawn; 0 for greedy decoding.
-        row_tail: `[B]` float32, of `RowSampling`: 1 - `top_p`, the share of probability that is left out.
+        row_top_k: `[B]` int64, for `RowSampling`: number of tokens that each row is drawn from; 0 for greedy decoding.
+        row_tail: `[B]` float32, for `RowSampling`: 1 - `top_p`, the share of probability that is left out.
         slots, is_sampling, draft_probs, verification: see `Shape`.
-        most_draft_tokens, most_nodes: the largest K and N of a round, for which buffers are made.
+        most_draft_tokens, most_nodes: the largest K and N of a round, which determine the sizes of buffers.
         num_draft_tokens, num_nodes: K and N of the next round, see `RoundShape`.
-        logprobs: log-probabilities of its tokens that a round computes: `"processed"`, `"raw"`, both or none.
-        cached: `[B]` int64, positions of each row that are in the target's cache before prefill.
+        logprobs: the log-probabilities that a round computes of its tokens: `"processed"`, `"raw"`, both or none.
+        cached: `[B]` int64, positions of each row that are in the target's cache before the prefill.
         draft_starts: `[B]` int64, the first position of each row that the drafter reads.
         position_offsets: `[B]` int64, position ids of each row minus its positions, from the end of the prompt on.
         prompt_lengths: `[B]` int64, tokens of each prompt.
-        prompt_length_gap: `[B]` int64, how many more tokens than a row's the longest prompt of its batch has, for RoPE
-            that depends on length.
-        adapters: `[B]` int64, the LoRA adapters of the target that each row has: bit a for that at place a of
+        prompt_length_gap: `[B]` int64, how many more tokens than the row's prompt the longest prompt of its batch has,
+            for RoPE that depends on length.
+        adapters: `[B]` int64, the LoRA adapters of the target for each row: bit a is set for entry a of
             `Adapters.names`.
-        aux_hidden_states: `[B, most_draft_tokens + 1, width]`, auxiliary hidden states of the target at the tokens of
+        aux_hidden_states: `[B, most_draft_tokens + 1, width]`, the target's auxiliary hidden states at the tokens of
             the last block; None before the first prefill, and for a drafter that reads none.
-        result: of the last round's verification, for `most_draft_tokens` drafts; see `first_block_width` for after a
-            prefill.
+        result: the last round's verification, with room for `most_draft_tokens` drafts; after a prefill see
+            `first_block_width`.
         prompt_logits: `[B, V]`, the target's logits after the prompts; None before the first prefill.
-        block_width: how many columns of the two may be in use: tokens of the last block.
-        records: the `calls.first_pass.FirstPass` by which the target itself has run the prompts, while the drafter
-            reads what it was given; else None.
+        block_width: number of columns of `aux_hidden_states` and `result` in use: tokens of the last block.
+        records: the `calls.first_pass.FirstPass` that has run the prompts, while the drafter reads its inputs; else
+            None.
         cache: the target's cache; None if the target runs on a cache of transformers.
         live: upper bound of the slots that the next round uses, its drafts included, known without a synchronization.
         num_before: see `RaggedCache`; set for chunks of a prefill that are not captured.
-        dummy_slot: where keys and values are written that no query reads: of padding and of finished rows.
-        row_slots: slots of a row of the call; fewer than `slots` where all rows are packed in one.
+        dummy_slot: the slot for keys and values that no query reads: of padding and of finished rows.
+        row_slots: slots of a row of the call; fewer than `slots` if all rows are packed in one.
         memory: buffers of the drafter; set from `Drafter.new_memory`.
     """
 
@@ -149,7 +149,7 @@ class DecodeState:
 
     @classmethod
     def allocate(cls, shape: Shape, layers: LayerKinds, device: torch.device) -> DecodeState:
-        """Buffers for generations of one shape; no `layers` if the target runs on a cache of transformers."""
+        """Buffers for generations of one shape; empty `layers` if the target runs on a cache of transformers."""
         batch = shape.batch
         numbers = blank_numbers(batch, device)
         views = dict(zip(NUMBERS, numbers, strict=True))
@@ -192,14 +192,14 @@ class DecodeState:
         eos: torch.Tensor | None = None,
         **numbers: Sequence[int],
     ) -> None:
-        """Put prompts into `rows`, whatever was there before; they are to be prefilled.
+        """Put prompts into `rows`, replacing their contents; they are to be prefilled.
 
         Args:
-            rows: of the state; others stay as they are, see `clear`.
+            rows: of the state; other rows stay as they are, see `clear`.
             prompts: `[length]` int64 each, without padding.
-            eos: `[E]` int64, or `[len(rows), E]` with those of each row; None for no such tokens.
-            numbers: `cached`, `draft_starts`, `position_offsets`, `prompt_length_gap` and `adapters` of each row, 0 if
-                not given; `prompt_lengths` where the texts go on after their prompts.
+            eos: `[E]` int64, or `[len(rows), E]` with those of each row; None for no end-of-sequence tokens.
+            numbers: `cached`, `draft_starts`, `position_offsets`, `prompt_length_gap` and `adapters` of each row, 0 by
+                default; `prompt_lengths` if the texts continue after their prompts.
         """
         at, lengths = upload(rows, self.lengths), list(map(len, prompts))
         limits = [length + new for length, new in zip(lengths, max_new_tokens, strict=True)]
@@ -214,9 +214,9 @@ class DecodeState:
         self.live = max([self.live, *lengths])
 
     def as_one_row(self, memory: Any) -> DecodeState:
-        """This state with the rows of its buffers one behind the other, as the only row of another; for prefills.
+        """This state with its rows one after the other as a single row, for packed prefills.
 
-        `memory` is the drafter's, likewise.
+        `memory` is the drafter's memory in the same form.
         """
         batch = len(self.tokens)
         return replace(
@@ -228,7 +228,7 @@ class DecodeState:
         )
 
     def clear(self) -> None:
-        """Make all rows finished ones, of one token."""
+        """Mark all rows as finished, with a text of one token."""
         self.result.committed.zero_()
         self.numbers.copy_(numbers_of(len(self.lengths), self.numbers))
         for name, value in {**NEW_ROW, "finished": True}.items():
@@ -236,26 +236,26 @@ class DecodeState:
         self.block_width = self.live = 1
 
     def set_temperature(self, temperature: float | None) -> None:
-        """Set the temperature that all rows share; None if decoding is greedy."""
+        """Set the temperature of all rows; None for greedy decoding."""
         self.temperature.fill_(1.0 if temperature is None else temperature)
 
     def set_row_sampling(self, rows: Sequence[int], settings: Sequence[SamplingSettings]) -> None:
-        """Set how each of `rows` is sampled where `RowSampling` processes the scores."""
+        """Set the sampling settings of `rows`, which `RowSampling` applies to the scores."""
         at = upload(rows, self.lengths)
         self.row_temperatures[at] = upload([one.temperature for one in settings], self.row_temperatures)
         self.row_top_k[at] = upload([one.top_k for one in settings], self.row_top_k)
         self.row_tail[at] = upload([1 - one.top_p for one in settings], self.row_tail)
 
     def copy_rows(self, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor) -> None:
-        """Continue rows of another state between two rounds, in rows of this one.
+        """Copy rows of another state, between two rounds, to rows of this one, which continue them.
 
-        The drafter's memory is copied by `Drafter.copy_rows`.
+        `Drafter.copy_rows` copies the drafter's memory.
 
         Args:
-            rows: `[n]` int64, which rows of this state they become.
-            source: of the same `most_draft_tokens`, with any numbers of rows and of slots.
-            slots: how many leading slots are copied, none of them a dummy slot: at least the tokens of each row.
-            source_rows: `[n]` int64, which rows of `source`.
+            rows: `[n]` int64, the rows to copy to.
+            source: a state with the same `most_draft_tokens`, and any numbers of rows and slots.
+            slots: number of leading slots to copy, without a dummy slot: at least the tokens of each row.
+            source_rows: `[n]` int64, rows of `source`.
         """
         self.tokens[rows, :slots] = source.tokens[source_rows, :slots]
         self.numbers[:, rows] = source.numbers[:, source_rows]
@@ -277,7 +277,7 @@ class DecodeState:
 
     @contextmanager
     def spanning(self, span: int) -> Iterator[None]:
-        """Context in which kernels are given `span` leading slots of the caches."""
+        """Context in which kernels get `span` leading slots of the caches."""
         for cache in self.caches:
             cache.kernel_span = span
         try:
@@ -289,7 +289,7 @@ class DecodeState:
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Context for rounds that warm up kernels and memory pools: all rows are finished, so nothing is committed, and
-        drafters find nothing that was."""
+        drafters find no committed tokens."""
         kept = [self.finished, *self.result, *([] if self.aux_hidden_states is None else [self.aux_hidden_states])]
         before = [buffer.clone() for buffer in kept]
         self.finished.fill_(True)
@@ -302,14 +302,14 @@ class DecodeState:
 
     @property
     def first_block_width(self) -> int:
-        """Tokens of the last block once the first new token is committed: it, and the prompt's last one as if that had
-        been a draft, unless there are none."""
+        """Tokens of the last block after the first new token: the prompt's last token, as if it had been a draft, and
+        the new one; only the new one if rounds have no drafts."""
         return min(2, self.most_draft_tokens + 1)
 
     def next_slots(self, first: int, count: int = 1) -> torch.Tensor:
         """Slots `[B, count]` int64 of the positions from `lengths + first` on.
 
-        The dummy slot for finished rows, and for positions that the length limit leaves without a next token.
+        The dummy slot for finished rows, and for positions after which the length limit leaves no token.
         """
         return ops.next_slots(self.lengths, self.limits, self.finished, first, count, self.dummy_slot)
 
@@ -320,45 +320,44 @@ class DecodeState:
         return torch.where(slots < self.dummy_slot, slots % self.row_slots, 0)
 
     def position_ids(self, slots: torch.Tensor, sections: bool = False) -> torch.Tensor:
-        """Position ids of the target at `slots` `[B, n]` int64; 0 for the dummy slot. With `sections` they may be
-        `[sections, B, n]`, where M-RoPE gives a token of a prompt several positions; else the first of these is
-        returned."""
+        """Position ids of the target at `slots` `[B, n]` int64; 0 for the dummy slot. With M-RoPE a token of a prompt
+        may have several: with `sections` the result may be `[sections, B, n]`, otherwise it is the first section."""
         if self.records is not None:
             return self.records.position_ids(slots, sections)
         if self.row_slots == self.slots:
             return ops.position_ids(slots, self.position_offsets, self.dummy_slot)
-        offsets = self.position_offsets[slots // self.row_slots]  # of rows that are packed in one
+        offsets = self.position_offsets[slots // self.row_slots]  # rows packed in one
         return torch.where(slots < self.dummy_slot, slots % self.row_slots + offsets, 0)
 
     def adapters_at(self, slots: torch.Tensor) -> torch.Tensor:
-        """`adapters` of the rows that the tokens at `slots` `[B, n]` int64 are in, `[B, n]` int64, contiguous."""
+        """`adapters` of the rows of the tokens at `slots` `[B, n]` int64; `[B, n]` int64, contiguous."""
         if self.row_slots == self.slots:
             return self.adapters[:, None].expand(slots.shape).contiguous()
-        return self.adapters[slots // self.row_slots]  # of rows that are packed in one
+        return self.adapters[slots // self.row_slots]  # rows packed in one
 
     def last_tokens(self) -> torch.Tensor:
         """The last committed token of each row, `[B, 1]`."""
         return self.tokens.gather(1, (self.lengths - 1)[:, None])
 
     def block(self, drafts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens to verify, the last committed one and the `drafts` `[B, K]`, and their slots; both `[B, K + 1]`."""
+        """Tokens to verify (the last committed one and the `drafts` `[B, K]`) and their slots, both `[B, K + 1]`."""
         return ops.block(self.tokens, self.lengths, self.limits, self.finished, drafts, self.dummy_slot)
 
     def tree_block(self, proposal: Proposal) -> tuple[torch.Tensor, torch.Tensor, Nodes]:
-        """`block` of a tree, `[B, N + 1]`, and its nodes: the root is the last committed token."""
+        """`block` of a tree, `[B, N + 1]`, and its nodes; the root is the last committed token."""
         given = self.tokens, self.lengths, self.limits, self.finished, proposal.tokens
         block, slots, positions = ops.tree_block(*given, *proposal.tree[:2], self.dummy_slot)
         return block, slots, Nodes(positions, proposal.tree.ancestors)
 
     def last_block(self, width: int) -> tuple[torch.Tensor | None, VerificationResult]:
-        """The first `width` columns of what the last round leaves for drafting, at least `block_width`: its auxiliary
-        hidden states `[B, width, ...]` or None, and its result, with tokens `[B, width]`."""
+        """What the last round leaves for drafting, in its first `width` columns (at least `block_width`): auxiliary
+        hidden states `[B, width, ...]` or None, and the result, with tokens `[B, width]`."""
         hidden = None if self.aux_hidden_states is None else self.aux_hidden_states[:, :width]
         result = self.result
         return hidden, VerificationResult(result.tokens[:, :width], result.accepted, result.committed)
 
     def narrow_block(self) -> None:
-        """Forget what the last round leaves for drafting, except of each row's last committed token."""
+        """Drop what the last round leaves for drafting, except at each row's last committed token."""
         last = (self.result.committed - 1).clamp(min=0)
         if self.aux_hidden_states is not None:
             rows = torch.arange(len(last), device=last.device)
@@ -368,11 +367,11 @@ class DecodeState:
         self.result.committed.clamp_(max=1)
 
     def commit(self, result: VerificationResult, keeps: bool = False) -> VerificationResult:
-        """Append the result's tokens `[B, n]` to the rows, up to an end-of-sequence token or the length limit; returns
-        it with `committed` reduced accordingly. With `keeps` it is kept for drafting, see `last_block`, in memory that
-        is always the same.
+        """Append the result's tokens `[B, n]` to the rows, up to an end-of-sequence token or the length limit. Returns
+        the result with `committed` reduced accordingly. With `keeps` it is also kept for drafting, see `last_block`, in
+        memory that stays the same.
 
-        A row ends at `NO_TOKEN`, too, for which it gets token 0: it is the last one of what the result commits.
+        A row also ends at `NO_TOKEN`, the last token that it commits; 0 is stored in its place.
         """
         kept = self.result if keeps else None
         rows = self.tokens, self.lengths, self.finished

@@ -15,12 +15,12 @@ class RowStats:
         rounds: rounds the row took part in.
         drafted: draft tokens verified, up to the row's length limit.
         accepted: draft tokens committed.
-        committed: tokens committed by rounds: accepted draft tokens, recovered and bonus tokens. The first token
-            of a text comes with the prompt's pass, and is of no round.
+        committed: tokens committed by rounds: accepted draft tokens, recovered and bonus tokens. The first token of a
+            text comes with the prefill and belongs to no round.
         drafted_per_position, accepted_per_position: `drafted` and `accepted` by position in the block, `[K]`.
-        cached_tokens: tokens of its prompt that were not prefilled, since another row's text begins with them, too.
-        unread_tokens: tokens at the beginning of its prompt that the drafter has not read: of a text that continues
-            `past_key_values`, whose hidden states are not known.
+        cached_tokens: prompt tokens that were not prefilled, since another row has the same prefix.
+        unread_tokens: leading prompt tokens that the drafter has not read, since the text continues `past_key_values`
+            and their hidden states are not known.
     """
 
     rounds: int = 0
@@ -53,13 +53,13 @@ class RowStats:
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Share of the drafts at each position that were accepted, together with all drafts before them."""
+        """Share of the drafts at each position that were accepted, which requires that all before them were."""
         pairs = zip(self.accepted_per_position, self.drafted_per_position, strict=True)
         return [accepted / drafted if drafted else 0.0 for accepted, drafted in pairs]
 
 
 def add_up(rows: Sequence[RowStats]) -> RowStats:
-    """Sums of the counts of `rows`; further positions of some count as 0 in others."""
+    """Sums of the counts of `rows`; positions that a row lacks count as 0."""
     total = RowStats()
     for row in rows:
         total.add_counts(row)
@@ -73,17 +73,17 @@ class SpeculationStats(RowStats):
     Attributes:
         rows: the counts of each row.
         num_assistant_tokens: K, draft tokens a round; the largest K where it is chosen round by round.
-        tree: the most drafts of a round that were verified as a tree, of depth K; 0 if all were chains.
+        tree: the largest N of a round that was verified as a tree of depth K; 0 if all were chains.
         engine: `"static"` or `"stock"`.
         reason: why that engine ran.
         execution: how its rounds were run: captured or not, compiled or not, batch-invariant or not.
-        batch_invariant: whether logits did not depend on the batch, nor on drafts, see `Drafter.configure`.
+        batch_invariant: whether logits depended on neither the batch nor the drafts, see `Drafter.configure`.
         draft_probs: whether drafts were drawn from the drafter's distribution.
-        num_rounds: rounds the batch ran, i.e. target passes after prefill.
-        rounds_by_k: how many of them had which K, on the static engine.
-        rounds_by_tree: how many of them had trees of how many drafts.
-        captures: how many CUDA graphs the call has captured, of rounds and prefills.
-        seconds: wall time of those rounds, with drafting, without prefill.
+        num_rounds: rounds that the batch ran, i.e. target passes after the prefill.
+        rounds_by_k: number of rounds by K, on the static engine.
+        rounds_by_tree: number of rounds with trees by N.
+        captures: number of CUDA graphs that the call has captured, of rounds and prefills.
+        seconds: wall time of the rounds, with drafting, without the prefill.
     """
 
     rows: list[RowStats] = field(default_factory=list)
@@ -119,9 +119,9 @@ class TotalStats(RowStats):
     """Sums over calls.
 
     Attributes:
-        calls: how many.
-        captures: CUDA graphs that they have captured.
-        seconds: wall time of them, with prefills and checks.
+        calls: number of calls.
+        captures: number of CUDA graphs that they have captured.
+        seconds: their wall time, with prefills and checks.
     """
 
     calls: int = 0
@@ -130,11 +130,11 @@ class TotalStats(RowStats):
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens committed by rounds, a second of the calls' time."""
+        """Tokens committed by rounds for each second of the calls' time."""
         return self.committed / self.seconds if self.seconds else 0.0
 
     def add(self, stats: SpeculationStats, seconds: float) -> None:
-        """Add a call that has taken `seconds`."""
+        """Add a call that took `seconds`."""
         self.add_counts(stats)
         self.captures += stats.captures
         self.calls += 1
@@ -142,7 +142,7 @@ class TotalStats(RowStats):
 
 
 class Counters:
-    """Counts the tokens of `batch` rows, round by round, of up to `num_draft_tokens` drafts.
+    """Counts the tokens of `batch` rows in rounds of up to `num_draft_tokens` successive drafts.
 
     `on_count` is `auto_k.auto_drafts.Acceptance.observe`, or None.
     """
@@ -160,9 +160,9 @@ class Counters:
         rejected: Sequence[int] | None = None,
         num_nodes: int = 0,
     ) -> None:
-        """Add one round of an unfinished row; numbers of tokens, `drafted` up to its length limit.
+        """Add one round of an unfinished row, in tokens; `drafted` ends at the row's length limit.
 
-        `rejected` and `num_nodes` are of a tree, see `Acceptance.observe`.
+        `rejected` and `num_nodes` belong to a tree, see `Acceptance.observe`.
         """
         if self._on_count is not None:
             self._on_count(accepted, drafted, rejected, num_nodes)
@@ -175,5 +175,5 @@ class Counters:
             counts.accepted_per_position[position] += 1
 
     def summary(self, **about) -> SpeculationStats:
-        """The counts of all rows; `about` gives the remaining fields of `SpeculationStats`."""
+        """The counts of all rows; `about` gives the other fields of `SpeculationStats`."""
         return SpeculationStats(**vars(add_up(self.rows)), rows=self.rows, **about)

@@ -1,1 +1,1 @@
-"""`num_assistant_tokens="auto"`: how many drafts each round has, by what rounds cost and what is accepted."""
+"""`num_assistant_tokens="auto"`: the choice of drafts for each round, by the costs of rounds and the acceptance."""

@@ -1,9 +1,9 @@
-"""`num_assistant_tokens="auto"`: every round has the drafts, of a chain or a tree, with the most expected tokens a
+"""`num_assistant_tokens="auto"`: each round has the drafts, a chain or a tree, that promise the most tokens a
 millisecond.
 
-Rounds are timed as they run, and acceptance at each position is estimated as it happens. A call begins with the times
-that earlier ones have measured (`round_costs`), and the acceptance that this drafter has had in the process. What is
-not known is estimated in favour of trying it; what is tried costs a bounded share of the time.
+Rounds are timed and the acceptance at each position is measured as rounds run. A call begins with the times of earlier
+calls (`round_costs`) and the acceptance that this drafter has had in the process. Unknown times are estimated in favour
+of a trial; trials cost a bounded share of the time.
 """
 
 from __future__ import annotations
@@ -21,63 +21,63 @@ from transformers import PreTrainedModel
 from ..parallel.tensor_parallel import from_first_rank
 from ..state import RoundShape
 
-# What rounds are tried with: K of chains, and trees, which with the last committed token have tiles of 16 rows. Where
-# each draft of a path takes a pass of the drafter, a tree that is wide and not deep may be the better one.
+# Candidates for rounds: K of chains, and trees that with the last committed token fill tiles of 16 rows. Where each
+# draft of a path takes a pass of the drafter, a wide tree of small depth may be better.
 CANDIDATES = (0, 1, 2, 3, 5, 7)
 TREES = (RoundShape(3, 15), RoundShape(7, 15), RoundShape(7, 31), RoundShape(7, 47))
 
-# Tokens, all rows together, whose computation takes as long as reading the weights that they use does (one H200,
-# Llama-3.1-8B shapes: 10.0 ms for 256, 16.6 for 512, 23.4 for 768); of a CPU, for each thread (SmolLM2, two of them: 65
-# ms for 1, 119 for 4, 128 for 8). Bytes that are read while a layer waits for the one before, as it does on a GPU
-# whatever its size (one H200: 0.63 ms for the 30 layers of SmolLM2, of which reading takes 0.06).
+# Tokens, of all rows together, that take as long to compute as the weights that they use take to read (one H200,
+# Llama-3.1-8B shapes: 10.0 ms for 256, 16.6 for 512, 23.4 for 768); on a CPU, for each thread (SmolLM2, two threads: 65
+# ms for 1, 119 for 4, 128 for 8). Bytes that a GPU could read while a layer waits for the one before, whatever its size
+# (one H200: 0.63 ms for the 30 layers of SmolLM2, of which reading takes 0.06).
 _RIDGE, _RIDGE_OF_THREAD, _BYTES_OF_LAYER = 142.0, 2.0, 1e8
-# The most tokens of a round of trees: beyond, what a tree has more than a chain is no longer nearly free (one H200, 8B
-# shapes: 4.75 ms for 32, 5.56 for 64, 6.39 for 128).
+# Most tokens of a round with trees: beyond, the nodes that a tree has more than a chain are no longer nearly free (one
+# H200, 8B shapes: 4.75 ms for 32, 5.56 for 64, 6.39 for 128).
 _MOST_TREE_TOKENS = 128
 
-# Observations of a position after which the older ones count for 1 / e.
+# Number of observations of a position after which an observation counts for 1 / e.
 _MEMORY = 2000
-# The share of drafts accepted at the first position before any was verified, and how many observations it counts for;
-# further positions begin with the share of the one before.
+# Prior share of accepted drafts at the first position, and how many observations it counts for; the prior of a further
+# position is the share of the position before.
 _PRIOR_SHARE, _PRIOR_WEIGHT = 0.7, 4.0
-# How much smaller the share of accepted ones is, at first, of the second drafts of a position where the first was
-# rejected, and so on; how many are told apart.
+# Prior ratio between the share of accepted drafts of a rank and that of the rank before, where drafts of one position
+# are tried by rank; number of ranks that are distinguished.
 _PRIOR_DECAY, _NUM_RANKS = 0.6, 8
-# Observations after which it is computed anew what trees are expected to give; tokens of trees that count as expected.
+# Observations after which expected tokens of trees are computed again; prior weight of their correction, in tokens.
 _FRESH, _PRIOR_TOKENS = 32, 64.0
 
-# Times of a K of which the median is taken.
+# Number of last times of a round shape whose median is taken.
 _NUM_TIMES = 9
-# How a time that is not known is underestimated: a factor on what is expected by one that is, of fewer drafts on what
-# does not depend on tokens; a factor on what a line through two gives.
+# Factors that underestimate an unknown time: one on an estimate from a single known time (for fewer drafts, only on the
+# part that does not depend on tokens); one on a line through two known times.
 _OPTIMISM_OF_ONE, _OPTIMISM = 0.85, 0.9
 
-# A K replaces the one before if it gives so many more tokens a millisecond.
+# A candidate replaces the current one if it gives this share more tokens a millisecond.
 _HYSTERESIS = 0.01
-# The share of the gain that a K promises, by estimates in favour of it, for which it is tried; milliseconds of rounds
-# that are expected to follow, in this call or others.
+# Share of its optimistic gain that a trial may cost; milliseconds of rounds that are assumed to follow, in this call or
+# in others.
 _CONFIDENCE, _HORIZON = 0.5, 4000.0
-# How many more tokens a millisecond rounds with the drafter must have than those without: prompts go through it, too,
-# and rows end apart (256 rows of an 8B target, one H200: as many, but 8 % fewer tokens a second of the call).
+# How many more tokens a millisecond rounds with the drafter must give than those without: prompts go through it, too,
+# and rows end apart (256 rows of an 8B target, one H200: as fast in rounds, but 8 % fewer tokens a second of the call).
 _LEAST_GAIN = 0.1
-# Rounds in which a K is tried of which no time is known, or in which it is tried again. The first is not timed, since
-# what comes with a change of K is not part of a round.
+# Rounds of a first trial, and of a later one. The first round is not timed, since it includes what the change of drafts
+# costs.
 _ROUNDS_TO_TRY, _ROUNDS_TO_RETRY = 4, 2
-# The share of all time that trying again may cost, and the fewest rounds between two tries.
+# The share of all time that later trials may cost, and the fewest rounds between two of them.
 _BUDGET, _ROUNDS_BETWEEN = 0.01, 32
 
 
-# Rounds after which the processes that run one model together agree on times, by a broadcast that waits for the GPU.
+# Number of rounds after which ranks of one model agree on their times, by a broadcast that waits for the GPU.
 ROUNDS_TO_AGREE = 8
 
 
 def no_memory(drafted: RoundShape) -> torch.OutOfMemoryError:
-    """The error of rounds of so many drafts that cannot be run."""
+    """The error for rounds with `drafted` that do not fit in memory."""
     return torch.OutOfMemoryError(f"There is no memory for rounds of {max(drafted)} drafts.")
 
 
 class Pass(NamedTuple):
-    """What passes of a model read: bytes of weights, those that a token uses, layers one after the other."""
+    """What passes of a model read: bytes of weights, bytes that one token uses, number of sequential layers."""
 
     num_bytes: float
     used_by_token: float = 0.0
@@ -85,11 +85,11 @@ class Pass(NamedTuple):
 
 
 class ExpectedCosts:
-    """How long rounds of `rows` rows on `device` are expected to take, relative to each other.
+    """Expected times of rounds of `rows` rows on `device`, relative to each other.
 
     Args:
-        target: its pass.
-        drafting: by K, all passes of the drafter, as far as they are known.
+        target: the pass of the target.
+        drafting: all passes of the drafter together, by K, as far as they are known.
     """
 
     def __init__(self, rows: int, device: torch.device, target: Pass, drafting: Mapping[int, Pass]) -> None:
@@ -103,13 +103,13 @@ class ExpectedCosts:
         return factor * (self._fixed + self._drafting.get(drafted.num_drafts, 0.0)) + self._of_column * drafted.width
 
     def low_ratio(self, drafted: RoundShape, other: RoundShape) -> float:
-        """A low estimate of how many times as long as with `other` a round takes with `drafted`."""
+        """A low estimate of the time of a round with `drafted`, relative to one with `other`."""
         if drafted.width > other.width:
             return max(1.0, _OPTIMISM_OF_ONE * self(drafted) / self(other))
         return self(drafted, _OPTIMISM_OF_ONE) / self(other)
 
     def first(self, asked: int) -> RoundShape:
-        """The chain to begin with, of at most `asked` drafts: the best one for the prior share of accepted drafts."""
+        """The chain to begin with: the best one of at most `asked` drafts by the prior share of accepted drafts."""
 
         def rate(drafted: RoundShape) -> float:
             tokens = sum(_PRIOR_SHARE**position for position in range(drafted.num_drafts + 1))
@@ -119,13 +119,13 @@ class ExpectedCosts:
 
 
 def tree_size(rows: int, device: torch.device) -> int:
-    """N of the largest tree that is tried in rounds of so many rows; 0 if none is, as on a CPU."""
+    """N of the largest tree to try in rounds of `rows` rows; 0 for no trees, as on a CPU."""
     affordable = 0 if device.type == "cpu" else _MOST_TREE_TOKENS // rows - 1
     return max((one.num_nodes for one in TREES if one.num_nodes <= affordable), default=0)
 
 
 def candidates(most: RoundShape) -> list[RoundShape]:
-    """What rounds are tried with, the fewest drafts first: chains, and trees of up to `most.num_nodes`."""
+    """The candidates for rounds, fewest drafts first: chains, and trees of up to `most.num_nodes`."""
     chains = [RoundShape(one) for one in CANDIDATES if one <= most.num_drafts]
     depth = chains[-1].num_drafts
     trees = {(min(one.num_drafts, depth), one.num_nodes) for one in TREES if one.num_nodes <= most.num_nodes}
@@ -134,24 +134,24 @@ def candidates(most: RoundShape) -> list[RoundShape]:
 
 
 class Acceptance:
-    """The share of drafts accepted at each position, of those that were reached: all before them were accepted, and of
-    the drafts for their place those that the drafter ranks higher were rejected."""
+    """The share of accepted drafts by position and rank, of the drafts that were reached: all drafts before them were
+    accepted, and those of their position that the drafter ranks higher were rejected."""
 
     def __init__(self) -> None:
-        # By position and rank; of chains all ranks are 0.
+        # By position and rank; drafts of chains have rank 0.
         self._tried = [[0.0] * _NUM_RANKS for _ in range(CANDIDATES[-1])]
         self._accepted = [[0.0] * _NUM_RANKS for _ in range(CANDIDATES[-1])]
-        # Drafts accepted of trees, and expected ones: those that a tree has are chosen for its own round.
+        # Accepted drafts of trees, and those expected by mean shares: a tree's drafts are chosen for their own round.
         self._of_trees, self._expected = _PRIOR_TOKENS, _PRIOR_TOKENS
-        # By K, of trees of 0, 1 and so on drafts; until so many more observations.
+        # Expected accepted drafts by K, for trees of 0, 1, ... nodes; computed again when `_fresh` reaches 0.
         self._gains: dict[int, list[float]] = {}
         self._fresh = 0
 
     def observe(self, accepted: int, drafted: int, rejected: Sequence[int] | None = None, num_nodes: int = 0) -> None:
-        """Add a round of one row, of which `accepted` drafts of at most `drafted` in a row were accepted.
+        """Add a round of one row, in which `accepted` of at most `drafted` successive drafts were accepted.
 
-        `rejected` are, of a tree of `num_nodes`, the drafts rejected at each position up to `accepted`; of a chain,
-        None, it is the one after the accepted ones.
+        For a tree of `num_nodes`, `rejected` counts the rejected drafts at each position up to `accepted`. None stands
+        for a chain, where the draft after the accepted ones was rejected.
         """
         keep = math.exp(-1 / _MEMORY)
         if rejected is not None:
@@ -177,7 +177,7 @@ class Acceptance:
         return total
 
     def _shares(self, num_drafts: int, num_ranks: int = _NUM_RANKS) -> list[list[float]]:
-        """Share accepted, by position and rank."""
+        """Shares of accepted drafts, by position and rank."""
         found, before = [], [_PRIOR_SHARE * _PRIOR_DECAY**rank for rank in range(num_ranks)]
         for tried, accepted in zip(self._tried[:num_drafts], self._accepted, strict=False):
             shares = []
@@ -189,7 +189,7 @@ class Acceptance:
         return found
 
     def _static_gain(self, drafted: RoundShape) -> float:
-        """Drafts that are expected to be accepted of the tree of the likeliest paths by the mean shares."""
+        """Expected accepted drafts of the tree `drafted`, if its paths are the likeliest ones by the mean shares."""
         if self._fresh <= 0:
             self._gains.clear()
             self._fresh = _FRESH
@@ -200,7 +200,7 @@ class Acceptance:
         return gains[num_nodes]
 
     def _likeliest(self, depth: int, num_nodes: int) -> list[float]:
-        """The sums of the probabilities of the 0, 1, ..., `num_nodes` likeliest paths, of at most `depth` drafts."""
+        """Sums of the probabilities of the 0, 1, ..., `num_nodes` likeliest paths of at most `depth` drafts."""
         laws = []
         for shares in self._shares(depth):
             law, left = [], 1.0
@@ -223,14 +223,14 @@ class Acceptance:
 
 
 class RoundTimes:
-    """How long rounds take, by how many drafts they have, on buffers of one shape; kept from one call to the next.
+    """Times of rounds by their drafts, on buffers of one shape, kept from call to call.
 
-    `known` are milliseconds of a round, measured before.
+    `known` are milliseconds of a round that were measured before.
 
     Attributes:
-        expected: what rounds are expected to take, relative to each other; None until a call says so.
-        total, unsaved: milliseconds of all rounds, and of those that are not on disk.
-        alone: milliseconds of calls without the drafter since the last one with it.
+        expected: expected times, relative to each other; None until a call sets them.
+        total, unsaved: milliseconds of all rounds, and of those that are not on disk yet.
+        alone: milliseconds of calls without the drafter since the last call with it.
     """
 
     def __init__(self, known: Mapping[RoundShape, float] | None = None, total: float = 0.0) -> None:
@@ -240,11 +240,11 @@ class RoundTimes:
         self.total, self.unsaved, self.alone = total, 0.0, 0.0
 
     def measured(self) -> tuple[dict[RoundShape, float], float]:
-        """Milliseconds of rounds, of those that have run; and `unsaved`."""
+        """Milliseconds of a round, by drafts, of rounds that have run in this process; and `unsaved`."""
         return {drafted: self.milliseconds(drafted) for drafted in sorted(self._measured)}, self.unsaved
 
     def add(self, drafted: RoundShape, milliseconds: float, is_typical: bool) -> None:
-        """Add a round; one that `is_typical` followed a round with the same, and nothing between."""
+        """Add the time of a round. It `is_typical` if a round with the same drafts ran immediately before."""
         self.total += milliseconds
         self.unsaved += milliseconds
         if is_typical:
@@ -255,9 +255,9 @@ class RoundTimes:
         return drafted in self._times
 
     def milliseconds(self, drafted: RoundShape) -> float:
-        """The median of the last such rounds; if there is none, a low estimate from others.
+        """The median of the last times of such rounds; if there are none, a low estimate from other rounds.
 
-        That of a tree is from its chain, whose drafting takes as long, and other trees of that depth.
+        A tree is estimated from its chain, which takes as long to draft, and from other trees of its depth.
         """
         if drafted in self._times:
             return statistics.median(tuple(self._times[drafted]))  # other threads may add to it
@@ -272,7 +272,7 @@ class RoundTimes:
         expected = first * self.expected.low_ratio(drafted, known[0])
         if len(known) == 1:
             return expected
-        # By those around it; or else by the two that are nearest, which say little of what is far away.
+        # From the two around it, or else from the two nearest, which say little about what is far away.
         is_above = known[0].width < width
         other = next((one for one in known[1:] if (one.width > width) == is_above), None)
         second = other or known[1]
@@ -293,13 +293,13 @@ def is_better_alone(
 ) -> bool:
     """Whether a call for `tokens` tokens a row is expected to be faster without the drafter.
 
-    Rounds without it are shorter than those with K = 0, at first by what is not known. Texts change: now and then there
-    is a call with it, which costs a bounded share of the time.
+    Rounds without it are faster than rounds with K = 0; if their time is unknown, it is estimated low. Since texts
+    change, there is now and then a call with the drafter, at a bounded share of the time.
 
     Args:
-        most, first, acceptance, times: as of `AutoDrafts`.
-        times_alone: of rounds without the drafter.
-        price, price_of_drafts: milliseconds that it takes to be able to run the call without it, and with it.
+        most, first, acceptance, times: as in `AutoDrafts`.
+        times_alone: times of rounds without the drafter.
+        price, price_of_drafts: milliseconds of captures before the call can run without the drafter, and with it.
     """
     none, is_known = RoundShape(0), RoundShape(0) in times_alone
     known = [one for one in candidates(most) if one in times]
@@ -314,7 +314,7 @@ def is_better_alone(
         estimated = RoundTimes({none: alone})
         estimated.expected = times.expected
     rate = max(acceptance.expected_tokens(one) / estimated.milliseconds(one) for one in known or candidates(most)[1:])
-    # What it saves in this call; or, if more of them follow, in as much time as has passed.
+    # What it saves in this call, or in as much time as has passed, if more such calls follow.
     share = 1 - alone * rate / (1 + _LEAST_GAIN)
     saved = share * max(tokens * alone, times.total + times_alone.total, _HORIZON)
     if share <= 0:
@@ -328,7 +328,7 @@ def is_better_alone(
 
 
 class FixedDrafts:
-    """The same drafts, `current`, in every round; `times` are those of the rounds. See `AutoDrafts`."""
+    """The drafts `current` in every round; `times` are the times of the rounds. Interface: see `AutoDrafts`."""
 
     def __init__(self, current: RoundShape, times: RoundTimes):
         self.current, self._times = current, times
@@ -344,16 +344,16 @@ class FixedDrafts:
 
 
 class AutoDrafts:
-    """Chooses the drafts of every round, at first `first` where nothing is known.
+    """Chooses the drafts of every round, beginning with `first` if no time is known.
 
     Args:
         most: the largest K, and the largest N of a tree, 0 for chains only.
-        times: of rounds on the buffers of the call.
-        price: milliseconds that it takes to be able to run such rounds.
-        split: the model that processes run together, which choose by the times of the first one; None if one runs it.
+        times: times of rounds on the buffers of the call.
+        price: milliseconds of captures before rounds with given drafts can run.
+        split: the model that several ranks run together, which use the times of the first rank; None for one process.
 
     Attributes:
-        current: the drafts of rounds in which no others are tried.
+        current: the drafts of rounds that are not trials.
     """
 
     def __init__(
@@ -367,22 +367,22 @@ class AutoDrafts:
     ):
         self._candidates = candidates(most)
         self._acceptance, self._times, self._price = acceptance, times, price
-        # Rounds whose times processes have not agreed on.
+        # Rounds of a split model whose times the ranks have not agreed on yet.
         self._split, self._own_times = split, []
         known = [one for one in self._candidates if one in times]
         ready = [one for one in known if not price(one)] or known
         begin = max(one for one in self._candidates if one.width <= max(first.width, 1))
         self.current = max(ready, key=self._rate, default=begin)
         self._plan: deque[RoundShape] = deque()
-        # Candidates that were tried, until their times arrive.
+        # Candidates on trial whose times have not arrived yet.
         self._waiting: set[RoundShape] = set()
         self._since_try = 0
         self._spent = self._elapsed = 0.0
         self._is_upwards = False
 
     def next(self, tokens_left: Callable[[], float]) -> RoundShape:
-        """Those of the next round; `tokens_left` tells how many tokens a row may still generate, which counts for what
-        is worth trying."""
+        """The drafts of the next round. `tokens_left()` is the number of tokens that a row may still generate: the
+        more, the more a trial may cost."""
         if not self._plan:
             self._choose(tokens_left)
             self._plan.extend(self._tries(tokens_left))
@@ -393,8 +393,8 @@ class AutoDrafts:
         return self.current
 
     def refuse(self, drafted: RoundShape) -> None:
-        """Take `drafted`, whose rounds have no memory, from the candidates; raises `OutOfMemoryError` if there is no
-        other."""
+        """Remove `drafted`, whose rounds do not fit in memory, from the candidates. Raises `OutOfMemoryError` if it is
+        the only candidate."""
         if self._candidates == [drafted] or drafted not in self._candidates:
             raise no_memory(drafted)
         self._candidates.remove(drafted)
@@ -403,7 +403,7 @@ class AutoDrafts:
             self.current = self._nearest(self._candidates)
 
     def ran(self, drafted: RoundShape, milliseconds: float, is_typical: bool) -> None:
-        """Take the time of a round, which `is_typical` if it followed one with the same at once."""
+        """Take the time of a round. It `is_typical` if a round with the same drafts ran immediately before."""
         if self._split is None:
             self._learn(drafted, milliseconds, is_typical)
             return
@@ -422,11 +422,11 @@ class AutoDrafts:
             self._waiting.discard(drafted)
 
     def _nearest(self, others: Sequence[RoundShape]) -> RoundShape | None:
-        """That of `others` with the most similar number of drafts; None if there are none."""
+        """The one of `others` with the most similar width to `current`; None if `others` is empty."""
         return min(others, key=lambda one: abs(one.width - self.current.width), default=None)
 
     def _rate(self, drafted: RoundShape) -> float:
-        """Tokens a millisecond and row."""
+        """Expected tokens a millisecond and row."""
         return self._acceptance.expected_tokens(drafted) / self._times.milliseconds(drafted)
 
     def _choose(self, tokens_left: Callable[[], float]) -> None:
@@ -439,12 +439,12 @@ class AutoDrafts:
             self.current = best
 
     def _gain(self, drafted: RoundShape, rate: float, tokens_left: Callable[[], float]) -> float:
-        """Milliseconds that rounds with `drafted` save of those at `rate`, in the time left or passed or `_HORIZON`."""
+        """Milliseconds that `drafted` saves over rounds at `rate`: in the time left, the time passed or `_HORIZON`."""
         share = 1 - rate / max(self._rate(drafted), rate)
         return share * max(tokens_left() / rate, self._times.total, _HORIZON)
 
     def _tries(self, tokens_left: Callable[[], float]) -> Sequence[RoundShape]:
-        """Rounds with drafts that are worth trying, if there are any."""
+        """Rounds of a trial that is worth its cost; empty if there is none."""
         if self.current not in self._times:
             return ()
         rate = self._rate(self.current)
@@ -458,8 +458,8 @@ class AutoDrafts:
                 return [found] * _ROUNDS_TO_TRY
         if self._since_try < _ROUNDS_BETWEEN:
             return ()
-        self._waiting.clear()  # none of their rounds was timed
-        # What is known changes with the text, of neighbours first.
+        self._waiting.clear()  # none of their rounds was typical
+        # Known times change with the text; neighbours are tried again first.
         self._is_upwards = not self._is_upwards
         others = [one for one in self._candidates if one in self._times and one != self.current]
         again = self._nearest([one for one in others if (one.width > self.current.width) == self._is_upwards])
@@ -472,10 +472,10 @@ class AutoDrafts:
         return [again] * _ROUNDS_TO_RETRY
 
     def _loss(self, drafted: RoundShape, rate: float) -> float:
-        """Milliseconds that a round with `drafted` is expected to cost more than the same tokens at `rate`."""
+        """Milliseconds that a round with `drafted` is expected to lose over the same tokens at `rate`."""
         tokens = self._acceptance.expected_tokens(drafted)
         return max(self._times.milliseconds(drafted) - tokens / rate, 0.0)
 
 
-# What decides which drafts each round has.
+# What chooses the drafts of each round.
 Drafts: TypeAlias = FixedDrafts | AutoDrafts

@@ -1,8 +1,8 @@
-"""What rounds cost, kept on disk: how long they take by their drafts, of a target with its drafter on a device.
+"""Times of rounds, kept on disk: by drafts, for a target with its drafter on a device.
 
-`num_assistant_tokens="auto"` begins with what earlier calls have measured, also those of other processes. There is a
-file for each target, drafter, device and versions, in the folder `hf_specdec` of Triton's cache, or in the folder that
-the environment variable `HF_SPECDEC_CACHE` names; with `off` there is none. A file that cannot be read counts as none.
+`num_assistant_tokens="auto"` begins with what earlier calls have measured, in this process or others. Each target,
+drafter, device and set of versions has a file, in the folder `hf_specdec` of Triton's cache or in the folder named by
+the environment variable `HF_SPECDEC_CACHE` (`off` for no files). A file that cannot be read is ignored.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "HF_SPECDEC_CACHE"
 
-# Times that differ by a smaller share from those on disk are not written.
+# A file is written again only if a time differs by at least this share from the one on disk.
 _NEWS = 0.05
 
 
 def table_folder() -> Path | None:
-    """The folder of the files; None where there is to be none."""
+    """The folder of the files; None for no files."""
     asked = os.environ.get(FOLDER_VARIABLE)
     if asked is not None:
         return None if asked in ("", "0", "off") else Path(asked)
@@ -49,9 +49,9 @@ def table_folder() -> Path | None:
 
 
 class CostTable:
-    """Times of rounds of one `identity` of target, drafter, device and versions, by what they depend on besides.
+    """Times of rounds for one `identity` of target, drafter, device and versions, by the properties of rounds.
 
-    They are in a file in `folder`, or nowhere if that is None.
+    They are stored in a file in `folder`; None for no file.
     """
 
     def __init__(self, identity: str, folder: Path | None):
@@ -62,7 +62,7 @@ class CostTable:
         self._lock = threading.Lock()
 
     def times(self, shape: Shape) -> RoundTimes:
-        """Of rounds on buffers of `shape`; the same ones in all calls of this process."""
+        """Times of rounds on buffers of `shape`; calls of this process share them."""
         kind = f"drafts drawn, by {shape.verification}" if shape.draft_probs else "most likely drafts"
         name = f"{shape.batch} rows, {'sampled' if shape.is_sampling else 'greedy'}, {kind}"
         with self._lock:
@@ -72,7 +72,7 @@ class CostTable:
             return self._times[name]
 
     def save(self) -> None:
-        """Add what was measured to the file. Processes that do so at once leave the times of one of them."""
+        """Add what was measured to the file. If several processes do so at once, the times of one of them remain."""
         with self._lock:
             if self._file is None:
                 return
@@ -90,7 +90,7 @@ class CostTable:
                     times.unsaved = 0.0
 
     def _read(self) -> dict[str, tuple[dict[RoundShape, float], float]]:
-        """Milliseconds of a round with so many drafts, and those of all rounds, by name."""
+        """Milliseconds of a round by its drafts, and of all rounds together, by name."""
         if self._file is None:
             return {}
         try:
@@ -127,13 +127,13 @@ class CostTable:
             self._file = None
 
 
-# One for each identity in a process, whose calls share times.
+# One table for each identity in a process, so that its calls share times.
 table_of = functools.cache(CostTable)
 
 
 def find_table(model: PreTrainedModel, drafter: Drafter, is_captured: bool) -> CostTable:
-    """The table of `model` with `drafter`, as they are now. That of split targets, whose processes must agree, is not
-    on disk."""
+    """The table of `model` with `drafter` as they are now. For split targets it is not on disk, since their ranks must
+    agree."""
     group, device = tensor_parallel_group(model), model.device
     packages = "torch", "triton", "transformers", __name__.partition(".")[0]
     identity = {
@@ -153,7 +153,7 @@ def find_table(model: PreTrainedModel, drafter: Drafter, is_captured: bool) -> C
 
 
 def _description(module: PreTrainedModel) -> list[str]:
-    """What the time of a pass of `module` depends on: its configuration, shapes and types of its weights."""
+    """What the time of a pass of `module` depends on: its configuration, and shapes and dtypes of its weights."""
     weights = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in module.named_parameters()]
     digest = hashlib.sha256(repr((settings_of(module.config), weights)).encode()).hexdigest()
     return [type(module).__name__, f"{sum(one.numel() for one in module.parameters())} parameters", digest]

@@ -1,1 +1,1 @@
-"""The static cache: kinds of layers' memory, each with all that the engine asks of it."""
+"""The static cache, and the kinds of memory of its layers."""

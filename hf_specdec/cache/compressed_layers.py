@@ -1,9 +1,9 @@
-"""Cache layers of compressed attention (DeepSeek-V4): keys of windows of tokens beside those of single tokens.
+"""Cache layers of compressed attention (DeepSeek-V4): keys of windows of tokens besides those of single tokens.
 
-A compressor makes one entry of every window of `rate` tokens, of the projections of its tokens and, if windows overlap,
-of those of the window before. Attention sees it from the window's last token on. A layer keeps projections in a ring,
-slot == position mod its size, and entries in slots of their own, slot == number of the window. The tokens that take the
-place of rejected drafts make their entries again before a query sees them, so nothing is rolled back.
+A compressor makes an entry for every window of `rate` tokens, from the projections of its tokens and, if windows
+overlap, of those of the window before. Attention sees an entry from the window's last token on. A layer keeps
+projections in a ring, slot == position mod its size, and entries in slots of their own, slot == number of the window.
+The tokens that replace rejected drafts make their entries again before a query sees them: nothing is rolled back.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .layer_kinds import LayerKind
 
 
 class CompressedWindows:
-    """What a layer of `cache` keeps for one compressor, allocated at the first pass.
+    """The memory of a layer of `cache` for one compressor, allocated at the first pass.
 
     Args:
         rate: tokens of a window.
-        overlaps: whether an entry is made of two windows, its own and the one before.
+        overlaps: whether an entry is made from two windows, its own and the one before.
 
     Attributes:
-        ring: `[B, R, 2 * C]`, the projections of the last tokens, values and then gates.
+        ring: `[B, R, 2 * C]`, projections of the last tokens: values, then gates.
         entries: `[B, E + 1, D]`, the entry of each window; the last slot is a dummy slot.
     """
 
@@ -33,12 +33,12 @@ class CompressedWindows:
         self.entries: torch.Tensor | None = None
 
     def add(self, values: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Take the projections of the tokens of a pass, `[B, n, C]` each, at the cache's `positions`.
+        """Store the projections of the tokens of a pass, `[B, n, C]` each, at the cache's `positions`.
 
         Returns:
             values and gates of the windows that the tokens may complete, `[B, W, rate, C]` each, and the numbers of
-            these windows, `[B, W]` int64. If windows overlap, `[B, W + 1, rate, C]`, with the window before; gates are
-            -inf before the text.
+            these windows, `[B, W]` int64. If windows overlap, values and gates are `[B, W + 1, rate, C]`, with the
+            window before; gates are -inf before the text.
         """
         tokens = torch.cat([values, gates], dim=-1)
         if self.ring is None:
@@ -59,7 +59,7 @@ class CompressedWindows:
         return values, gates, numbers
 
     def store(self, entries: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Store those `entries` `[B, W, D]` of the windows `numbers` `[B, W]` int64 that are complete."""
+        """Store `entries` `[B, W, D]` of those windows among `numbers` `[B, W]` int64 that are complete."""
         if self.entries is None:
             self._allocate_entries(entries, len(entries))
         is_complete = (numbers + 1) * self.rate <= self._cache.block.last + 1
@@ -70,7 +70,7 @@ class CompressedWindows:
         self.entries = like.new_zeros(batch, self._cache.slots // self.rate + 1, like.shape[-1])
 
     def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The entries of the cache's `span`, `[B, S, D]`, and which of them a query may see, `[B, n, S]` bool."""
+        """The entries of the cache's `span`, `[B, S, D]`, and whether a query may see them, `[B, n, S]` bool."""
         count = self._cache.span // self.rate
         known = (self._cache.positions + 1) // self.rate
         is_seen = torch.arange(count, device=known.device) < known[..., None]
@@ -86,14 +86,14 @@ class CompressedWindows:
 
 
 class CompressedLayer(RaggedLayer):
-    """A layer with keys of windows of tokens, too."""
+    """A layer that also keeps keys of windows of tokens."""
 
     def __init__(self, cache: Cache, kind: LayerKind):
         super().__init__(cache, kind)
         self._windows: dict[str, CompressedWindows] = {}
 
     def windows(self, name: str, rate: int, overlaps: bool) -> CompressedWindows:
-        """What is kept for the compressor called `name`; the others as of `CompressedWindows`."""
+        """The memory of the compressor called `name`; other arguments as in `CompressedWindows`."""
         if name not in self._windows:
             self._windows[name] = CompressedWindows(self._cache, rate, overlaps)
         return self._windows[name]

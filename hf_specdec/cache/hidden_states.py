@@ -8,11 +8,11 @@ import torch
 
 
 class HiddenStates:
-    """Keeps hidden states of the target at every slot, for `output_hidden_states=True`, or for a drafter that learns.
-    Those of a rejected draft are overwritten, as keys are.
+    """Hidden states of the target at every slot, for `output_hidden_states=True` or for a drafter that learns. Those of
+    a rejected draft are overwritten, as its keys are.
 
     Attributes:
-        buffers: `[B, slots, streams, width]` of each kind of hidden states, 1 stream in most models; none before a
+        buffers: `[B, slots, streams, width]` for each kind of hidden states, 1 stream in most models; empty before a
             pass.
     """
 
@@ -21,8 +21,8 @@ class HiddenStates:
         self._shapes: list[torch.Size] = []
 
     def store(self, layers: Sequence[torch.Tensor], slots: torch.Tensor, num_slots: int, num_packed: int = 1) -> None:
-        """Store `layers`, `[B, n, width]` or `[B, n, streams, width]` each, at `slots` `[B, n]` int64 of rows of
-        `num_slots`; B = 1 if so many rows are packed in one."""
+        """Store each of `layers`, `[B, n, width]` or `[B, n, streams, width]`, at `slots` `[B, n]` int64 of rows of
+        `num_slots`. If `num_packed` rows are packed in one, B = 1."""
         if not self.buffers:
             size = len(slots) * num_packed, num_slots
             self._shapes = [layer.shape[2:] for layer in layers]
@@ -35,15 +35,15 @@ class HiddenStates:
             buffer.view(len(slots), -1, *shape)[rows, slots] = layer
 
     def copy_rows(self, rows: torch.Tensor, source: HiddenStates, taken: slice | torch.Tensor, slots: int) -> None:
-        """Let `rows` have `slots` leading slots of the rows `taken` of `source`."""
+        """Copy `slots` leading slots of the rows `taken` of `source` to `rows`."""
         for ours, theirs in zip(self.buffers, source.buffers, strict=True):
             ours[rows, :slots] = theirs[taken, :slots]
 
     def steps(
         self, prompt_lengths: Sequence[int], cached_lengths: Sequence[int], width: int, num_tokens: Sequence[int]
     ) -> tuple[tuple[torch.Tensor, ...], ...]:
-        """As `generate()` returns them: first the padded prompt of `width` columns without cached ones, then
-        one position a step; zeros for a row that has all of its `num_tokens` new tokens."""
+        """Hidden states as `generate()` returns them: the padded prompt of `width` columns, without cached ones, then
+        one position a step; zeros for a row after its `num_tokens` new tokens."""
 
         def gather(buffer: torch.Tensor, step: int) -> torch.Tensor:
             if step > 0:

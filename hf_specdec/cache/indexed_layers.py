@@ -1,4 +1,4 @@
-"""Layers with keys of an indexer besides those of attention, by slot, and the position ids that indexers read."""
+"""Layers with an indexer: its keys, by slot, besides those of attention, and the position ids that it reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .layer_kinds import LayerKind
 
 
 class IndexedLayer(RaggedLayer):
-    """A layer with `[B, slots, D]` keys of an indexer, by which it chooses slots."""
+    """A layer with keys `[B, slots, D]` of an indexer, which uses them to choose slots."""
 
     def __init__(self, cache: Cache, kind: LayerKind):
         super().__init__(cache, kind)
@@ -20,7 +20,7 @@ class IndexedLayer(RaggedLayer):
         self._position_ids: torch.Tensor | None = None
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Store keys `[B, n, D]` at the cache's `positions`; returns those of the cache's `span`."""
+        """Store keys `[B, n, D]` at the cache's `positions`; returns the keys of the cache's `span`."""
         self._allocate_keys(indexer_key_states, len(indexer_key_states), indexer_key_states.device)
         rows = torch.arange(len(self.indexer_keys), device=self.indexer_keys.device)[:, None]
         self.indexer_keys[rows, self._cache.positions] = indexer_key_states
@@ -32,9 +32,9 @@ class IndexedLayer(RaggedLayer):
 
     @property
     def indexer_position_ids(self) -> torch.Tensor | None:
-        """Position ids `[sections, B, span]` int64 by slot, as of before the pass; None before the first one.
+        """Position ids `[sections, B, span]` int64 by slot, from before the pass; None before the first one.
 
-        A model reads them, concatenates those of the pass's columns, and stores all of it.
+        A model reads them, concatenates those of the pass's columns, and assigns the result.
         """
         return None if self._position_ids is None else self._position_ids[..., : self._cache.span]
 

@@ -1,6 +1,6 @@
-"""Layers with keys and values by slot, for attention to all tokens, to windows and to chunks; and layers with nothing.
+"""Layers with keys and values by slot, for attention to all tokens, to windows and to chunks, and layers without any.
 
-What attention sees of the slots is a rule of attention, see `mask_rules`.
+Which slots attention sees is a rule of attention, see `mask_rules`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
     """Keys and values of one layer, `[B, slots, kv_heads, head_dim]`, allocated at the first write.
 
     Attributes:
-        scales: `[B, slots, kv_heads, 2]`, of keys and of values, if these are stored as float8; else None.
+        scales: `[B, slots, kv_heads, 2]`, of keys and values that are stored as float8; else None.
     """
 
     is_sliding = False
@@ -44,13 +44,13 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
         self.allocate(key_states, value_states, len(key_states), key_states.device)
 
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor, batch: int, device: torch.device) -> None:
-        """Allocate `batch` rows on `device`; the states `[any, kv_heads, any, head_dim]` tell the rest."""
+        """Allocate `batch` rows on `device`; other sizes are those of the states `[any, kv_heads, any, head_dim]`."""
         dtype = self._cache.kinds.key_dtype
 
         def zeros(states: torch.Tensor, width: int, dtype: torch.dtype | None) -> torch.Tensor:
             return states.new_zeros(batch, self._cache.slots, states.shape[1], width, dtype=dtype, device=device)
 
-        # Zeros, not empty: attention weights of invisible slots are 0, and 0 * NaN would be NaN.
+        # Zeros, not empty: the attention weight of an invisible slot is 0, and 0 * NaN would be NaN.
         buffers = [zeros(states, states.shape[3], dtype) for states in (key_states, value_states)]
         self.place(*buffers, *([] if dtype is None else [zeros(key_states, 2, None)]))
 
@@ -74,9 +74,9 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
         """Store new states, `[B, kv_heads, n, head_dim]`, at the cache's `positions`.
 
         Returns:
-            the keys and values to attend to, `[B, kv_heads, span, head_dim]`: views of the cache, or copies where
-            attention takes a mask, as that of modeling files may require contiguous ones. Float8 ones are dequantised
-            when others read them.
+            keys and values to attend to, `[B, kv_heads, span, head_dim]`. They are views of the cache; copies where
+            attention takes a mask, since attention of modeling files may require contiguous tensors. Float8 ones are
+            dequantised when others than attention read them.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -87,7 +87,7 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
         return (shown[0].contiguous(), shown[1].contiguous()) if self._cache.takes_mask else shown
 
     def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values of the cache's `span`, `[B, kv_heads, span, head_dim]`: views, see `update`."""
+        """Keys and values of the cache's `span`, `[B, kv_heads, span, head_dim]`: views, see `update`."""
         span = self._cache.span
         keys, values = self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
         return (
@@ -97,7 +97,7 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
         )
 
     def copy_rows(self, rows: torch.Tensor, source: RaggedLayer, taken: slice | torch.Tensor, slots: int) -> None:
-        if slots and source.is_initialized:  # not where no attention uses the layer
+        if slots and source.is_initialized:  # not if no attention uses the layer
             for ours, theirs in zip(self.slot_buffers, source.slot_buffers, strict=True):
                 ops.as_bytes(ours)[rows, :slots] = ops.as_bytes(theirs)[taken, :slots]
 
@@ -105,7 +105,7 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
         return PackedLayer(cache, self, batch)
 
     def read_slots(self, layer: Any, padding: Sequence[int], columns: int, batch: int, device: torch.device) -> None:
-        if getattr(layer, "keys", None) is None:  # a layer without keys, or one that no attention uses
+        if getattr(layer, "keys", None) is None:  # it has no keys, or no attention uses it
             return
         length = int(layer.get_seq_length())
         count = min(length, layer.keys.shape[2])  # a window holds the last columns only
@@ -119,7 +119,7 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
                 self._read(layer, rows, held, slice(begin - pad, columns - pad))
 
     def _read(self, layer: Any, rows: list[int], held: slice, slots: slice) -> None:
-        """Copy what `layer` has at `held` of its keys' columns in `rows` to `slots`."""
+        """Copy the columns `held` of the keys and values of `layer`, in `rows`, to `slots`."""
         for index, (theirs, buffer) in enumerate(((layer.keys, self.keys), (layer.values, self.values))):
             states = theirs[rows, :, held].transpose(1, 2)
             if self.scales is not None:
@@ -127,7 +127,7 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
             ops.as_bytes(buffer)[rows, slots] = ops.as_bytes(states.to(buffer))
 
     def write_slots(self, cache: Any, index: int, slots: torch.Tensor) -> None:
-        if self.is_initialized:  # not where no attention uses the layer
+        if self.is_initialized:  # not if no attention uses the layer
             rows = torch.arange(len(slots), device=slots.device)[:, None]
             held = [ops.as_bytes(buffer)[rows, slots].transpose(1, 2) for buffer in self.slot_buffers]
             if self.scales is not None:
@@ -145,8 +145,7 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
 
 
 class PackedLayer(RaggedLayer):
-    """Keys and values of `layer` of another cache of `batch` rows as those of one row, `[1, B * slots, kv_heads,
-    head_dim]`."""
+    """Keys and values of `layer`, of a cache with `batch` rows, as one row: `[1, B * slots, kv_heads, head_dim]`."""
 
     def __init__(self, cache: Cache, layer: RaggedLayer, batch: int):
         super().__init__(cache, Keys())
@@ -161,12 +160,12 @@ class PackedLayer(RaggedLayer):
 @register
 @dataclass(frozen=True)
 class Empty(LayerKind):
-    """Layers that compute without memory, or read the keys and values of another one."""
+    """Layers that compute without memory, or read the keys and values of another layer."""
 
     layer_types = frozenset(LAYER_TYPES["empty"])
     obstacles = {}
     is_empty = True
-    layer_class = RaggedLayer  # which nothing is written to
+    layer_class = RaggedLayer  # nothing is written to it
 
     @classmethod
     def detect(cls, layer: Any) -> Empty:

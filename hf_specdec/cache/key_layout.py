@@ -1,5 +1,5 @@
-"""Where the keys and values of a token are, of all layers of target and drafter, one after the other: so a row grows in
-one place. The buffers of a layer are views of all rows with large strides.
+"""`KeyLayout`: keys and values of a token in all layers of target and drafter, one after the other, so that a row grows
+at one end. The buffers of a layer are views of all rows with large strides.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .ragged_cache import RaggedCache
 
 
 class _Part(NamedTuple):
-    """A `slot_buffers` entry of a layer, such as its keys: where it is in the bytes of a token, and what it is."""
+    """An entry of a layer's `slot_buffers`, such as its keys: its offset in the bytes of a token, shape and dtype."""
 
     offset: int
     heads: int
@@ -23,10 +23,10 @@ class _Part(NamedTuple):
 
 
 class KeyLayout(NamedTuple):
-    """What a token's keys and values are.
+    """The layout of a token's keys and values.
 
     Attributes:
-        token_bytes: of all layers together.
+        token_bytes: bytes of a token in all layers.
         layers: the buffers of each layer of each cache.
     """
 
@@ -35,7 +35,7 @@ class KeyLayout(NamedTuple):
 
     @classmethod
     def of(cls, caches: Sequence[RaggedCache]) -> KeyLayout:
-        """The layout of what `caches`, through which target and drafter have run, have allocated."""
+        """The layout of what `caches` have allocated, after a pass of target and drafter."""
         size = 0
 
         def part(buffer: torch.Tensor) -> _Part:

@@ -1,5 +1,5 @@
-"""Kinds of memory of layers, and other parts of models that run by code of their own on an engine: the two registries.
-Engines know these interfaces only.
+"""The two registries: kinds of memory of layers, and other parts of models that need code of their own on an engine.
+Engines know only the interfaces here.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..modules.patch import Patch
 
 
 class Use(Enum):
-    """What is done with the memory of layers only if the kinds of all of them allow it."""
+    """A use of the memory of layers that the kinds of all layers must allow."""
 
     PACKING = auto()  # prompts of several rows are prefilled as one row
-    PREFIX_REUSE = auto()  # the beginning of a text is copied from another row
+    PREFIX_REUSE = auto()  # a prefix is copied from another row
     ROW_MEMORY = auto()  # only the leading slots of a row have memory
     BATCH_INVARIANCE = auto()  # outputs of a row do not depend on other rows and on drafts
     REPEATED_POSITIONS = auto()  # positions are run more than once, without masks
@@ -32,29 +32,29 @@ class Use(Enum):
     TREES = auto()  # drafts of a round are a tree: they are stored at slots that are not their positions
 
 
-# Given position ids `[B, n]` int64, and of the rows `[B]` int64 the lengths of the prompts and how many more tokens the
-# longest prompt of the batch has: the position ids that a patched model takes.
+# Maps position ids `[B, n]` int64 to the position ids that a patched model takes. The other arguments are `[B]` int64:
+# the lengths of the prompts, and how many more tokens the longest prompt of the batch has.
 PositionMarker = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class PlugIn:
-    """A part of some models that runs by code of its own. A plug-in is a class without instances.
+    """A part of some models that needs code of its own on an engine. A plug-in is a class without instances.
 
     Attributes:
-        patches: given models, a context in which the part of them runs on a `RaggedCache`; elsewhere it runs as it is.
+        patches: given models, a context in which their part runs on a `RaggedCache`; elsewhere it runs unpatched.
     """
 
     patches: ClassVar[Callable[..., Patch] | None] = None
 
     @classmethod
     def why_not_hosted(cls, model: PreTrainedModel) -> str | None:
-        """The reason why `model` cannot run on a `RaggedCache`, as far as it is known beforehand: follows "its"."""
+        """The reason why `model` cannot run on a `RaggedCache`, if known beforehand; it follows "its"."""
         return None
 
     @classmethod
     def why_not_same(cls, model: PreTrainedModel, limit: float) -> str | None:
-        """The reason why `model`, not patched yet and run on a few tokens, has logits that differ by more than `limit`,
-        relative to their spread, where it is patched."""
+        """The reason why the logits of `model` differ by more than `limit`, relative to their spread, once it is
+        patched; compares an unpatched and a patched pass over a few tokens."""
         return None
 
     @classmethod
@@ -65,41 +65,41 @@ class PlugIn:
     def why_not_texts(
         cls, model: PreTrainedModel, width: int, longest: int, cached: int, is_chunked: bool
     ) -> str | None:
-        """The reason why texts of which up to `longest` columns are run cannot run on the static engine; of prompts of
-        `width` columns `cached` are in the call's cache, the others are run in chunks or not."""
+        """The reason why texts with up to `longest` columns cannot run on the static engine. Their prompts have `width`
+        columns; the call's cache holds the first `cached` of them, and the others run in chunks if `is_chunked`."""
         return None
 
     @classmethod
     def why_not_alone(cls, model: PreTrainedModel, longest: int) -> str | None:
-        """The reason why a row depends on the length of others, where texts of up to `longest` tokens are run."""
+        """The reason why a row depends on the length of other rows, for texts of up to `longest` tokens."""
         return None
 
     @classmethod
     def forgets_states(cls, model: PreTrainedModel) -> bool:
-        """Whether layers of `model`, which is not patched, begin without a state in passes over several tokens."""
+        """Whether layers of the unpatched `model` begin without a state in passes over several tokens."""
         return False
 
     @classmethod
     def longest_with_drafts(cls, model: PreTrainedModel, length: int) -> int | None:
-        """Up to which length drafts after `length` tokens are run together as each would be alone; None for any."""
+        """The longest text up to which drafts after `length` tokens can be run together; None for any length."""
         return None
 
     @classmethod
     def position_marker(cls, model: PreTrainedModel) -> PositionMarker | None:
-        """What turns position ids into those that `model` takes inside of `patches`; None where it takes them."""
+        """What maps position ids to those that `model` takes inside `patches`; None if it takes them as they are."""
         return None
 
 
 class LayerMemory:
-    """A layer of `cache`, a `RaggedCache`. Models call it as a layer of transformers' cache; this is what engines call.
+    """A layer of `cache`, a `RaggedCache`: the methods for engines. Models call it like a layer of transformers' cache.
 
-    `rows` are `[n]` int64; what is read from transformers' caches, and written to them, is of the first rows.
+    `rows` are `[n]` int64. What is read from or written to transformers' caches belongs to the first rows.
     """
 
     is_compileable = True
-    # Whether a pass has named bounds of time steps, which are those of tokens of prompts only.
+    # Whether a pass has given bounds of time steps, which apply to tokens of prompts only.
     bounds_steps = False
-    # Whether a state can be brought further by what rings hold, without a pass of the model.
+    # Whether the rings suffice to advance a state without a pass of the model.
     can_replay = True
 
     def __init__(self, cache: Cache, kind: LayerKind):
@@ -112,61 +112,60 @@ class LayerMemory:
 
     @property
     def slot_buffers(self) -> Sequence[torch.Tensor]:
-        """Buffers `[B, slots, heads, width]`, in which a token is at its slot; none before the first pass."""
+        """Buffers `[B, slots, heads, width]` that store a token at its slot; empty before the first pass."""
         return ()
 
     def place(self, *buffers: torch.Tensor) -> None:
-        """Take `buffers`, of the shapes of `slot_buffers`, instead of buffers of its own."""
+        """Use `buffers`, with the shapes of `slot_buffers`, instead of allocating."""
 
     def restart(self) -> None:
-        """Begin with no text in any row. What a slot holds need not be cleared: it is not visible to later texts."""
+        """Begin with no text in any row. Slots need no clearing, since later texts do not see what they hold."""
 
     def copy_rows(self, rows: torch.Tensor, source: Any, taken: slice | torch.Tensor, slots: int) -> None:
-        """Let `rows` be the rows `taken` of `source`, of another cache: `slots` leading slots, and all that is not by
-        slot."""
+        """Copy the rows `taken` of `source`, of another cache, to `rows`: `slots` leading slots, and all that is not
+        by slot."""
 
     def packed(self, cache: Cache, batch: int) -> LayerMemory:
-        """This layer with its `batch` rows one behind the other, for the `PackedCache` `cache`; see `Use.PACKING`."""
+        """This layer with its `batch` rows as one row, for the `PackedCache` `cache`; see `Use.PACKING`."""
         raise NotImplementedError(f"{type(self).__name__} does not implement packed(), but its kind allows packing.")
 
     def read_slots(self, layer: Any, padding: Sequence[int], columns: int, batch: int, device: torch.device) -> None:
-        """Copy what `layer` of transformers' cache holds in its first `columns` to slots.
+        """Copy the first `columns` of `layer` of transformers' cache to slots.
 
         Args:
-            padding: of each row, columns before its first token.
+            padding: columns before the first token, for each row.
             batch, device: of buffers that are not allocated yet.
         """
 
     def write_slots(self, cache: Any, index: int, slots: torch.Tensor) -> None:
-        """Append `slots` `[n, columns]` int64 of the first n rows to layer `index` of `cache`, one of transformers."""
+        """Append `slots` `[n, columns]` int64 of the first n rows to layer `index` of transformers' `cache`."""
 
     def read_states(self, layer: Any, ends: torch.Tensor) -> None:
-        """Take states from `layer` of transformers' cache, with `ends` `[n]` int64 tokens of each row in them; raises
-        `ValueError` if it lacks some, or they have other shapes than those that a pass has allocated."""
+        """Read states from `layer` of transformers' cache, which include `ends` `[n]` int64 tokens of each row. Raises
+        `ValueError` if states are missing, or have other shapes than a pass has allocated."""
 
     def write_states(self, layer: Any, ends: torch.Tensor) -> Callable[[], None]:
-        """Make room in `layer` of transformers' cache for the states, which are those of positions `ends` `[n]` int64;
-        returns what writes them there."""
+        """Make room for the states, at positions `ends` `[n]` int64, in `layer` of transformers' cache; returns a
+        function that writes them."""
         return lambda: None
 
     def replay(self, positions: torch.Tensor) -> None:
-        """Bring states to `positions` `[B, 1]` int64, up to which all tokens are certain, by what rings hold."""
+        """Advance states from the rings to `positions` `[B, 1]` int64, up to which all tokens are certain."""
 
 
 @dataclass(frozen=True)
 class LayerKind(PlugIn):
-    """A kind of memory; its fields are what layers of the kind differ by.
+    """A kind of memory; its fields are what distinguishes layers of the kind.
 
     Attributes:
-        layer_types: entries of `layer_types` of configurations that name layers of the kind.
-        sources: classes of layers of transformers' caches, not subclasses, that it is read from where a call continues
-            one.
-        is_written: whether layers of transformers' caches take what it holds; else the model fills them.
+        layer_types: entries of `layer_types` in configurations for layers of the kind.
+        sources: classes of transformers' cache layers (not subclasses) that can be read when a call continues a cache.
+        is_written: whether its contents can be written to transformers' cache layers; else the model has to fill them.
         obstacles: reasons why a `Use` is not allowed; each follows "it has".
-        is_empty, stores_keys, is_by_slot: whether it stores nothing, keys and values, and all of it by slot.
+        is_empty, stores_keys, is_by_slot: whether it stores nothing; keys and values; everything by slot.
         keeps_states: whether it keeps states of one position of each row, from which no token can be removed.
-        reads_mask: whether what reads it takes a mask over slots, and cannot be called by the attention interface.
-        window: tokens of the windows that it keeps something of; 0 without windows.
+        reads_mask: whether its reader takes a mask over slots, and cannot be called by the attention interface.
+        window: tokens of the windows that it summarises; 0 without windows.
     """
 
     layer_types: ClassVar[frozenset[str]] = frozenset()
@@ -182,7 +181,7 @@ class LayerKind(PlugIn):
 
     @classmethod
     def detect(cls, layer: Any) -> LayerKind | None:
-        """The kind of a layer of transformers' cache for a model, if it is this one; else None."""
+        """The kind of a layer of transformers' cache, if it is this kind; else None."""
         raise NotImplementedError(f"{cls.__name__} does not implement detect().")
 
     @property
@@ -190,7 +189,7 @@ class LayerKind(PlugIn):
         raise NotImplementedError(f"{type(self).__name__} does not implement layer_class.")
 
 
-# Why attention of a modeling file, which adds a mask to its scores, does not allow a use.
+# Why a use is not allowed for attention of a modeling file that adds a mask to its scores.
 _MASK_OBSTACLES = dict.fromkeys(
     (Use.PACKING, Use.ROW_MEMORY, Use.BATCH_INVARIANCE, Use.TREES),
     "attention of its own; expected layers that use transformers' attention interface",
@@ -203,7 +202,7 @@ class LayerKinds:
 
     Attributes:
         takes_mask: whether attention is that of the modeling file, which adds a mask to its scores.
-        key_dtype: in which keys and values are stored: that of the model if None, else float8, with scales.
+        key_dtype: dtype of stored keys and values: None for that of the model, else float8, with scales.
     """
 
     layers: tuple[LayerKind, ...] = ()
@@ -232,7 +231,7 @@ class LayerKinds:
 
     @property
     def knows_length(self) -> bool:
-        """Whether a cache of transformers knows how long its texts are: not if it has states only."""
+        """Whether a cache of transformers knows the length of its texts; it does not if it holds states only."""
         return self.stores_keys or not self.keeps_states
 
     @cached_property
@@ -258,30 +257,30 @@ _registered: list[type[PlugIn]] = []
 
 
 def register(plug_in: _P) -> _P:
-    """Class decorator: engines use a `PlugIn`, or find a `LayerKind`; one that is registered later is found first."""
+    """Class decorator that registers a `PlugIn` or `LayerKind`; `detect` asks kinds that are registered later first."""
     _registered.append(plug_in)
     return plug_in
 
 
 def plug_ins() -> list[type[PlugIn]]:
-    """All that are registered, kinds of memory included."""
+    """All registered plug-ins, kinds of memory included."""
     return list(_registered)
 
 
 def patches_of(parts: Iterable[type[PlugIn]], *models: nn.Module) -> Iterator[Patch]:
-    """The patches of `models`; each is to be entered before the next is looked up, which depends on it."""
+    """The patches of `models`; each must be entered before the next is looked up, which depends on it."""
     for part in parts:
         if part.patches is not None:
             yield part.patches(*models)
 
 
 def parts_of(kinds: LayerKinds) -> list[type[PlugIn]]:
-    """The kinds of layers, and the plug-ins that are no kinds of layers."""
+    """The kinds of the layers, and all plug-ins that are not kinds."""
     return [*dict.fromkeys(map(type, kinds)), *(one for one in _registered if not issubclass(one, LayerKind))]
 
 
 def layer_kinds() -> list[type[LayerKind]]:
-    """The registered kinds of memory, those first that are to be asked first."""
+    """The registered kinds of memory, in the order in which they are asked to `detect`."""
     return [one for one in reversed(_registered) if issubclass(one, LayerKind)]
 
 
@@ -292,10 +291,10 @@ def detect(layers: Sequence[Any]) -> tuple[LayerKind, ...]:
 
 
 def known_layer_types() -> frozenset[str]:
-    """Entries of `layer_types` of configurations whose kinds are registered."""
+    """All entries of `layer_types` in configurations that have a registered kind."""
     return frozenset().union(*(kind.layer_types for kind in layer_kinds()))
 
 
 def first_reason(reasons: Iterable[str | None]) -> str | None:
-    """The first of `reasons` that is one."""
+    """The first of `reasons` that is not None, if any."""
     return next((reason for reason in reasons if reason is not None), None)

@@ -1,4 +1,4 @@
-"""The static cache of ragged batches: every row has its own length, and slot == position."""
+"""The static KV cache of ragged batches: every row has its own length, and slot == position."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from .recurrence_positions import RecurrencePositions
 class RaggedCache(Cache):
     """A preallocated cache in which row b's token at position t is in slot t, whatever the lengths of other rows.
 
-    Nothing is ever rolled back: a rejected token's slot is overwritten by the next round, and a slot is visible only
-    to queries at its position or later. The last slot is the dummy slot: keys and values of padding, of finished rows
-    and of positions past the length limit are written there. No query of an unfinished row attends to it. For recurrent
-    states see `recurrent_layers`.
+    Nothing is ever rolled back: the next round overwrites a rejected token's slot, and a slot is visible only to
+    queries at its position or later. The last slot is the dummy slot, for keys and values of padding, of finished rows
+    and of positions past the length limit. No query of an unfinished row attends to it. For recurrent states see
+    `recurrent_layers`.
 
     Args:
-        kinds: of the layers.
+        kinds: kinds of the layers.
         slots: slots of each layer, the dummy slot included.
-        lengths: `[B]` int64, committed tokens of each row, as they are when a pass runs; on the device of the cache.
+        lengths: `[B]` int64, committed tokens of each row at the time of a pass; on the device of the cache.
         starts: see below.
-        num_draft_tokens: most draft tokens of a round. Layers with keys only need neither this nor the next.
+        num_draft_tokens: most draft tokens of a round. Layers with keys only do not need this, nor the next.
         num_again: how many of the last committed tokens may be run again.
 
     Attributes:
         positions: `[B, n]` int64 slots that the next forward pass writes; set by `advance`.
-        num_before: how many slots are before those of the next forward pass, where these follow each other without
-            padding, in all rows from the same one on; None where that is not known. Set by `advance`.
+        num_before: the number of slots before those of the next forward pass, if all rows run the same consecutive
+            slots without padding; None if that is not known. Set by `advance`.
         kinds, lengths: see above.
-        recurrence: positions of the states of one position; None if there are none.
+        recurrence: positions of recurrent states; None if there are none.
         starts: `[B]` int64, the first slot of each row that queries attend to; None for slot 0 in all rows.
-        late_starts: takes the place of `starts` for a while; None if it does not.
+        late_starts: replaces `starts` for a while; None if it does not.
         takes_mask: see `LayerKinds`.
-        span: how many leading slots attention is given. With Triton kernels all of them: kernels read live slots only,
-            and a launch that is the same for all lengths can be captured. With the PyTorch references as many as may be
-            live and one more, because the last slot given is taken for the dummy slot. Attention that takes a mask is
-            given one less, without the dummy slot: no more than there are positions.
-        kernel_span: `span` with Triton kernels, if not all slots: a launch for fewer slots has fewer splits.
-        hidden_states: of the target, at the same slots; None unless they are kept.
-        row_memory: what the layers' `slot_buffers` are in; None if they have buffers of their own.
+        span: number of leading slots that attention gets. With Triton kernels it is all slots: kernels read live slots
+            only, and a launch that is the same for all lengths can be captured. With the PyTorch references it is the
+            slots that may be live and one more, since they take the last slot for the dummy slot. Attention that takes
+            a mask gets one less, without the dummy slot: no more slots than there are positions.
+        kernel_span: `span` with Triton kernels, if not all slots: a launch over fewer slots has fewer splits.
+        hidden_states: hidden states of the target, by slot; None unless they are kept.
+        row_memory: memory of the layers' `slot_buffers`; None if these are buffers of their own.
         nodes: of the tree that the next forward pass runs, at slots that are not its tokens' positions; None if it runs
             the tokens of texts.
-        keeps_keys: whether keys and values stay after the pass that stores them.
+        keeps_keys: whether keys and values outlive the pass that stores them.
         is_by_slot: whether keys are stored by slot.
     """
 
@@ -68,7 +68,7 @@ class RaggedCache(Cache):
         self.kinds = kinds
         self.slots = slots
         self.takes_mask = kinds.takes_mask
-        # Kernels are given all slots, references those in use.
+        # Kernels get all slots, references only those in use.
         self._shows_all = ops.has_kernels(lengths.device)
         self._takes_num_before = kinds.is_by_slot and not kinds.takes_mask and starts is None
         self.span = slots - self.takes_mask
@@ -84,7 +84,7 @@ class RaggedCache(Cache):
         self._moves = ops.SlotMoves()
         self._block: ops.PassPositions | None = None
         self.lengths = lengths
-        # Of tokens whose inputs are in rings.
+        # Most tokens of a row whose inputs are in rings only.
         self._most_uncertain = num_draft_tokens + num_again
         self.recurrence = RecurrencePositions(lengths, num_again) if kinds.keeps_states else None
         super().__init__(layers=[self._new_layer(kind) for kind in kinds])
@@ -94,7 +94,7 @@ class RaggedCache(Cache):
 
     @property
     def batch(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.lengths)
 
     @property
@@ -113,8 +113,8 @@ class RaggedCache(Cache):
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """`indexer_position_ids` of the first layer that keeps them, where models of transformers 5.17 look for them;
-        raises `AttributeError` if none have been stored."""
+        """`indexer_position_ids` of the first layer that has them, for models of transformers 5.17, which read them
+        from the cache; raises `AttributeError` if none have been stored."""
         found = next((layer.indexer_position_ids for layer in self._with_position_ids()), None)
         if found is None:
             raise AttributeError("no pass has stored position ids")
@@ -132,14 +132,14 @@ class RaggedCache(Cache):
         return any([layer.bounds_steps for layer in self.layers])
 
     def ring_slots(self, kernel_size: int = 0) -> int:
-        """Slots for the inputs of tokens that are not in the states, and of `kernel_size` tokens before these.
+        """Slots of a ring for the inputs of tokens that are not in the states yet, and of `kernel_size` tokens before.
 
-        As many are read as are written; with one more than both no slot is written that another program still reads.
+        A pass reads as many slots as it writes. With one more than both, no program writes a slot that another reads.
         """
         return 1 << (kernel_size + 2 * self._most_uncertain).bit_length()
 
     def restart(self) -> None:
-        """Begin with no text in any row: states are zeroed; rows of `lengths` are those of the prompts."""
+        """Begin with no text in any row: zero states; `lengths` are those of the prompts."""
         if self.recurrence is not None:
             self.recurrence.restart(self.starts)
         for layer in self.layers:
@@ -149,11 +149,11 @@ class RaggedCache(Cache):
         """The `attention_mask` of a forward pass whose queries are at `slots` `[B, n]` int64.
 
         Returns:
-            `[B, 1, n, 1]` int64, the slots; with `starts` `[B, 1, n, 2]`, the slots and the first slot of each row;
-            with `num_before` `[B, 1, n, 0]`: the queries are at the last n slots but one of those that attention is
-            given; of a tree `[B, 1, n, 2 + W]`, positions, the first slot of each row, and words of ancestors. For
-            attention that takes a mask `[B, span]` int64, 1 from the first slot of each row on; `slot_mask`
-            hides the slots after a query. None if no layer stores keys.
+            `[B, 1, n, 1]` int64: the slots. With `starts` `[B, 1, n, 2]`: the slots and the first slot of each row.
+            With `num_before` `[B, 1, n, 0]`: the queries are at the n slots before the last that attention gets. For a
+            tree `[B, 1, n, 2 + W]`: positions, the first slot of each row, and words of ancestors. For attention that
+            takes a mask `[B, span]` int64: 1 from the first slot of each row on (`slot_mask` hides the slots after a
+            query). None if no layer stores keys.
         """
         if not self.kinds.stores_keys:
             return None
@@ -171,26 +171,26 @@ class RaggedCache(Cache):
             return slots[:, None, :, None]
         else:
             columns = [slots, starts[:, None].expand_as(slots)]
-        # Stacked in front: kernels take slots that are adjacent in memory.
+        # Stacked along dim 1, since kernels take slots that are adjacent in memory.
         return torch.stack(columns, dim=1).transpose(1, 2)[:, None]
 
     def starts_of(self, slots: torch.Tensor) -> torch.Tensor | None:
-        """The first slot that queries at `slots` `[B, n]` attend to: `[B]` int64 or None; or `[B, n]` if packed."""
+        """The first slot that queries at `slots` `[B, n]` attend to: `[B]` int64 or None; `[B, n]` if packed."""
         return self.starts if self.late_starts is None else self.late_starts
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
-        """What transformers passes to its mask interface: for `slot_mask` the queries' slots, `[B, n]` int64."""
+        """The query offset for transformers' mask interface; `slot_mask` gets the queries' slots, `[B, n]` int64."""
         return self.positions if self.takes_mask else super().get_query_offset(layer_idx)
 
     def copy_rows(
         self, rows: torch.Tensor, source: RaggedCache, slots: int, source_rows: torch.Tensor | None = None
     ) -> None:
-        """Copy rows of `source`, a cache of the same layers and of the same K, both of which have run a pass.
+        """Copy rows of `source`, a cache of the same layers and the same K. Both caches must have run a pass.
 
         Args:
-            rows: `[n]` int64, where to.
-            slots: how many leading slots of them; with 0 the states only, and what else is not in slots.
-            source_rows: `[n]` int64, which rows; the first n if None.
+            rows: `[n]` int64, the rows to copy to.
+            slots: number of leading slots to copy; 0 for only the states and whatever else is not by slot.
+            source_rows: `[n]` int64, rows of `source`; None for the first n.
         """
         taken = slice(len(rows)) if source_rows is None else source_rows
         for layer, other in zip(self.layers, source.layers, strict=True):
@@ -201,7 +201,7 @@ class RaggedCache(Cache):
             self.recurrence.copy_rows(rows, source.recurrence, taken)
 
     def move(self, path: torch.Tensor, lengths: torch.Tensor, committed: torch.Tensor) -> None:
-        """Move what the pass of a tree has stored of an accepted path to the slots of its positions; arguments as of
+        """Move what a tree's pass has stored of its accepted path to the slots of the path's positions; arguments as in
         `kernels.kv_cache_reference.move_slots`."""
         buffers = [one for layer in self.layers for one in layer.slot_buffers]
         if self.hidden_states is not None:
@@ -209,13 +209,12 @@ class RaggedCache(Cache):
         self._moves(buffers, path, lengths, committed)
 
     def state_positions(self, count: int) -> list[int]:
-        """The positions of the recurrent states of the first `count` rows; the device is waited for."""
+        """Positions of the recurrent states of the first `count` rows; waits for the device."""
         return self.recurrence.next_base[:count].tolist()
 
     def replay(self, ends: Sequence[int]) -> bool:
-        """Bring the states of the first rows to the positions `ends`, up to which the target has run all tokens.
-        Returns whether that was done: not with tokens in the states that the text does not have, nor if the rings do
-        not suffice."""
+        """Advance the states of the first rows to the positions `ends`, up to which the target has run all tokens.
+        Returns False, and changes nothing, if states include tokens that the text lacks, or rings do not suffice."""
         recurrence, bases = self.recurrence, self.state_positions(len(ends))
         if any(base > end for base, end in zip(bases, ends, strict=True)):
             return False
@@ -233,7 +232,7 @@ class RaggedCache(Cache):
 
     @contextmanager
     def running(self, nodes: Nodes | None) -> Iterator[None]:
-        """Context in which forward passes run `nodes`, see the attribute."""
+        """Context in which forward passes run the tree `nodes`."""
         self.nodes = nodes
         try:
             yield
@@ -263,10 +262,10 @@ class RaggedCache(Cache):
 
 
 class PackedCache(RaggedCache):
-    """All `batch` rows of `cache` as one, in which that of row b begins at slot b * slots: for packed prompts.
+    """All `batch` rows of `cache` as one row, in which row b begins at slot b * slots: for packed prompts.
 
-    It has the buffers of the other cache, see `Use.PACKING`, and its dummy slot is that of the last row. A query
-    attends to slots of its own row only.
+    It uses the buffers of `cache`, see `Use.PACKING`; its dummy slot is that of the last row. Queries attend to slots
+    of their own row only.
     """
 
     def __init__(self, cache: RaggedCache, batch: int):
@@ -280,7 +279,7 @@ class PackedCache(RaggedCache):
         return torch.stack((slots, self.starts_of(slots)), dim=1)[..., None]
 
     def starts_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """The first slot that queries at `slots` `[1, n]` int64 attend to, likewise."""
+        """The first slot that queries at `slots` `[1, n]` int64 attend to, `[1, n]` int64."""
         rows = slots // self._row_slots
         starts = rows * self._row_slots
         return starts if self._row_starts is None else starts + self._row_starts[rows]

@@ -1,4 +1,4 @@
-"""Positions of the recurrent states of a cache, see `recurrent_layers`."""
+"""Positions of the recurrent states of a cache; see `recurrent_layers`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 
 
 class RecurrencePositions:
-    """The positions of the recurrent states of a cache, one for each row; the same for all of its layers.
+    """Positions of the recurrent states of a cache, one for each row, shared by all layers.
 
     Args:
-        lengths: `[B]` int64, committed tokens of each row, as they are when a pass runs.
+        lengths: `[B]` int64, committed tokens of each row at the time of a pass.
         num_again: how many of the last committed tokens may be run again.
 
     Attributes:
         certain: `[B]` int64, the position up to which tokens become part of the stored states.
-        base: `[B]` int64, the position of the stored states during a pass.
-        next_base: `[B]` int64, their position after it.
-        prompt_lengths: `[B]` int64, lengths when the rows were started.
+        base: `[B]` int64, position of the stored states during a pass.
+        next_base: `[B]` int64, their position after the pass.
+        prompt_lengths: `[B]` int64, lengths of the rows when they started.
     """
 
     def __init__(self, lengths: torch.Tensor, num_again: int):
@@ -26,7 +26,7 @@ class RecurrencePositions:
         self.prompt_lengths = lengths.clone()
 
     def restart(self, starts: torch.Tensor | None) -> None:
-        """Begin texts at the positions `starts` `[B]` int64; None for 0 in all rows."""
+        """Begin texts at positions `starts` `[B]` int64; None for 0 in all rows."""
         if starts is None:
             self.next_base.zero_()
         else:
@@ -34,18 +34,18 @@ class RecurrencePositions:
         self.prompt_lengths.copy_(self._lengths)
 
     def resume(self, ends: torch.Tensor, is_step: bool) -> None:
-        """Continue texts whose states are those of the positions `ends` `[n]` int64, of the first rows; with `is_step`
-        their prompts have one more token only, which is then run as those after a prompt are."""
+        """Continue texts in the first rows, whose states are at positions `ends` `[n]` int64. With `is_step` their
+        prompts have just one more token, which runs like a token after a prompt."""
         self.next_base[: len(ends)] = ends
         if is_step:
             self.prompt_lengths[: len(ends)] = ends
 
     def advance(self, positions: torch.Tensor, dummy: int) -> None:
-        """Begin a pass over `positions` `[B, n]` int64, `dummy` for columns without a token."""
+        """Begin a pass over `positions` `[B, n]` int64; columns without a token have position `dummy`."""
         self.base.copy_(self.next_base)
         self.certain.copy_(self._lengths - self._num_again)
         last = torch.where(positions < dummy, positions, -1).amax(dim=1)
-        # A row without a token has `last` -1, and keeps its base.
+        # For a row without tokens `last` is -1, so its base stays.
         self.next_base.copy_(torch.minimum(self.certain, last + 1).maximum(self.base))
 
     def copy_rows(self, rows: torch.Tensor, source: RecurrencePositions, taken: slice | torch.Tensor) -> None:

@@ -1,9 +1,9 @@
 """Cache layers of recurrent layers: linear attention, state-space models and short convolutions.
 
-A layer keeps the state of position `base`, which has all tokens below `base` in it, and the inputs of later tokens in a
-ring, slot == position mod its size. A pass over a block of tokens first replays the ring from `base` to where the block
-begins. Tokens that are certain (below the row's length) become part of the stored state on the way; draft tokens are
-only put into the ring. So nothing is rolled back or copied, and the state is read and written once a pass.
+A layer keeps the state of position `base`, which includes all tokens below `base`, and the inputs of later tokens in a
+ring, slot == position mod its size. A pass over a block of tokens first replays the ring from `base` to the start of
+the block. Tokens that are certain (below the row's length) become part of the stored state on the way; draft tokens
+only go into the ring. So nothing is rolled back or copied, and a pass reads and writes the state once.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from ..kernels.types import RecurrenceRing
 from .key_layers import RaggedLayer
 from .layer_kinds import LayerKind, LayerMemory
 
-# Blocks of more columns, which are chunks of a prefill, run through the model's own chunked functions: a recurrence
-# takes one step a column.
+# Longer blocks, i.e. chunks of a prefill, run through the model's own chunked functions, since a recurrence takes one
+# step a column.
 MOST_STEPS = 256
-# Limits of the time steps of a state-space model.
+# Bounds of the time steps of a state-space model without bounds.
 UNBOUNDED = (0.0, float("inf"))
 
 
 class StateForm(Enum):
-    """How a layer of transformers' cache holds a state `[B, H, K, V]`."""
+    """How a layer of transformers' cache stores a state `[B, H, K, V]`."""
 
     KEYS_FIRST = auto()  # [B, H, K, V]: linear attention
     VALUES_FIRST = auto()  # [B, H, V, K]: Mamba-2
-    CHANNELS = auto()  # [B, V, K], and [B, heads, V, K] of heads that run one by one: Mamba-1
+    CHANNELS = auto()  # [B, V, K], or [B, heads, V, K] if heads run one by one: Mamba-1
 
     def read(self, held: torch.Tensor) -> torch.Tensor:
-        """`[B, H, K, V]`, from what a layer holds."""
+        """The state `[B, H, K, V]` from what a layer stores."""
         if self is StateForm.KEYS_FIRST:
             return held
         return (held[:, None] if self is StateForm.CHANNELS else held).transpose(-1, -2)
 
     def write(self, state: torch.Tensor) -> torch.Tensor:
-        """What a layer holds, from `[B, H, K, V]`; a copy."""
+        """What a layer stores, from the state `[B, H, K, V]`; a copy."""
         if self is not StateForm.KEYS_FIRST:
             state = state.transpose(-1, -2)
         return (state[:, 0] if self is StateForm.CHANNELS else state).clone(memory_format=torch.contiguous_format)
 
 
 def _held_states(layer: LinearAttentionCacheLayerMixin, name: str, index: int) -> torch.Tensor:
-    """The entry `index` of `name` of a layer of transformers' cache; raises `ValueError` if it has none."""
+    """Entry `index` of the attribute `name` of a layer of transformers' cache; raises `ValueError` if missing."""
     held = getattr(layer, name, {}).get(index)
     if held is None:
         raise ValueError(
@@ -60,7 +60,7 @@ def _held_states(layer: LinearAttentionCacheLayerMixin, name: str, index: int) -
 
 
 def _check_shape(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raise `ValueError` unless states found in a cache have the shape of those of the target, rows aside."""
+    """Raise `ValueError` unless states of a cache have the shape of the target's states, rows aside."""
     if found.shape[1:] != expected.shape[1:]:
         raise ValueError(
             f"{OUTPUT_NAME} holds {what} of shape {list(found.shape[1:])} a row; expected "
@@ -69,15 +69,15 @@ def _check_shape(what: str, found: torch.Tensor, expected: torch.Tensor) -> None
 
 
 class RecurrentState:
-    """One recurrent state of a layer, in the place of the tensor that a model's functions take as initial state.
+    """One recurrent state of a layer. It replaces the tensor that a model's functions take as initial state.
 
     Attributes:
         state: `[B, H, K, V]` float32, of position `base`; None before the first pass.
-        ring: inputs of the tokens from there on, likewise.
-        form: how transformers holds such a state.
-        normalizes, has_rates: options of `ops.recurrence` that it is run with.
-        step_limits: bounds of the time step of a state-space model, as far as a pass has named them.
-        heads: states of the heads after the first, where a model runs them one by one; this is then the first one's.
+        ring: inputs of the tokens from `base` on; None before the first pass.
+        form: how transformers stores such a state.
+        normalizes, has_rates: options of its calls of `ops.recurrence`.
+        step_limits: bounds of the time step of a state-space model, once a pass has given them.
+        heads: states of the heads after the first, if a model runs heads one by one; this state is then that of head 0.
     """
 
     def __init__(self, cache: Cache):
@@ -90,14 +90,14 @@ class RecurrentState:
         self.heads: dict[int, RecurrentState] = {}
 
     def __getitem__(self, index: tuple[slice, int]) -> RecurrentState:
-        """The state of one head, which models take as `state[:, head]`."""
+        """The state of one head: models read it as `state[:, head]`."""
         _, head = index
         if head > 0 and head not in self.heads:
             self.heads[head] = RecurrentState(self.cache)
         return self.heads[head] if head > 0 else self
 
     def to(self, *args: Any, **kwargs: Any) -> RecurrentState:
-        """Itself: it is float32 already."""
+        """Return itself, since it is float32 already."""
         return self
 
     def run(
@@ -114,13 +114,13 @@ class RecurrentState:
         scale: float = 1.0,
         rates: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Outputs `[B, n, H, V]` of a block at the cache's positions; the state and the ring are updated.
+        """Outputs `[B, n, H, V]` of a block at the cache's positions; updates the state and the ring.
 
         Args:
             query, key, value, decay, beta, delta, normalize, scale, rates: see `ops.recurrence`.
-            chunked: the model's own function, for blocks of more than `MOST_STEPS` columns, all of them certain, if it
-                has one: given `[B, n]` bool, which columns hold tokens, and the initial state, it returns outputs and
-                the final state.
+            chunked: the model's own function for blocks of more than `MOST_STEPS` columns, all of them certain, if it
+                has one. It gets the columns that hold tokens, `[B, n]` bool, and the initial state, and returns outputs
+                and the final state.
             form: see the attribute.
         """
         cache = self.cache
@@ -146,7 +146,7 @@ class RecurrentState:
         )
 
     def restart(self) -> None:
-        """The ring needs no clearing: slots are read only after they were written."""
+        """The ring needs no clearing: slots are read only after they have been written."""
         if self.state is not None:
             self.state.zero_()
         for head in self.heads.values():
@@ -171,7 +171,7 @@ class RecurrentState:
         return [self, *self.heads.values()]
 
     def replay(self, positions: torch.Tensor) -> None:
-        """Pass the tokens in the ring before `positions` `[B, 1]` int64, up to which all are certain. Without rates."""
+        """Pass the ring's tokens before `positions` `[B, 1]` int64, all of them certain. Not for states with rates."""
         for one in self._by_head:
             keys, updates, decays = (part.new_zeros(len(part), 1, *part.shape[2:]) for part in one.ring)
             bounds = self.cache.recurrence.base, positions[:, 0], positions, self.cache.dummy_slot
@@ -179,8 +179,8 @@ class RecurrentState:
             ops.recurrence(keys, keys, updates, decays, None, one.state, one.ring, *bounds, *options)
 
     def read(self, held: torch.Tensor, ends: torch.Tensor) -> None:
-        """Take the states of the first rows, of positions `ends` `[n]` int64, from what transformers holds of them;
-        raises `ValueError` if they have another shape."""
+        """Read states of the first rows, at positions `ends` `[n]` int64, from what transformers stores; raises
+        `ValueError` if they have another shape."""
         parts = held.unbind(1) if self.heads else [held]
         for one, part in zip(self._by_head, parts, strict=True):
             state = one.form.read(part)
@@ -188,15 +188,15 @@ class RecurrentState:
             one.state[: len(ends)] = torch.where(ends[:, None, None, None] > 0, state.to(one.state), 0)
 
     def written(self, count: int) -> torch.Tensor:
-        """The states of the first `count` rows as transformers holds them; a copy."""
+        """The states of the first `count` rows as transformers stores them; a copy."""
         parts = [one.form.write(one.state[:count]) for one in self._by_head]
         return torch.stack(parts, dim=1) if self.heads else parts[0]
 
 
 @dataclass
 class ConvolutionInputs:
-    """`inputs` `[B, C, n]` of a short convolution, in the place of the tensor that a model's function takes; and those
-    of earlier tokens, `ring` `[B, slots, C]`."""
+    """`inputs` `[B, C, n]` of a short convolution, and `ring` `[B, slots, C]` with those of earlier tokens. It replaces
+    the tensor that a model's function takes."""
 
     cache: Cache
     ring: torch.Tensor
@@ -205,14 +205,14 @@ class ConvolutionInputs:
 
 @dataclass
 class ConvolutionState:
-    """Inputs before a block of the convolution `index` of `layer`, in the place of the tensor that functions update."""
+    """The inputs before a block of convolution `index` of `layer`. It replaces the tensor that functions update."""
 
     layer: RecurrentLayer
     index: int
 
 
 class _Inputs(NamedTuple):
-    """The last inputs of each row: `[B, slots, ...]`, what stands before the first, and how many transformers keeps."""
+    """Last inputs of each row, `[B, slots, ...]`; the value before a row's first token; how many transformers keeps."""
 
     ring: torch.Tensor
     fill: float
@@ -220,14 +220,13 @@ class _Inputs(NamedTuple):
 
 
 class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
-    """Recurrent states and inputs of short convolutions of one layer, allocated at the first pass; `kind.num_states` of
-    each."""
+    """Recurrent states and convolution inputs of one layer, `kind.num_states` of each, allocated at the first pass."""
 
     def __init__(self, cache: Cache, kind: LayerKind):
         num_states = kind.num_states
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states=num_states)
         LayerMemory.__init__(self, cache, kind)
-        # Most models then run a single token through the functions for several.
+        # Makes most models run a single token through the functions for several tokens.
         self.record_past = True
         self.has_previous_state = dict.fromkeys(range(num_states), True)
         self.recurrent_states = {index: RecurrentState(cache) for index in range(num_states)}
@@ -235,13 +234,13 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
         self._inputs: dict[int, _Inputs] = {}
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """States and rings are allocated where they are first needed."""
+        """States and rings are allocated when they are first needed."""
 
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> ConvolutionInputs | torch.Tensor:
-        """What a model's convolution runs over, of inputs `[B, C, n]`: for up to `MOST_STEPS` columns something for its
-        replacement, which also stores them; for more `[B, C, conv_kernel_size - 1 + n]`, with those before them."""
+        """What a model's convolution runs over, for inputs `[B, C, n]`. Up to `MOST_STEPS` columns it is meant for the
+        function's replacement, which also stores them; beyond, `[B, C, conv_kernel_size - 1 + n]` with those before."""
         if conv_states.shape[-1] > MOST_STEPS:
             return self.extended(conv_states, state_idx, conv_kernel_size)
         ring = self._ring(state_idx, conv_states.transpose(1, 2), conv_kernel_size, conv_kernel_size)
@@ -250,7 +249,7 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
     def _ring(
         self, state_idx: int, inputs: torch.Tensor, kernel_size: int, width: int, fill: float = 0
     ) -> torch.Tensor:
-        """`[B, slots, ...]`, in which the last ones of inputs `[B, n, ...]` are kept: allocated at the first pass."""
+        """The ring `[B, slots, ...]` for inputs `[B, n, ...]`, allocated at the first pass."""
         if state_idx not in self._inputs:
             slots = self._cache.ring_slots(kernel_size)
             ring = inputs.new_full((len(inputs), slots, *inputs.shape[2:]), fill)
@@ -260,13 +259,13 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
     def with_former(
         self, inputs: torch.Tensor, state_idx: int, count: int, fill: float = 0, width: int | None = None
     ) -> torch.Tensor:
-        """Store inputs `[B, n, ...]` of a block, of the cache's positions, and give them with those of `count` tokens
-        before it.
+        """Store inputs `[B, n, ...]` of a block, at the cache's positions, and return them after those of the `count`
+        tokens before.
 
         Args:
-            state_idx: of the state that they are, which no other method stores.
-            fill: what stands before the first token of a row.
-            width: of how many tokens transformers' layer holds inputs; `count` if None.
+            state_idx: the convolution of the inputs; no other method stores them.
+            fill: the value before the first token of a row.
+            width: number of tokens whose inputs transformers' layer stores; `count` if None.
 
         Returns:
             `[B, count + n, ...]`.
@@ -279,14 +278,14 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
         return torch.where(ops.with_dims_of(positions >= 0, whole), whole, self._inputs[state_idx].fill)
 
     def extended(self, inputs: torch.Tensor, state_idx: int, kernel_size: int) -> torch.Tensor:
-        """The inputs `[B, C, n]` of a convolution with those before them, `[B, C, kernel_size - 1 + n]`; they are
-        stored."""
+        """Store the inputs `[B, C, n]` of a convolution, and return them after those before,
+        `[B, C, kernel_size - 1 + n]`."""
         former = self.with_former(inputs.transpose(1, 2), state_idx, kernel_size - 1, width=kernel_size)
         return former.transpose(1, 2)
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
-        """Nothing: the state was updated where it was used. An empty tensor stands for states of several heads. Raises
-        `TypeError` if the model has computed a state by a function of its own, not what `recurrent_states` has."""
+        """Do nothing: the state was updated where it was used. An empty tensor stands for states of several heads.
+        Raises `TypeError` if the model has computed a state by a function of its own."""
         is_empty = isinstance(recurrent_states, torch.Tensor) and recurrent_states.numel() == 0
         if not isinstance(recurrent_states, RecurrentState) and not is_empty:
             raise TypeError(
@@ -327,7 +326,7 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
             state.replay(positions)
 
     def _used_states(self) -> dict[int, RecurrentState]:
-        """The recurrent states that a pass has allocated, by number: a layer may have convolutions only, or neither."""
+        """The recurrent states that a pass has allocated, by index: a layer may have convolutions only, or neither."""
         return {index: state for index, state in self.recurrent_states.items() if state.state is not None}
 
     def read_states(self, layer: LinearAttentionCacheLayerMixin, ends: torch.Tensor) -> None:
@@ -360,7 +359,7 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
             for index, held in states.items():
                 layer.recurrent_states[index].copy_(held)
             for index, held in inputs.items():
-                # In place, as graphs may read them there; a layer that records its past holds more.
+                # In place, since graphs may read them; a layer that records its past stores more columns.
                 is_same = layer.conv_states[index].shape == held.shape
                 layer.conv_states[index] = layer.conv_states[index].copy_(held) if is_same else held
                 layer.has_previous_state[index] = True
@@ -372,7 +371,7 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
 
 
 class KeyedRecurrentLayer(RecurrentLayer, RaggedLayer):
-    """A layer with keys and values as well as recurrent states."""
+    """A layer with keys and values besides recurrent states."""
 
     lazy_initialization = RaggedLayer.lazy_initialization
     get_max_length = RaggedLayer.get_max_length

@@ -1,4 +1,4 @@
-"""A call of `generate()` with a drafter, as the engines get it."""
+"""`Call`: a call of `generate()` with a drafter, as the engines get it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .prompts import Prompts
 from .request import Request
 from .transcript import Transcript, end_tokens_of
 
-# With `draft_probs="auto"` draft tokens are sampled from the drafter's distribution from this temperature up. It is the
-# lowest at which that was measured to pay: SmolLM2 with its drafters, K = 5, one H200, 2 % more tokens a second at 0.3,
-# 6 to 13 % at 0.7, 21 to 33 % at 1.0. At lower temperatures the two ways hardly differ.
+# With `draft_probs="auto"` draft tokens are sampled from the drafter's distribution from this temperature up, the
+# lowest that was measured to pay: SmolLM2 with its drafters, K = 5, one H200, 2 % more tokens a second at 0.3, 6 to
+# 13 % at 0.7, 21 to 33 % at 1.0. At lower temperatures both ways are about as fast.
 DRAFT_PROBS_TEMPERATURE = 0.3
 
 
@@ -37,21 +37,21 @@ class Call:
     """One call of `generate()` with a drafter.
 
     Attributes:
-        prompts: of the call, and how much of them `cache` holds.
+        prompts: the prompts, and how much of them `cache` holds.
         processors, criteria, config, streamer: as prepared by `generate()`.
-        num_draft_tokens: K, draft tokens a round; the largest K with `is_auto`, where it is chosen round by round.
-        logprobs: of which distributions the user gets the log-probabilities of new tokens: `"processed"`, that which
-            they are drawn from, `"raw"`, the softmax of the target's logits.
+        num_draft_tokens: K, draft tokens a round; with `is_auto` the largest K, since it is chosen round by round.
+        logprobs: the distributions whose log-probabilities of new tokens the user gets: `"processed"`, the one that
+            tokens are drawn from; `"raw"`, the softmax of the target's logits.
         cache: `past_key_values` of the user, which the call fills; None if the user passed none.
         reason: why this engine runs, for the statistics.
-        position_offsets: for each row position ids minus positions after the prompt, on the static engine; None for 0.
-        adapters: for each row, or request, the name of its LoRA adapter, or `NO_ADAPTER`; None if all have those that
-            are active.
+        position_offsets: for each row, position ids minus positions after the prompt; None for 0. On the static engine.
+        adapters: for each row, or request, the name of its LoRA adapter, or `NO_ADAPTER`; None if all rows have the
+            active adapters.
         num_nodes: N, drafts of a round that is verified as a tree of depth K, with `is_auto` the largest; 0 for chains.
-        chooses_trees: whether with `is_auto` trees are tried of sizes that suit the number of rows.
+        chooses_trees: whether `is_auto` also tries trees, of sizes that suit the number of rows.
         verification: see `Drafter.configure`.
-        inputs: of the target as prepared by `generate()`, where the target itself runs the prompts, see
-            `calls.first_pass`; None where the static engine does.
+        inputs: model inputs as prepared by `generate()`, if the target itself runs the prompts (see
+            `calls.first_pass`); None if the static engine runs them.
     """
 
     model: PreTrainedModel
@@ -81,7 +81,7 @@ class Call:
 
     @cached_property
     def device(self) -> torch.device:
-        """Of the target, where it embeds tokens."""
+        """The device on which the target embeds tokens."""
         return self.model.device
 
     @cached_property
@@ -90,17 +90,17 @@ class Call:
 
     @cached_property
     def temperature(self) -> float | None:
-        """The temperature that tokens are sampled at; None for greedy decoding."""
+        """Sampling temperature; None for greedy decoding."""
         return (self.config.temperature or 1.0) if self.config.do_sample else None
 
     @cached_property
     def row_temperatures(self) -> torch.Tensor | None:
-        """`[B]` float32 factors on `temperature`, see `sampling.processors.row_temperatures`; None for 1."""
+        """`[B]` float32 factors on `temperature`, see `sampling.processors.row_temperatures`; None if all are 1."""
         return row_temperatures(self.processors, self.batch)
 
     @property
     def draft_probs(self) -> bool:
-        """Whether draft tokens are sampled from the drafter's distribution; its most likely tokens otherwise."""
+        """Whether draft tokens are sampled from the drafter's distribution, instead of its most likely tokens."""
         if self.temperature is None or self.verification == MATCH:
             return False
         if self.drafter.draft_probs == "auto":
@@ -113,7 +113,7 @@ class Call:
     def seeds(self) -> torch.Tensor:
         """`[B]` int64 keys of the rows' random numbers, the same on all ranks of a split target.
 
-        Sampling takes one number from the generator of `randomness` when this is first read.
+        When sampling, the first access takes one number from the generator of `randomness`.
         """
         return from_first_rank(self.randomness.row_seeds(self.batch, self.temperature), self.model)
 
@@ -121,19 +121,19 @@ class Call:
     def ends(self) -> frozenset[int]:
         """Tokens that end a row; none if rows go on until all have stopped.
 
-        They are those of the criteria: a criterion of the user takes the place of the config's tokens.
+        They are those of the criteria, since a criterion of the user replaces the tokens of the config.
         """
         return frozenset() if self.pad_token_id is None else end_tokens_of(self.criteria)
 
     @cached_property
     def pad_token_id(self) -> int | None:
-        """What rows that end before others continue with; None if plain `generate()` lets them go on instead."""
+        """What ended rows continue with until all have ended; None if plain `generate()` lets them go on instead."""
         if pad_token(self.config) is None or not any(hasattr(rule, "eos_token_id") for rule in self.criteria):
             return None
         return int(pad_token(self.config))
 
     def requests(self, prompts: Sequence[torch.Tensor], seeds: torch.Tensor) -> list[Request]:
-        """A request for each of `prompts`, `[length]` int64, and `seeds`, `[n]` int64; too long ones have an error."""
+        """A request for each prompt, `[length]` int64, and seed, `[n]` int64; those that are too long get an error."""
         count, found = num_positions(self.model), []
         for index, (prompt, seed) in enumerate(zip(prompts, seeds.tolist(), strict=True)):
             own = None if self.adapters is None else self.adapters[index]
@@ -146,7 +146,7 @@ class Call:
         return found
 
     def transcript(self, criteria: StoppingCriteriaList | None = None) -> Transcript:
-        """A transcript of the call, whose rows end by `criteria`, or by those of the call."""
+        """A transcript of the call; its rows end by `criteria`, or by those of the call if None."""
         return Transcript(
             self.prompts.input_ids,
             self.criteria if criteria is None else criteria,
@@ -158,7 +158,7 @@ class Call:
 
     @cached_property
     def kept(self) -> list[str]:
-        """What the user gets of every step."""
+        """The names of the outputs of every step that the user gets."""
         if not self.config.return_dict_in_generate:
             return []
         return [one for one in ("scores", "logits", "hidden_states") if self.keeps(one)]
@@ -169,7 +169,7 @@ class Call:
 
 
 def why_too_long(model: PreTrainedModel, length: int, count: int | None) -> str | None:
-    """What is wrong with a prompt of `length` tokens, if `model` has `count` positions; None if nothing is."""
+    """The error for a prompt of `length` tokens if `model` has `count` positions; None if the prompt fits."""
     if count is None or length <= count:
         return None
     return (
@@ -179,13 +179,13 @@ def why_too_long(model: PreTrainedModel, length: int, count: int | None) -> str 
 
 
 def fitting_tokens(length: int, max_new_tokens: int, count: int | None) -> int:
-    """How many of `max_new_tokens` a prompt of `length` tokens may add, if there are `count` positions; the last token
-    of a text is not embedded."""
+    """How many of `max_new_tokens` fit after a prompt of `length` tokens into `count` positions (None: any number). The
+    last token of a text is not embedded, so it needs no position."""
     return max_new_tokens if count is None else min(max_new_tokens, count + 1 - length)
 
 
 def no_positions(what: str, request: Request) -> str:
-    """The error of a `request`, named as `what`, that has used up the positions of the target."""
+    """The error of a `request`, called `what`, that has used up the positions of the target."""
     return (
         f"{what} has {len(request.prompt)} tokens and has not ended after {request.remaining} new ones, but the target "
         "has no positions for more; expected a limit (max_new_tokens, max_length) that fits max_position_embeddings."

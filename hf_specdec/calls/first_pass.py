@@ -1,11 +1,10 @@
-"""The first forward pass of a call by the target as it is, for prompts that are more than tokens.
+"""The first forward pass of a call by the unpatched target, for prompts that are more than tokens.
 
-What images, audio or a caller's own embeddings are for a prompt is known to the target's own code: how they are merged
-with the tokens, which tokens see each other, and which positions they have. So such prompts pass through the target
-once as in plain `generate()`, not patched, with all of the call's inputs. Its keys and values are copied to the slots
-of the engine's cache, and the logits after the last token give the first new one. From then on there is only text, and
-rounds are those of any call: slot == position in the cache, and position ids that differ from the slots by a number of
-each row.
+Only the target's own code knows how to handle images, audio or a caller's embeddings: how they are merged with the
+tokens, which tokens see each other, and which positions they have. So the target runs such prompts once, unpatched,
+with all inputs of the call, as in plain `generate()`. Its keys and values are copied to the slots of the engine's
+cache, and its last logits give the first new token. From then on there is only text, and rounds are those of any call:
+slot == position in the cache, and position ids differ from the slots by a constant of each row.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ REPLACED_INPUTS = frozenset(
         "use_cache",
     }
 )
-# Rows of position ids `[rows, B, n]` with M-RoPE if the first row counts tokens: transformers passes it on for masks.
+# Rows of position ids `[rows, B, n]` with M-RoPE if the first row counts tokens, which transformers uses for masks.
 _ROWS_WITH_TEXT = 4
 
 
 def _sections(position_ids: torch.Tensor) -> torch.Tensor:
-    """`[sections, B, n]` of the position ids that transformers gives a model: `[B, n]`, or several rows of them."""
+    """Position ids as `[sections, B, n]`, from what transformers gives a model: `[B, n]` or several rows of them."""
     if position_ids.dim() == 2:
         return position_ids[None]
     return position_ids[1:] if len(position_ids) == _ROWS_WITH_TEXT else position_ids
@@ -64,7 +63,7 @@ def _sections(position_ids: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def kept_rope_deltas(model: PreTrainedModel) -> Iterator[None]:
-    """Context that restores `rope_deltas`, which M-RoPE models keep of their last prompts for the next call."""
+    """Context that restores `rope_deltas`, which M-RoPE models keep from one call to the next."""
     before = [(one, vars(one)[ROPE_DELTAS]) for one in modules_of(model) if ROPE_DELTAS in vars(one)]
     try:
         yield
@@ -74,20 +73,20 @@ def kept_rope_deltas(model: PreTrainedModel) -> Iterator[None]:
 
 
 def inputs_besides_tokens(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of a call that are neither its tokens nor replaced by an engine's own, such as images."""
+    """The inputs of a call besides tokens and what an engine replaces: images, for example."""
     return {name: value for name, value in model_kwargs.items() if name not in REPLACED_INPUTS and _is_input(value)}
 
 
 def _is_input(value: Any) -> bool:
-    # transformers passes an empty dictionary of images to a multimodal model with a text prompt.
+    # transformers passes an empty dictionary of images to multimodal models with text prompts.
     return isinstance(value, torch.Tensor) or (value is not None and value is not False and value != {})
 
 
 def ordinary_offsets(prompts: Prompts, model_kwargs: Mapping[str, Any]) -> list[int] | None:
-    """For each row position ids minus positions, if they differ by one number for all tokens; None otherwise.
+    """For each row, position ids minus positions, if that is the same for all its tokens; else None.
 
-    `position_ids` are `[B, P]`, or with M-RoPE `[sections, B, P]`. They are numbers of the tokens of each row, unless
-    a text continues a cache that holds images.
+    `position_ids` are `[B, P]`, or with M-RoPE `[sections, B, P]`. They usually count the tokens of each row; a text
+    that continues a cache with images has an offset.
     """
     given = model_kwargs.get("position_ids")
     if given is None:
@@ -108,8 +107,8 @@ def ordinary_offsets(prompts: Prompts, model_kwargs: Mapping[str, Any]) -> list[
 def for_static_engine(
     call: Call, model_kwargs: Mapping[str, Any], by_target: bool = False
 ) -> tuple[Call, Mapping[str, Any]] | str:
-    """`call` as the static engine is to run it, and where the target itself is to run the prompts, as with `by_target`
-    in any case, what it is given with the first new token; or the reason why it cannot."""
+    """Prepare `call` for the static engine. Returns the call and, if the target itself runs the prompts (always with
+    `by_target`), the model inputs of the first new token; or the reason why the engine cannot run it."""
     model, prompts = call.model, call.prompts
     besides, offsets = inputs_besides_tokens(model_kwargs), ordinary_offsets(prompts, model_kwargs)
     by_target = by_target or bool(besides) or offsets is None
@@ -133,7 +132,7 @@ def for_static_engine(
 def inputs_after_prompts(
     model: PreTrainedModel, prompts: Prompts, model_kwargs: Mapping[str, Any]
 ) -> dict[str, Any] | str:
-    """What plain `generate()` gives `model` with the first new token, without a cache; or why that is not known."""
+    """The inputs that plain `generate()` gives `model` with the first new token, except a cache; or why not known."""
     given = {name: value for name, value in model_kwargs.items() if name not in CACHE_NAMES}
     embeddings, columns = given.get("inputs_embeds"), prompts.input_ids.shape[1]
     if embeddings is not None and embeddings.shape[1] != columns:
@@ -150,7 +149,7 @@ def inputs_after_prompts(
 
 
 def position_offsets(prompts: Prompts, following: Mapping[str, Any]) -> list[int] | str:
-    """For each row the difference of position ids and positions after the prompt, or why it is not a number."""
+    """For each row, position ids minus positions after the prompt; or the reason why there is no such number."""
     if following.get("position_ids") is None:
         return [0] * len(prompts.lengths)
     position_ids = _sections(following["position_ids"])[..., -1]
@@ -161,7 +160,7 @@ def position_offsets(prompts: Prompts, following: Mapping[str, Any]) -> list[int
 
 
 class _ByColumn:
-    """Of a layer's keys and values: those of one pass, `[B, kv_heads, n, head_dim]`, by column as they are given."""
+    """The keys and values of one pass, `[B, kv_heads, n, head_dim]`, stored by column, as a layer gives them."""
 
     is_compileable = False
     keys: torch.Tensor | None
@@ -203,7 +202,7 @@ class _ColumnCache(RaggedCache):
 def _column_cache(
     model: PreTrainedModel, lengths: torch.Tensor, positions: torch.Tensor, slots: int, num_draft_tokens: int
 ) -> _ColumnCache:
-    """A cache for one pass over prompts of `lengths` `[B]` int64, whose columns are at `positions` `[B, n]`."""
+    """A cache for one pass over prompts of `lengths` `[B]` int64; `positions` `[B, n]` are those of the columns."""
     cache = _ColumnCache(LayerKinds(cache_layers(model).layers), slots, lengths, None, num_draft_tokens)
     cache.restart()
     cache.advance(positions, slots)
@@ -221,7 +220,7 @@ def _on_column_cache(model: PreTrainedModel) -> Iterator[None]:
 
 @fact
 def bounds_steps(model: PreTrainedModel) -> bool:
-    """Whether recurrent layers of `model` bound the time steps of several tokens at once, and not those of single ones.
+    """Whether recurrent layers of `model` bound the time steps in passes over several tokens, but not over one.
 
     The first call for a class and configuration runs the model on a few tokens.
     """
@@ -235,7 +234,7 @@ def bounds_steps(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def _recorded_inputs(decoder: nn.Module) -> Iterator[dict[str, Any]]:
-    """Context in which a forward pass of `decoder` by this engine records the keywords that it is given."""
+    """Context in which forward passes of `decoder`, if run by this engine, record their keyword arguments."""
     found, ours = {}, current_engine()
 
     def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -250,9 +249,9 @@ def _recorded_inputs(decoder: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 class FirstPass:
-    """The first pass of a call with `inputs`; it takes the place of a `Target` where the engine prefills the drafter.
+    """The first pass of a call with `inputs`. It replaces the `Target` when the engine prefills the drafter.
 
-    `keeps_hidden_states` says whether the user gets the hidden states of the prompt.
+    `keeps_hidden_states` tells whether the user gets the hidden states of the prompt.
     """
 
     def __init__(self, call: Call, keeps_hidden_states: bool):
@@ -262,9 +261,9 @@ class FirstPass:
 
     @torch.no_grad()
     def run(self, slots: int, num_draft_tokens: int) -> None:
-        """Run the target over the prompts, unless what that gave is waiting for `bring`. It should not be patched.
+        """Run the unpatched target over the prompts, unless the results of an earlier run still wait for `bring`.
 
-        The results are copied to a cache of so many slots and, at most, drafts.
+        The results will be copied to a cache of `slots`, for rounds of at most `num_draft_tokens`.
         """
         if self._cache is not None:
             return
@@ -274,7 +273,7 @@ class FirstPass:
         self._positions = torch.where(columns < 0, slots - 1, columns).to(model.device)
         cache = self._new_cache(slots, num_draft_tokens)
         with ExitStack() as stack:
-            # It is the user's pass: in inference mode if the user is. What is recorded is that of this pass only.
+            # This pass is the user's: in inference mode if the user is. Only this pass is recorded.
             stack.enter_context(user_code())
             stack.enter_context(engine())
             recorder = stack.enter_context(
@@ -284,12 +283,12 @@ class FirstPass:
             if isinstance(cache, RaggedCache):
                 stack.enter_context(_on_column_cache(model))
             given = call.inputs
-            if recorder.misses_positions:  # a list of places leaves no token out
+            if recorder.misses_positions:  # a list of columns makes the model run all tokens
                 given = {**given, "logits_to_keep": torch.tensor([-1], device=model.device)}
             try:
                 out = run_as_given(model, prompts.input_ids, call.config, given, cache)
             except BaseException:
-                if prompts.cached:  # the user's cache, which has got longer in some layers
+                if prompts.cached:  # some layers of the user's cache have grown
                     with suppress(Exception):
                         cache.crop(prompts.cached)
                 raise
@@ -317,7 +316,7 @@ class FirstPass:
         return _column_cache(model, lengths, self._positions, slots, num_draft_tokens)
 
     def bring(self, state: DecodeState, kept: HiddenStates | None) -> None:
-        """Move keys, values and recurrent states of the prompts into `state`, and hidden states into `kept`."""
+        """Copy keys, values and recurrent states of the prompts to `state`, and hidden states to `kept`."""
         prompts, batch = self._call.prompts, len(state.lengths)
         whole = replace(prompts, cached=prompts.width)
         read_cache(self._cache, state.cache, whole, batch, self._call.model.device)
@@ -328,7 +327,7 @@ class FirstPass:
 
     @contextmanager
     def records_of(self, state: DecodeState) -> Iterator[None]:
-        """Context in which drafters that read `state` find in its `records` what the pass was given."""
+        """Context in which `state.records` gives drafters the inputs of this pass."""
         self._state, state.records = state, self
         try:
             yield
@@ -353,18 +352,18 @@ class FirstPass:
         return torch.where(slots < self._state.dummy_slot, found, 0)
 
     def embeddings(self, slots: torch.Tensor) -> torch.Tensor | None:
-        """What the decoder was given in the place of embeddings of the tokens at `slots`, `[B, n, H]`, if recorded."""
+        """The embeddings that the decoder was given at `slots`, `[B, n, H]`; None if they were not recorded."""
         return None if self._embeddings is None else self._at(self._embeddings, slots)
 
     def _at(self, recorded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return recorded[self._rows(slots), self._columns(slots)]
 
     def _rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Rows of the call `[B, 1]`; for further rows of the state, which are finished, the last."""
+        """Row numbers of the call `[B, 1]`; the last row stands for further rows of the state, which are finished."""
         return torch.arange(len(slots), device=slots.device).clamp(max=self._call.batch - 1)[:, None]
 
     def _columns(self, slots: torch.Tensor) -> torch.Tensor:
-        """Columns of the pass at `slots` `[B, n]`; any for slots that are not of the prompts."""
+        """Columns of the pass at `slots` `[B, n]`; arbitrary for slots outside of the prompts."""
         prompts = self._call.prompts
         padding = torch.tensor(prompts.padding, device=slots.device)[self._rows(slots)]
         return (slots + padding - prompts.cached).clamp(0, prompts.width - prompts.cached - 1)

@@ -1,4 +1,4 @@
-"""Copies between caches of user code and the engine's: before a call that continues one, and after it."""
+"""Copies between user caches and the engine's: before a call that continues a cache, and after a call."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .prompts import Prompts
 
 
 def why_not_readable(cache: Cache, kinds: LayerKinds) -> str | None:
-    """The reason why a filled `cache` cannot be copied into a `RaggedCache` of layers of `kinds`; None if it can."""
+    """The reason why a filled `cache` cannot be copied into a `RaggedCache` with `kinds` of layers; None if it can."""
     # A cache made without a configuration has no layers after the last one with keys.
     storing = [(layer, kind) for layer, kind in zip(cache.layers, kinds, strict=False) if not kind.is_empty]
     others = sorted({type(layer).__name__ for layer, kind in storing if type(layer) not in kind.sources})
     if others:
         return f"the call continues a cache with layers of type {', '.join(others)}"
-    # Whether states are there is seen when they are read: of a layer without keys it is not known that it has any.
+    # Missing states are found when they are read: a layer without keys need not have any.
     keyed = [layer for layer, _ in storing if isinstance(layer, CacheLayerMixin)]
     filled, expected = sum(layer.is_initialized for layer in keyed), sum(kind.stores_keys for kind in kinds)
     if filled != expected or len(cache.layers) > len(kinds):
@@ -41,12 +41,12 @@ def why_not_readable(cache: Cache, kinds: LayerKinds) -> str | None:
 
 
 def stores_keys(cache: Cache) -> bool:
-    """Whether layers of `cache` store keys and values, which tell how many tokens it holds."""
+    """Whether layers of `cache` store keys and values, which tell the number of cached tokens."""
     return any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
 
 
 def holds_all_keys(cache: Cache, columns: int) -> bool:
-    """Whether layers of `cache` hold the keys of all of `columns` columns, not of a window, and nothing else."""
+    """Whether all layers of `cache` hold keys, of all `columns` columns and not of a window only, and nothing else."""
     filled = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     return len(filled) == len(cache.layers) and all(
         type(layer) in Keys.sources and layer.keys.shape[2] >= columns for layer in filled
@@ -54,19 +54,19 @@ def holds_all_keys(cache: Cache, columns: int) -> bool:
 
 
 def has_other_dtypes(cache: Cache, dtype: torch.dtype) -> bool:
-    """Whether some keys or values of `cache` are not of `dtype`; those of a call under autocast have two."""
+    """Whether some keys or values of `cache` are not of `dtype`; a call under autocast may store two dtypes."""
     found = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
     return any(isinstance(one, torch.Tensor) and one.dtype != dtype for one in found)
 
 
 def read_cache(cache: Cache, ragged: RaggedCache, prompts: Prompts, batch: int, device: torch.device) -> None:
-    """Copy what `cache` holds of `prompts` into `ragged`, whose buffers have `batch` rows and are on `device`.
+    """Copy the `prompts` part of `cache` into `ragged`, whose buffers have `batch` rows and are on `device`.
 
-    Where there are states, `cache` is another `RaggedCache`, with a row for each prompt, or a first pass has allocated
-    the layers of `ragged`.
+    With recurrent states, `cache` must be a `RaggedCache` with a row for each prompt, or a pass must have allocated the
+    layers of `ragged`.
 
     Raises:
-        ValueError: `cache` lacks states of the target, or has them in other shapes.
+        ValueError: `cache` lacks states of the target, or has states of other shapes.
     """
     is_ragged = isinstance(cache, RaggedCache)
     if is_ragged:
@@ -77,13 +77,13 @@ def read_cache(cache: Cache, ragged: RaggedCache, prompts: Prompts, batch: int, 
         if not is_ragged:
             ours.read_states(layer, ends)
     if ragged.recurrence is not None and not is_ragged:
-        # A single column is run by the functions for one token.
+        # A pass over a single column uses the functions for one token.
         ragged.recurrence.resume(ends, is_step=prompts.width - prompts.cached == 1)
 
 
 @contextmanager
 def _unchanged_on_error(cache: Cache) -> Iterator[None]:
-    """Context that on an error restores the layers of `cache`, as far as their tensors were not written in place."""
+    """Context that, on an error, restores the layers of `cache`, except tensors that were written in place."""
     before = [
         {name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
         for layer in cache.layers
@@ -105,12 +105,12 @@ def run_as_given(
     inputs: Mapping[str, Any],
     cache: Cache,
 ) -> ModelOutput:
-    """Run `model` over prompts `[B, P]` int64 as plain `generate()` does, which has prepared `config` and `inputs`."""
+    """Run `model` over prompts `[B, P]` int64 as plain `generate()` does, with `config` and `inputs` prepared by it."""
     return prefill(model, input_ids, config, dict(inputs) | {cache_name(model): cache})
 
 
 def _weights_of(model: PreTrainedModel) -> tuple:
-    """What tells the weights of `model` and its active adapters from those of another time, see `versions_of`."""
+    """A fingerprint of the weights of `model` and its active adapters, see `versions_of`."""
     weights = list(model.parameters())
     return signature_of(model).adapters.state, [(id(one), one.dtype) for one in weights], versions_of(weights)
 
@@ -122,13 +122,13 @@ class FinishedCall:
     Attributes:
         sequences: `[B, P + new]` int64, what the call returns.
         columns: leading columns that the target has run in all rows; never the last column of the text.
-        run_prompts: runs the target over the prompts as plain `generate()` does, into the cache that it is given; None
-            where their tokens are all that it needs.
-        bounds_steps: whether the target bounds time steps of several tokens at once only, see `RecurrentState`.
+        run_prompts: runs the target over the prompts as plain `generate()` does, into a given cache; None if the
+            prompts are tokens only.
+        bounds_steps: whether the target bounds the time steps of passes over several tokens only, see `RecurrentState`.
         adapters: see `Call`.
         is_written: whether `write_to` has copied the columns.
-        weights: `_weights_of` the target in the call.
-        autocast: context of the call's autocast.
+        weights: `_weights_of` the target during the call.
+        autocast: the autocast context of the call.
     """
 
     model: PreTrainedModel
@@ -149,7 +149,7 @@ class FinishedCall:
 
     @classmethod
     def of(cls, call: Call, ragged: RaggedCache, sequences: torch.Tensor, columns: int) -> FinishedCall:
-        """That of `call`; what its inputs hold is kept where keys and values are not copied."""
+        """The finished `call`; its inputs are kept if states may have to be computed again."""
         run_prompts = None
         if call.inputs is not None and ragged.recurrence is not None:
             run_prompts = functools.partial(run_as_given, call.model, call.prompts.input_ids, call.config, call.inputs)
@@ -157,11 +157,10 @@ class FinishedCall:
         return cls(*own, run_prompts, ragged.bounds_steps, call.adapters)
 
     def write_to(self, cache: Cache) -> None:
-        """Append to `cache` those of the `columns` that it lacks; none where `complete` has to compute them anew.
+        """Append to `cache` those of the `columns` that it lacks; nothing if `complete` has to compute them anew.
 
-        Recurrent states are of the last position of each row, and cannot be taken back to one that all rows have; and
-        caches take the keys of indexers and of windows of tokens from the model only. After an error `cache` is as it
-        was.
+        That is so for recurrent states that cannot be brought to the last column of all rows, and for indexers' keys
+        and compressed windows, which caches take from the model only. After an error `cache` is unchanged.
         """
         ragged, ends = self.ragged, self.prompts.ends(self.columns)
         if not all(kind.is_written for kind in ragged.kinds):
@@ -174,12 +173,12 @@ class FinishedCall:
             ends = torch.tensor(ends, device=self.sequences.device)
             pairs = zip(cache.layers, ragged.layers, strict=False)
             for write in [ours.write_states(layer, ends) for layer, ours in pairs]:
-                write()  # nothing is allocated from here on
+                write()  # no more allocations from here on
         self.is_written = True
 
     @property
     def _most(self) -> int:
-        """Columns that plain `generate()` has run: all but the last of the text."""
+        """Columns that plain `generate()` has run: all but the last one of the text."""
         return self.prompts.hidden + self.sequences.shape[1] - 1
 
     def _write_slots(self, cache: Cache) -> None:
@@ -188,7 +187,7 @@ class FinishedCall:
         columns = torch.arange(int(cache.get_seq_length()), self.columns, device="cpu")
         if not len(columns):
             return
-        # Keys and values of padding are never read.
+        # Nothing reads keys and values of padding.
         slots = (columns - padding).clamp(min=0).to(device)
         for index, layer in enumerate(self.ragged.layers):
             layer.write_slots(cache, index, slots)
@@ -199,7 +198,7 @@ class FinishedCall:
         In these columns some rows had ended and continue with padding tokens.
 
         Raises:
-            RuntimeError: the weights of the target may be others than in the call.
+            RuntimeError: the weights of the target may have changed since the call.
         """
         if self.is_written and self.columns == self._most:
             return
@@ -217,7 +216,7 @@ class FinishedCall:
     def _run_rest(self, cache: Cache) -> None:
         prompts = self.prompts
         has_keys = stores_keys(cache)
-        # A cache with recurrent states only is none that a call fills.
+        # A cache with recurrent states only is always empty here: calls do not fill it.
         held = int(cache.get_seq_length()) if has_keys else 0
         if self.run_prompts is not None and not held:
             self.run_prompts(cache)
@@ -241,7 +240,7 @@ class FinishedCall:
             )
 
     def _passes(self, held: int, width: int) -> Iterator[tuple[int, int]]:
-        """First column and end of each pass from `held` to `width`: one, or one a token where several differ."""
+        """The passes over columns `held` to `width`, as begin and end: one pass, or passes over one token if needed."""
         together = width
         if held and any(part.forgets_states(self.model) for part in parts(self.model)):
             together = held
@@ -259,7 +258,7 @@ class DeferredCache(DynamicCache):
     It behaves as a `DynamicCache`, and is pickled as one.
 
     Args:
-        call: whose keys and values these are. `take_over` must be called before another call uses its buffers.
+        call: the finished call. `take_over` must be called before another call uses its buffers.
     """
 
     def __init__(self, call: FinishedCall):
@@ -289,7 +288,7 @@ class DeferredCache(DynamicCache):
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
-        """Context in which the thread that has the target's lock reads the layers as they are."""
+        """Context in which the thread that holds the target's lock reads the layers as they are."""
         self._is_busy = True
         try:
             yield
@@ -297,11 +296,11 @@ class DeferredCache(DynamicCache):
             self._is_busy = False
 
     def take_over(self) -> None:
-        """Copy the engine's buffers, unless that is done."""
+        """Copy the engine's buffers, unless that is done already."""
         call = self._call
         if call is None or self._is_copied:
             return
-        if call.sequences.is_cuda:  # the reader may be on another stream than the call was
+        if call.sequences.is_cuda:  # the reader may use another stream than the call
             torch.cuda.synchronize(call.sequences.device)
         vars(self).update(vars(DynamicCache(config=call.model.config.get_text_config(decoder=True))))
         self._layers = vars(self).pop("layers")

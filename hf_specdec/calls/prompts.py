@@ -1,4 +1,4 @@
-"""The prompts of a call: padding, lengths, and what a cache of the user already holds."""
+"""The prompts of a call: padding, lengths, and the part that a user's cache holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..host.caches import OUTPUT_NAME
 
 
 class PromptSpan(NamedTuple):
-    """Positions of a row that a prefill computes: from `begin` to before `end`."""
+    """Positions `begin` to `end` (exclusive) of a row that a prefill runs."""
 
     row: int
     begin: int
@@ -22,17 +22,17 @@ class PromptSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a call, and how much of them a cache of the user holds.
+    """The prompts of a call, and how much of them a user's cache holds.
 
-    Columns are those of the whole text, left padding included, as transformers' caches and attention masks count them.
-    Row b, with `padding[b]` columns of padding, has position t in column `padding[b] + t`.
+    Columns count the whole text, left padding included, as transformers' caches and attention masks do. Position t of
+    row b, which has `padding[b]` columns of padding, is in column `padding[b] + t`.
 
     Attributes:
         input_ids: `[B, P]` int64 as given to `generate()`: the last P columns of the text.
-        padding: columns of padding at the start of each row's text.
+        padding: columns of padding at the start of each row.
         width: columns of the text; more than P if the user passed only what the cache lacks.
         cached: leading columns that the cache holds; 0 without a cache.
-        reread: the last of those columns, which the target runs again for a drafter that reads its hidden states.
+        reread: the last columns of these that the target runs again, for a drafter that reads its hidden states.
     """
 
     input_ids: torch.Tensor
@@ -43,7 +43,7 @@ class Prompts:
 
     @cached_property
     def hidden(self) -> int:
-        """Leading columns whose tokens were not given."""
+        """Number of leading columns whose tokens were not given."""
         return self.width - self.input_ids.shape[1]
 
     @cached_property
@@ -57,7 +57,7 @@ class Prompts:
 
     @property
     def prompt_length_gap(self) -> list[int]:
-        """How many more tokens than each row the longest one has."""
+        """How many tokens shorter than the longest row each row is."""
         return [self.longest - length for length in self.lengths]
 
     @cached_property
@@ -71,21 +71,21 @@ class Prompts:
 
     @property
     def reread_spans(self) -> list[PromptSpan]:
-        """What the target runs of each row for the drafter only."""
+        """The positions of each row that the target runs again for the drafter."""
         spans = zip(self.ends(self.cached - self.reread), self.cached_lengths, strict=True)
         return [PromptSpan(row, begin, end) for row, (begin, end) in enumerate(spans)]
 
     def draft_starts(self, reads_aux_hidden_states: bool) -> list[int]:
-        """The first position of each row that the drafter's cache covers: earlier ones lack what the drafter reads,
+        """The first position of each row that the drafter's cache covers. Earlier ones lack what the drafter reads,
         such as hidden states of cached columns that are not run again."""
         if reads_aux_hidden_states:
             starts = zip(self.ends(self.cached - self.reread), self.lengths, strict=True)
-            # The slot that is paired with the last token is needed, even without a hidden state.
+            # The slot that belongs to the last token is needed, even without a hidden state.
             return [max(min(start, length - 2), 0) for start, length in starts]
         return self.cached_lengths if self.hidden else [0] * len(self.padding)
 
     def rows(self, device: torch.device) -> list[torch.Tensor]:
-        """Tokens of each row, `[length]` int64; 0 for those that were not given."""
+        """Tokens of each row, `[length]` int64; 0 where a token was not given."""
         found = []
         for row, pad in zip(self.input_ids, self.padding, strict=True):
             tokens = row[max(pad - self.hidden, 0) :].to(device)
@@ -101,8 +101,8 @@ def read_prompts(
 
     Args:
         attention_mask: `[B, width]`; None if all columns are tokens.
-        mask_width: `width` where `attention_mask` is None; None for P.
-        cache: that the call continues; None, or an empty one, for none.
+        mask_width: `width` if `attention_mask` is None; None for P.
+        cache: the cache that the call continues; None or an empty cache for none.
 
     Raises:
         ValueError: a row is not padding followed by tokens, or prompts and cache do not fit each other.
@@ -123,7 +123,7 @@ def read_prompts(
             "attention_mask over both; or take tokens out of the cache with its crop(), if it has no recurrent states."
         )
     prompts = Prompts(input_ids, left_padding(batch, attention_mask), width, cached)
-    layers = getattr(cache, "layers", ()) if cached else ()  # those of an encoder-decoder are in two caches
+    layers = getattr(cache, "layers", ()) if cached else ()  # an encoder-decoder has two caches instead
     filled = (layer.keys for layer in layers if getattr(layer, "keys", None) is not None)
     rows = next(map(len, filled), batch)
     if rows != batch:
@@ -135,7 +135,7 @@ def read_prompts(
 
 
 def left_padding(batch: int, attention_mask: torch.Tensor | None) -> list[int]:
-    """Columns of padding at the start of each of `batch` rows of `attention_mask` `[B, width]`; none where it is None.
+    """Columns of padding at the start of each of `batch` rows of `attention_mask` `[B, width]`; 0 if that is None.
     Raises `ValueError` if a row is padded on the right or in the middle, or holds padding only."""
     if attention_mask is None:
         return [0] * batch

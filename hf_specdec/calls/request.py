@@ -1,4 +1,4 @@
-"""Requests, which take rows of a run; where they come from, and who is told of what they generate."""
+"""Requests, which take rows of a run; where requests come from, and the callbacks for what they generate."""
 
 from __future__ import annotations
 
@@ -18,35 +18,34 @@ from ..row_buffers import upload
 
 @dataclass(eq=False)
 class Request:
-    """A request: a row of a call, or one that has arrived at a manager.
+    """A request: a row of a call, or a request that has arrived at a manager.
 
     Attributes:
-        index: of the rows of its call; 0 for one that has arrived.
+        index: its row in the call; 0 for one that has arrived.
         prompt: `[length]` int64.
-        prompt_ids: its tokens on the host; empty if rows do not reuse what others hold of it.
-        adapter: the name of its LoRA adapter, or `NO_ADAPTER`; None for those that are active.
-        remaining: tokens that it may add.
-        is_cut: whether these are fewer than were asked for, since the target has no positions for more.
+        prompt_ids: the tokens of `prompt` on the host; empty without prefix reuse.
+        adapter: the name of its LoRA adapter, or `NO_ADAPTER`; None for the active adapters.
+        remaining: most tokens that it may add.
+        is_cut: whether `remaining` is less than was asked for, since the target has no positions for more.
         ends: tokens that end it.
         seed: key of its random numbers.
-        sampling: how it is sampled, where requests have settings of their own.
-        config: settings of its logits processors, `max_new_tokens` among them, where these are none of all rows; None
-            where they are.
-        user_processors: the user's own among them.
-        processors: these, for its text alone, once it has been given a row, see `ContinuousBatching.processors_of`.
-        criteria: end it, too; called with its text, `[1, n]` int64 on the host, after each of its tokens.
+        sampling: its sampling settings, where requests have their own.
+        config: settings of its own logits processors, `max_new_tokens` among them; None if all rows share processors.
+        user_processors: those of its own logits processors that the user passed.
+        processors: its own logits processors, made once it has a row, see `ContinuousBatching.processors_of`.
+        criteria: stopping criteria besides `ends`, called with its text, `[1, n]` int64 on the host, after each token.
         request_id: its name; None if nobody takes its result.
         prompt_id: the name of the last sequence of its prompt, by which a manager cancels all of them.
         streaming: whether a result is delivered after every round.
         return_logprobs: which log-probabilities of its tokens it gets, see `Call.logprobs`; None for none.
         logprobs: of `tokens`, if it gets some.
-        num_settled: how many of these there were before the last round, which the drafter has read.
-        timestamps: `time.perf_counter()` when each of them reached the host.
-        num_drafted, num_accepted: draft tokens that were verified for it, and accepted.
+        num_settled: number of tokens before the last round; the drafter has read these.
+        timestamps: `time.perf_counter()` when each token reached the host.
+        num_drafted, num_accepted: draft tokens that were verified, and accepted.
         first_token: `time.perf_counter()` when its first token reached the host; -1 before that.
         error: why it ended without an end-of-sequence token and before its limit; None if it did not.
         created_time: `time.perf_counter()` when it was made.
-        lifespan: when it was admitted first and when it ended; -1 before that.
+        lifespan: `time.perf_counter()` when it was first admitted and when it ended; -1 before that.
     """
 
     index: int
@@ -77,9 +76,9 @@ class Request:
     error: str | None = None
     created_time: float = field(default_factory=time.perf_counter)
     lifespan: tuple[float, float] = (-1.0, -1.0)
-    # What `criteria` read: the text, with room after it, on the host. A token is written once.
+    # The text that `criteria` read, with room after it, on the host. Each token is written once.
     _shown: torch.Tensor | None = field(default=None, repr=False)
-    # Of the prompt; asking the tensor for it takes a microsecond, several times a round and row.
+    # Length of the prompt; reading it from the tensor takes a microsecond, several times a round and row.
     _prompt_length: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -95,24 +94,24 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens of its text so far."""
+        """Tokens of its text so far, prompt included."""
         return self._prompt_length + len(self.tokens)
 
     @property
     def left(self) -> int:
-        """Tokens that it may still add."""
+        """Most tokens that it may still add."""
         return self.remaining - len(self.tokens)
 
     @property
     def text(self) -> torch.Tensor:
-        """`[length]` int64, on the device of the prompt."""
+        """The text so far, `[length]` int64, on the device of the prompt."""
         if not self.tokens:
             return self.prompt
         return torch.cat([self.prompt, torch.tensor(self.tokens, dtype=torch.int64, device=self.prompt.device)])
 
     @property
     def prefix_ids(self) -> Sequence[Hashable]:
-        """`prompt_ids`, by which prompts are compared: those of other adapters begin with another element."""
+        """`prompt_ids` as a key for prefix reuse; the first element also tells the adapter, if it has one."""
         if self.adapter is None or not self.prompt_ids:
             return self.prompt_ids
         first, *others = self.prompt_ids
@@ -120,8 +119,8 @@ class Request:
 
     @property
     def num_prefilled(self) -> int:
-        """Tokens that are prefilled when it is admitted: those of the prompt, or, if it has lost its row, those of its
-        text but the last, so that its rounds go on as they would have."""
+        """Tokens that are prefilled when it is admitted: the prompt; after preemption the text without its last token,
+        so that its rounds go on as they would have."""
         return self.length - bool(self.tokens)
 
     @property
@@ -130,7 +129,7 @@ class Request:
         return self._prompt_length + self.remaining
 
     def add(self, tokens: Sequence[int], now: float) -> bool:
-        """Add what a round has committed; returns whether a token of `ends`, or before it `criteria`, ends it."""
+        """Add the committed tokens of a round; returns whether one of `ends`, or before it `criteria`, ends it."""
         if self.criteria is None:
             self.tokens += tokens
             if self.records_timestamps:
@@ -145,7 +144,7 @@ class Request:
         return False
 
     def result(self) -> GenerationOutput:
-        """What it has generated so far, as transformers' manager delivers it."""
+        """Its output so far, in the form in which transformers' manager delivers it."""
         status = RequestStatus.DECODING if self.has_started else RequestStatus.PENDING
         if self.is_over:
             status = RequestStatus.FINISHED if self.error is None else RequestStatus.FAILED
@@ -171,15 +170,15 @@ class Request:
 
 
 class Arrived(NamedTuple):
-    """What has happened to requests since the last round.
+    """What has changed about requests since the last round.
 
     Attributes:
-        requests: in the order in which they are admitted.
-        withdrawn: requests that end at once, with an error for each.
-        is_open: whether more may arrive.
-        is_changed: whether the target may compute otherwise than before.
+        requests: new requests, in the order in which they are admitted.
+        withdrawn: requests that end at once, each with an error.
+        is_open: whether more requests may arrive.
+        is_changed: whether the target may compute differently than before.
         has_waited: whether time was spent on waiting.
-        must_restart: whether the run ends at once, since its requests go on in another one.
+        must_restart: whether the run ends at once, since another run takes over its requests.
     """
 
     requests: Sequence[Request] = ()
@@ -190,25 +189,25 @@ class Arrived(NamedTuple):
     must_restart: bool = False
 
 
-# Says what has arrived; called before every round with `is_idle` and `leave_target`. It may wait, for long only if
-# `is_idle`: no round is due. Before that it calls `leave_target`, so that others find the target as it was.
+# Returns what has arrived; called before every round with `is_idle` and `leave_target`. It may wait, for long only if
+# `is_idle`, i.e. no round is due. Before it waits it calls `leave_target`, which restores the target for others.
 Arrivals = Callable[[bool, Callable[[], None]], Arrived]
 
 
 @dataclass(frozen=True)
 class ContinuousBatching:
-    """How requests are run that come and go.
+    """How requests that come and go are run.
 
     Attributes:
         max_rows: most rows that rounds run on; None for the device's `DevicePolicy.max_rows`.
         on_finished: called with every request that has ended, in the order in which they end.
-        on_tokens: called after a round with the requests that it has given tokens and not ended.
-        arrivals: requests that arrive while rounds run; there are no others then.
-        longest: tokens of the texts that the first buffers are made for, if requests arrive.
+        on_tokens: called after a round with the requests that got tokens and have not ended.
+        arrivals: source of the requests that arrive while rounds run, which are all requests then; None without.
+        longest: tokens of a text that the first buffers have room for, if requests arrive.
         records_timestamps: whether the requests of a call record when each token reached the host.
-        reuses_prefixes: whether keys and values of beginnings that texts have in common are computed once.
-        processors_of: the logits processors of a request of the call that are none of all rows, such as those that read
-            the text; None if it has no such.
+        reuses_prefixes: whether keys and values of shared prefixes are computed once.
+        processors_of: returns the logits processors that only this request of the call has, such as those that read the
+            text; None if it has none.
     """
 
     max_rows: int | None = None
@@ -230,7 +229,7 @@ def end(request: Request, now: float, settings: ContinuousBatching) -> None:
 
 
 def ends_of(requests: Sequence[Request], like: torch.Tensor) -> torch.Tensor | None:
-    """`[len(requests), E]` int64: the tokens that end each request, filled up with `NO_TOKEN`; None without any."""
+    """`[len(requests), E]` int64: the tokens that end each request, padded with `NO_TOKEN`; None if there are none."""
     width = max(len(one.ends) for one in requests)
     if width == 0:
         return None

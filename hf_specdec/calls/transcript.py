@@ -1,4 +1,4 @@
-"""The generated text on the host: committed tokens, stopping criteria, streamer."""
+"""The generated text on the host: committed tokens, stopping criteria and the streamer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..kernels.types import NO_TOKEN
 from ..modules.patch import user_code
 from .prompts import Prompts
 
-# Criteria that the generated tokens decide, without being called.
+# Criteria that are decided by the generated tokens, without calling them.
 DECIDED_BY_TOKENS = (EosTokenCriteria, MaxLengthCriteria)
-# transformers' own criteria that work on any device; with the text on the host they need no synchronisation with a GPU.
+# transformers' own criteria that work on any device; with the text on the host they do not synchronise with a GPU.
 _JUDGE_ANYWHERE = (MaxTimeCriteria, StopStringCriteria)
 
 
@@ -25,7 +25,7 @@ def end_tokens_of(criteria: StoppingCriteriaList) -> frozenset[int]:
 
 
 def no_distribution(text: str, step: int) -> str:
-    """Why `text` has no token at `step`, from 0, of its new ones: the error of a `NO_TOKEN`."""
+    """The error of a `NO_TOKEN`: why `text` has no new token number `step`, counted from 0."""
     return (
         f"{text} has no token {step} after its prompt: the target's processed scores are NaN, infinite, or -inf for "
         "all tokens, so that none can be drawn; expected a distribution over the vocabulary. Look for NaN in the "
@@ -45,20 +45,20 @@ class Transcript:
     """Collects the committed tokens of all rows and finalises them step by step, as plain `generate()` would.
 
     Rows progress at different speeds, but stopping criteria and streamers expect whole batches, one token a step. So
-    step t is finalised once every unfinished row has its token t: criteria are called with the batch up to t, finished
-    rows are padded, the streamer gets the tokens of the step. Tokens beyond the finalised steps wait, and are dropped
+    step t is finalised once every unfinished row has its token t: finished rows are padded, criteria are called with
+    the batch up to t, and the streamer gets the tokens of the step. Later tokens wait, and are dropped
     if their row turns out to have ended.
 
-    The text is kept in host memory and, if criteria of the user read it on another device, also there: every token is
-    written once to each, and criteria are given views. So their cost does not grow with the length of the text.
+    The text is in host memory, and also on the device of the prompts if criteria of the user read it there. Every token
+    is written once to each, and criteria get views, so their cost does not grow with the length of the text.
 
     Args:
         prompts: `[B, P]` int64, left-padded, as given to `generate()`.
-        pad_token: what finished rows continue with; None if no criterion knows an end-of-sequence token, in which
-            case rows go on until all of them are stopped, as in plain `generate()`.
-        max_new_tokens: after so many all rows end, whatever length `criteria` state.
+        pad_token: what finished rows continue with; None if no criterion has an end-of-sequence token: then rows go on
+            until all of them are stopped, as in plain `generate()`.
+        max_new_tokens: all rows end after so many new tokens, whatever length `criteria` state.
         streamer: gets the tokens `[B]` of each finalised step, on the CPU.
-        kept: which records `add` is given to keep.
+        kept: names of the records that `add` gets and keeps.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class Transcript:
         self._streamer = None if streamer is None else CallersStreamer(streamer)
         self._device = prompts.device
         self._sequences = torch.nn.functional.pad(prompts.cpu(), (0, max_new_tokens))
-        # What `self._criteria` are shown: in the memory that the prompts are in, as in plain `generate()`.
+        # The text for `self._criteria`: on the device of the prompts, as in plain `generate()`.
         self._shown = self._sequences.to(prompts.device) if self._criteria else self._sequences
         self._rows: list[list[int]] = [[] for _ in range(batch)]
         self._records = {name: [[] for _ in range(batch)] for name in kept}
         self._finalised: dict[str, list[torch.Tensor]] = {name: [] for name in self._records}
         self.stopped = [False] * batch
-        # Rows that have stopped, further tokens of which are ignored: those that are padded then.
+        # Rows that have stopped and are padded: their further tokens are ignored.
         self.done = self.stopped
         self.steps, self.is_complete = 0, False
-        self.num_tokens = [0] * batch  # of each row so far, without padding
+        self.num_tokens = [0] * batch  # new tokens of each row so far, without padding
 
     @property
     def sequences(self) -> torch.Tensor:
@@ -97,12 +97,12 @@ class Transcript:
         return self._sequences[:, : self._width + self.steps].to(self._device)
 
     def record(self, name: str) -> tuple[torch.Tensor, ...] | None:
-        """`"scores"` or `"logits"`, if kept: one `[B, V]` a finalised step, zeros for rows that had finished; of the
-        others one `[B]`."""
+        """The record `name` of all finalised steps; None if not kept. A step has `[B, V]` of `"scores"` or `"logits"`,
+        `[B]` of log-probabilities; zeros for rows that had finished."""
         return tuple(self._finalised[name]) if name in self._finalised else None
 
     def columns_run(self, prompts: Prompts) -> int:
-        """Leading columns of the text of `prompts` that the target has run in all rows; the last is never one."""
+        """Leading columns of the text of `prompts` that the target has run in all rows; never the last column."""
         rows = zip(prompts.lengths, prompts.padding, self._rows, strict=True)
         ends = [pad + length + len(new) - 1 for length, pad, new in rows]
         return min(*ends, prompts.width + self.steps - 1) if ends else 0
@@ -111,9 +111,9 @@ class Transcript:
         """Append the result of a round and finalise the steps that are complete.
 
         Args:
-            tokens: K + 1 for each row, which keeps `committed` of them.
-            records: `scores` and `logits`, `[B, K + 1, V]`, and log-probabilities, `[B, K + 1]`; kept, in float32,
-                where they were asked for, else any.
+            tokens: K + 1 for each row; the first `committed` of them are kept.
+            records: `scores` and `logits`, `[B, K + 1, V]`, and log-probabilities, `[B, K + 1]`. Those in `kept` are
+                stored as float32, others are ignored.
         """
         for row, (new, count) in enumerate(zip(tokens, committed, strict=True)):
             self._rows[row] += new[:count]
@@ -131,7 +131,7 @@ class Transcript:
     def _finalise(self) -> None:
         step = self.steps
         column = [self._pad_token if done else new[step] for done, new in zip(self.done, self._rows, strict=True)]
-        if NO_TOKEN in column:  # which may be the padding, too
+        if NO_TOKEN in column:  # the pad token may have the same value
             failed = [row for row, new in enumerate(self._rows) if not self.done[row] and new[step] == NO_TOKEN]
             if failed:  # plain `generate()` raises as well
                 raise RuntimeError(no_distribution(f"Row {failed[0]} of the batch", step))
@@ -142,7 +142,7 @@ class Transcript:
             self._finalised[name].append(torch.stack(values))
             for kept in record:
                 if step < len(kept):
-                    kept[step] = None  # a view would keep the scores of a whole round in memory
+                    kept[step] = None  # a view would keep the scores of the whole round in memory
         self.num_tokens = [count + (not done) for count, done in zip(self.num_tokens, self.done, strict=True)]
         tokens = torch.tensor(column)
         for text in {self._sequences, self._shown}:
@@ -160,7 +160,7 @@ class Transcript:
             self._streamer.put(tokens)
 
     def _stops_by_criteria(self) -> list[list[bool]]:
-        """Whether each row stops, by each group of criteria that is called."""
+        """Whether each row stops, for each group of criteria that has to be called."""
         end, stops = self._width + self.steps, []
         with user_code():
             if self._host_criteria:

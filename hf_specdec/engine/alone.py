@@ -1,6 +1,4 @@
-"""Calls with `num_assistant_tokens="auto"` that run without their drafter, which reads what is committed even with K =
-0.
-"""
+"""Calls with "auto" that run without their drafter: with K = 0 a drafter would still read the committed tokens."""
 
 from __future__ import annotations
 
@@ -19,21 +17,21 @@ from .sessions import sessions_of
 
 
 def times_if_alone(call: Call, target: HostedTarget, rows: int, tokens: float) -> RoundTimes | None:
-    """Times of rounds of `call` on `rows` rows, which may generate `tokens` new ones each, if it is expected to be
-    faster without the drafter; else None."""
-    # Processes that run one model together would have to agree.
+    """The round times of `call` if it is expected to be faster without the drafter; else None. The call has `rows`
+    rows, and each may generate `tokens` new tokens."""
+    # Ranks of one model would have to agree.
     if not (call.is_auto and call.num_draft_tokens) or tensor_parallel_group(call.model) is not None:
         return None
     shape, pool = shape_of(call, rows, 1, target.is_captured), sessions_of(call.drafter)
     times = round_times(call, target, shape)
     alone = target.costs_of(_substitute(call)).times(shape._replace(draft_probs=False))
     most = RoundShape(call.num_draft_tokens, shape.num_nodes)
-    # Where nothing is captured, a first call with it finds out at hardly any cost.
+    # Eager rounds need no capture, so a first call with the drafter finds out at hardly any cost.
     first = first_drafts(call, shape, times) if target.is_captured else most
     acceptance = pool.acceptance(call.temperature is not None)
 
     def price(has_drafts: bool) -> float:
-        """Of a session of which there is only one of the other kind."""
+        """Milliseconds to capture a session of this kind: 0 if there is one, else by those of the other kind."""
         if not target.is_captured or pool.of_rows(rows, has_drafts):
             return 0.0
         others = pool.of_rows(rows, not has_drafts)
@@ -45,9 +43,9 @@ def times_if_alone(call: Call, target: HostedTarget, rows: int, tokens: float) -
 
 @contextmanager
 def without_drafter(call: Call, times: RoundTimes) -> Iterator[Call]:
-    """Context that gives `call` without its drafter, which then has the statistics; `times` as of `times_if_alone`."""
+    """Context that gives `call` without its drafter, which gets the statistics; `times` is of `times_if_alone`."""
     substitute = _substitute(call)
-    # One pool, so that either call finds what the other one keeps where memory is short.
+    # Both share one pool, so that either call can free what the other one keeps where memory is short.
     substitute.sessions = sessions_of(call.drafter)
     reason = f"{call.reason}; without the drafter, whose drafts are not expected to pay for so many rows"
     try:

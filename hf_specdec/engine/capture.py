@@ -30,10 +30,10 @@ _T = TypeVar("_T")
 
 
 class CapturedRound:
-    """`run_round` as one CUDA graph; as two, where logits processors read the text on the host in between.
+    """`run_round` as one CUDA graph, or as two with the logits processors between them, if these read the text.
 
     Args:
-        backend: of `torch.compile`, by which the target's forward pass is compiled; None if it is not.
+        backend: of `torch.compile`, which compiles the target's forward pass; None if it is not compiled.
 
     Attributes:
         execution: how rounds are run, for `SpeculationStats.execution`.
@@ -43,11 +43,11 @@ class CapturedRound:
         self, session: Session, target: Target, drafter: Drafter, process: BlockProcessor, backend: str | None = None
     ):
         model, self._state = target.model, session.state
-        self._process = process  # whose tensors, those of the call that captures, every replay reads
+        self._process = process  # kept alive: every replay reads its tensors
         state, graph = session.state, functools.partial(capture, device=model.device, memory=session.graph_pool)
         if backend is not None:
             target = compiled(target, backend, same_everywhere=tensor_parallel_group(model) is not None)
-        # What a graph returns is never freed, so scores and logits are not returned.
+        # Results of a graph are never freed, so scores and logits are not among them.
         with state.idle():
             if process.key is not None:
                 self._round = graph(lambda: run_round(state, target, drafter, process)[:3])
@@ -74,7 +74,7 @@ class CapturedRound:
 
 
 def capture_round(session: Session, hosted: HostedTarget, process: BlockProcessor) -> CapturedRound | None:
-    """`run_round` as CUDA graphs; None, and a warning, if it does something that cannot be captured."""
+    """`run_round` as CUDA graphs; None, with a warning, if it cannot be captured."""
     drafter = hosted.drafter
     backend = policy_of(hosted.model.device).compiler if drafter.compiles_rounds else None
 
@@ -95,7 +95,7 @@ def capture_round(session: Session, hosted: HostedTarget, process: BlockProcesso
 
 
 def capture_catch_up(session: Session, hosted: HostedTarget, width: int) -> Callable[[], None] | None:
-    """`catch_up` as a CUDA graph; None, and a warning, if it cannot be captured."""
+    """`catch_up` as a CUDA graph; None, with a warning, if it cannot be captured."""
     state, run = session.state, functools.partial(catch_up, session.state, hosted.drafter, width)
 
     def captured(target: Target) -> Callable[[], None]:
@@ -108,8 +108,8 @@ def capture_catch_up(session: Session, hosted: HostedTarget, width: int) -> Call
 def capture_prefill(session: Session, hosted: HostedTarget, columns: int) -> Callable[[], None] | None:
     """`prefill_chunk` as a CUDA graph.
 
-    None, and a warning, if it does something that cannot be captured; None also for mixtures of experts that would
-    copy weights for every token. Afterwards the session must be prefilled again from the start.
+    None, with a warning, if it cannot be captured. None also if a mixture of experts would copy weights for every
+    token. Afterwards the session must be prefilled again from the start.
     """
     if copies_experts(hosted.model, hosted.drafter):
         return None
@@ -122,7 +122,7 @@ def capture_prefill(session: Session, hosted: HostedTarget, columns: int) -> Cal
 
 
 def _if_possible(what: str, session: Session, hosted: HostedTarget, make: Callable[[Target], _T]) -> _T | None:
-    """What `make` captures for `session`; counted, as is the memory that it takes."""
+    """What `make` captures for `session`, or None. Counts the capture and the memory that it takes."""
     before, captured = taken_bytes(hosted.model.device), None
     target = hosted()
     session.keep_patches(target.patches)

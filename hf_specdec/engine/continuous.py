@@ -1,8 +1,8 @@
-"""Continuous batching: more requests than rows, where a request takes a row as soon as another has ended.
+"""Continuous batching: more requests than rows, where a request takes a row as soon as another one has ended.
 
 Waiting requests are prefilled in free rows of the session that rounds run on, their prompts packed in one row. Where
-prompts cannot be packed, such as those of recurrent layers, they are prefilled in groups, in sessions of their own, and
-copied. A round does not know which of its rows are occupied: rows that no request occupies are finished ones.
+prompts cannot be packed (recurrent layers), they are prefilled in groups, in sessions of their own, and copied. A round
+does not know which rows are occupied: rows without a request are finished rows.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from .runner import FirstTokens, Runner
 from .session_prefill import can_pack
 from .sessions import sessions_of, settled_on_error
 
-# The share of all time that a smaller session at the end of a call is assumed to save.
+# Share of the time spent so far that a smaller session at the end of a call is assumed to save.
 SHARE_OF_THE_END = 1 / 4
-# Tokens of a text for which addresses are reserved where requests arrive, if the target has positions for more; a
-# longer one moves all rows to a larger session.
+# Tokens of a text for which addresses are reserved where requests arrive, if the target has so many positions; a longer
+# text moves all rows to a larger session.
 MOST_RESERVED = 65536
 
 
-@torch.inference_mode(False)  # whatever the user's: buffers and weights that are moved outlive the call
+@torch.inference_mode(False)  # whatever the user's mode: buffers and moved weights outlive the call
 @torch.no_grad()
 def decode_continuously(call: Call, requests: Sequence[Request], settings: ContinuousBatching) -> None:
-    """Run `requests` on the static engine, with the settings of `call`; requirements as of
+    """Run `requests` on the static engine, with the settings of `call`. Requirements are those of
     `static_engine.decode` and `check_continuous`."""
     now = time.perf_counter()
     for one in requests:
         if one.error is not None:
             end(one, now, settings)
-    # The longest first: prompts of a group have similar lengths.
+    # Longest first: prompts of a group have similar lengths.
     first = sorted((one for one in requests if one.error is None), key=lambda one: -len(one.prompt))
     with HostedTarget(call.model, call.drafter) as target:
         times = None
@@ -74,7 +74,7 @@ def decode_continuously(call: Call, requests: Sequence[Request], settings: Conti
 def _run(
     call: Call, first: Sequence[Request], num_requests: int, settings: ContinuousBatching, target: HostedTarget
 ) -> None:
-    """Run the requests `first`, and those that arrive; all of the call are `num_requests`."""
+    """Run the requests `first`, and those that arrive; `num_requests` is the number of requests with counters."""
     runner, arrivals = ContinuousRunner(call, settings, target), settings.arrivals
     arrived = Arrived(first, is_open=False) if arrivals is None else arrivals(False, target.unpatch)
     if arrivals is not None and not arrived.requests and not arrived.is_open:
@@ -88,7 +88,7 @@ def _run(
         with settled_on_error(runner.session):
             raise
     finally:
-        runner._process.own = {}  # what is captured holds the processor
+        runner._process.own = {}  # captured graphs keep the processor alive
     runner.keep()
     run.stats(call, draft_probs)
 
@@ -98,7 +98,7 @@ def _most_rows(call: Call, settings: ContinuousBatching) -> int:
 
 
 def check_continuous(call: Call) -> None:
-    """Raise `ValueError` if a call asks for what continuous batching does not have."""
+    """Raise `ValueError` if `call` asks for what continuous batching does not support."""
     others = sorted({type(rule).__name__ for rule in call.criteria if type(rule) is not EosTokenCriteria})
     if others:
         raise ValueError(
@@ -122,7 +122,7 @@ def check_continuous(call: Call) -> None:
 
 
 class ContinuousRunner(Runner):
-    """Rows that requests take and leave; they move to a session of other sizes where that is worth it."""
+    """Rows that requests take and leave; they move to a session of another size where that pays."""
 
     def __init__(self, call: Call, settings: ContinuousBatching, target: HostedTarget):
         blank = torch.empty(0, 0, dtype=torch.int64, device=call.model.device)
@@ -132,27 +132,27 @@ class ContinuousRunner(Runner):
         self._settings = settings
         self._row_sampling = next((one for one in call.processors if type(one) is RowSampling), None)
         self._most = _most_rows(call, settings)
-        # Where requests are prefilled; None if their prompts are packed.
+        # The sessions in which requests are prefilled; None if their prompts are packed.
         self._groups = None if can_pack(target) else Groups(call, target, is_continuous=True)
         self.merges_equal = settings.reuses_prefixes and self._groups is not None
         shape = shape_of(call, 1, 1, target.is_captured)
         self._is_in_memory = can_grow(target) and layout_of(target, shape) is not None
-        # Tokens of the texts that there are slots for, and of those that are expected first.
+        # Tokens of a text: the most that there are slots for, and the most that is expected at first.
         self._longest = self._expected = 1
         # Whether nothing is kept for other calls any more.
         self._has_freed = False
-        # Whether rows stay where they are, since fewer are not worth their graphs, or there is no memory for them.
+        # Whether rows stay in this session, since fewer rows are not worth their graphs, or do not fit in memory.
         self._stays = False
-        # Tokens of a text for which there was no memory.
+        # Tokens of the shortest text for which there was no memory.
         self._too_long: int | None = None
 
     def open(self, first: Sequence[Request]) -> None:
-        """Open a session for the requests `first`, with as many rows as fit into memory; all of them are free."""
+        """Open a session for the requests `first`, with as many rows as fit in memory; all rows are free."""
         call, has_arrivals = self._call, self._settings.arrivals is not None
         self._suit(first)
-        self._process.own = self._processors_of(enumerate(first))  # what the first rounds are captured for
+        self._process.own = self._processors_of(enumerate(first))  # decides what the first rounds are captured for
         if self.target.is_captured and self._groups is not None:
-            self._groups.open(first)  # before the rows, which may take all memory that is left
+            self._groups.open(first)  # before the rows, which may take all of the free memory
         longest = max([one.longest for one in first], default=1)
         num_rows = min(next_power_of_two(max(len(first), 1)), self._most)
         if has_arrivals:
@@ -161,10 +161,10 @@ class ContinuousRunner(Runner):
         if self._is_in_memory and has_arrivals:
             longest = max(longest, min(stated_positions(call.model) or MOST_RESERVED, MOST_RESERVED))
         wanted = [(num_rows, longest)]
-        # Requests that arrive are refused one by one, where there is no memory for them.
+        # Without memory for the reserved length: later, requests that are too long are refused one by one.
         if has_arrivals and longest > self._settings.longest:
             wanted.append((self._rows_for(len(first)), self._settings.longest))
-        # As many rows as wanted, half of them, and so on down to one.
+        # As many rows as wanted, else half of them, and so on down to one.
         sizes = [(rows >> halvings, tokens) for rows, tokens in wanted for halvings in range(rows.bit_length())]
         self._use(self._largest(sizes, {}))
         self.execution = self.lease.execution(self.lease.allowed(self.drafts.current))
@@ -173,19 +173,19 @@ class ContinuousRunner(Runner):
         self._process.own = {}
 
     def _suit(self, requests: Sequence[Request]) -> None:
-        """Let rounds compute what `requests` need, those that occupy rows: there is a captured round for each case."""
+        """Let rounds compute what `requests`, the occupants of rows, need: each case has its own captured round."""
         if self._row_sampling is not None:
             self._row_sampling.filters = any(one.sampling.filters for one in requests)
         self._logprobs = tuple(sorted({one.return_logprobs for one in requests} - {None}))
 
     def keep(self) -> None:
-        """Leave the sessions for other calls."""
+        """Return the sessions to the pool."""
         if self._groups is not None:
             self._groups.keep()
         self.lease.keep()
 
     def _processors_of(self, requests: Iterable[tuple[int, Request]]) -> dict[int, LogitsProcessorList]:
-        """Processors of requests that have some of their own, by row; made when they are first asked for."""
+        """The logits processors of requests that have their own, by row; made when they are first asked for."""
         make, found = self._settings.processors_of, {}
         for row, one in requests:
             if one.processors is None and make is not None:
@@ -196,7 +196,7 @@ class ContinuousRunner(Runner):
         return found
 
     def free_others(self) -> None:
-        """Free what is kept for other calls, if that is not done."""
+        """Free what is kept for other calls, unless that is done already."""
         if len(sessions_of(self._call.drafter)) or not self._has_freed:
             self._free_kept()
 
@@ -207,7 +207,7 @@ class ContinuousRunner(Runner):
     # Sessions.
 
     def _largest(self, sizes: Sequence[tuple[int, int]], rows: Mapping[int, int]) -> SessionLease:
-        """A session of the first of `sizes`, rows and tokens of a text, that fits; `rows` move to it."""
+        """A session of the first of `sizes` (rows, tokens of a text) that fits in memory; `rows` will move to it."""
         return self._first_that_fits([functools.partial(self._open, *size, rows) for size in sizes])
 
     def _open(self, num_rows: int, longest: int, rows: Mapping[int, int]) -> SessionLease:
@@ -225,14 +225,14 @@ class ContinuousRunner(Runner):
         return lease
 
     def _lease_of(self, num_rows: int, longest: int) -> SessionLease:
-        """For a session that rounds run on."""
+        """The lease of a session that rounds run on."""
         shape = shape_of(self._call, num_rows, longest, self.target.is_captured)
         if self._is_in_memory:
             shape = shape._replace(slots=slots_in_memory(shape.slots - 1, self._call.model.device))
         return SessionLease(self._call, self.target, shape, self._process, True, self._is_in_memory)
 
     def _clear(self, lease: SessionLease) -> None:
-        """Let all rows of the session of `lease` be free."""
+        """Clear all rows of the session of `lease`."""
         session = lease.session or lease.take()
         with settled_on_error(session):
             session.state.clear()
@@ -253,11 +253,11 @@ class ContinuousRunner(Runner):
         return None if lease is None else self._switch(lease, rows, kept)
 
     def _rows_for(self, count: int) -> int:
-        """The fewest rows, of a few numbers, that `count` requests fit into, or else the most."""
+        """The smallest of the row sizes that holds `count` requests, or else the largest."""
         return next((size for size in row_sizes(self._most, self.target.is_captured) if size >= count), self._most)
 
     def _larger_sizes(self, num_occupied: int, waiting: Sequence[Request]) -> list[tuple[int, int]]:
-        """Rows, and tokens of a text, of sessions with room for more of `waiting`, the best first."""
+        """Rows and tokens of a text of the sessions with room for more of `waiting`, best first."""
         if self._settings.arrivals is None:
             return []
         next_ones = itertools.islice(waiting, self._most)
@@ -272,7 +272,7 @@ class ContinuousRunner(Runner):
         return [(size, longest) for size in sorted(sizes, reverse=True) if min(fewest, most) <= size <= most]
 
     def _larger_lease(self, rows: Mapping[int, int], waiting: Sequence[Request]) -> SessionLease | None:
-        """A session where more requests than those of `rows`, or longer ones, fit, if there is memory for it."""
+        """A session with more rows than `rows`, or for longer texts, if there is memory for it."""
         sizes, before = self._larger_sizes(len(rows), waiting), self._longest
         try:
             lease = self._largest(sizes, rows)
@@ -302,9 +302,9 @@ class ContinuousRunner(Runner):
         )
 
     def _smaller_lease(self, num_occupied: int) -> SessionLease | None:
-        """For a session with the fewest rows to which so many move; None if they stay."""
+        """The lease of the smallest session for `num_occupied` requests; None if rows stay where they are."""
         most = self.num_rows
-        # Where requests arrive, half of the rows stay free for them, so that they do not move at every arrival.
+        # Where requests arrive, half of the rows stay free for them, so that rows do not move at every arrival.
         count = num_occupied if self._settings.arrivals is None or num_occupied == 1 else 2 * num_occupied
         rows, fewer = most, fewer_rows(most, self.target.is_captured)
         while fewer is not None and count <= fewer:
@@ -312,7 +312,7 @@ class ContinuousRunner(Runner):
         return None if rows == most else self._lease_of(rows, self._longest)
 
     def _is_worth_moving(self, lease: SessionLease, tokens_left: Callable[[], float]) -> bool:
-        """Whether moving saves more, of half of the time left or a share of that so far, than captures take."""
+        """Whether moving saves more than captures take: half of the time left, or a share of the time so far."""
         if not self.target.is_captured or lease.is_kept:
             return True
         drafted, times = self.drafts.current, self.session.round_times
@@ -329,17 +329,17 @@ class ContinuousRunner(Runner):
                 self._clear(lease)
             self._commit_texts(lease, rows)
         except torch.OutOfMemoryError:
-            # Processes that run one model together need the same rows.
+            # Ranks of one model need the same rows.
             if tensor_parallel_group(self._call.model) is not None:
                 raise
             self._stays = True
             return None
-        # Its graphs are expected to take as long as those of the session before.
+        # Its graphs are assumed to take as long as those of the session before.
         lease.session.capture_seconds = lease.session.capture_seconds or self.session.capture_seconds
         return lease
 
     def _commit_texts(self, lease: SessionLease, rows: Mapping[int, int]) -> None:
-        """Let the first rows of the session of `lease` have memory for what `rows` hold, by their numbers of tokens."""
+        """Commit memory in the first rows of the session of `lease` for what `rows` hold: row to number of tokens."""
         memory = lease.session.row_memory
         try:
             for row, length in enumerate(() if memory is None else rows.values()):
@@ -349,7 +349,7 @@ class ContinuousRunner(Runner):
             raise
 
     def _switch(self, lease: SessionLease, rows: Mapping[int, int], kept: Mapping[int, int]) -> int:
-        """Let the first rows of the session of `lease` hold what `rows` hold, and `kept` as far as there is room."""
+        """Go on in the session of `lease`: its first rows get what `rows` hold, the next ones that of `kept` rows."""
         before, memory, held = self.lease, lease.session.row_memory, dict(rows)
         for row, length in list(kept.items())[: lease.shape.batch - len(rows)]:
             try:
@@ -381,7 +381,7 @@ class ContinuousRunner(Runner):
         state.logprobs = self._logprobs
         self._entering = upload(rows, state.lengths)
         self._entering_processors = self._processors_of(zip(rows, requests, strict=True))
-        # What comes after it is known of texts that have lost their rows.
+        # Preempted requests know the token that follows what is prefilled.
         known = [one.tokens[-1] if one.tokens else NO_TOKEN for one in requests]
         self._known = upload(known, state.tokens) if any(one.tokens for one in requests) else None
         if self._groups is not None:
@@ -418,7 +418,7 @@ class ContinuousRunner(Runner):
         self._process.own.pop(row, None)
 
     def _fill(self, requests: Sequence[Request], state: DecodeState, rows: Sequence[int]) -> None:
-        """Put `requests` into `rows` of `state`, not prefilled."""
+        """Put `requests` into `rows` of `state`; they are to be prefilled."""
         state.admit(
             rows,
             [one.text[: one.num_prefilled] for one in requests],

@@ -1,8 +1,8 @@
-"""Groups of requests, which are prefilled in sessions of their own and copied to the rows in which rounds run.
+"""Groups of requests, which are prefilled in sessions of their own and then copied to the rows of the rounds.
 
-Prompts that cannot be packed, such as those of recurrent layers, are prefilled so where rounds of others go on. Equal
-prompts are prefilled once: what target and drafter keep of a whole prompt, recurrent states included, is the same for
-all rows that have it.
+Prompts that cannot be packed (recurrent layers) are prefilled this way while rounds of other rows go on. Equal prompts
+are prefilled once: what target and drafter keep of a whole prompt, recurrent states included, is the same in every row
+with that prompt.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from .lease import SessionLease, shape_of
 from .prefix_cache import Prefix, copy_prefixes, copy_texts, spans_after
 from .sessions import settled_on_error
 
-# Sizes of groups that are prefilled by graphs, padded: a group has the next larger size. Few sizes share buffers.
+# Batch sizes of captured groups; a group is padded to the next one. With few sizes, groups share buffers.
 GROUP_SIZES = (1, 8, 32)
 
-# Most tokens of a group, padding included; a longer prompt is a group by itself.
+# Most tokens of a group, padding included; a longer prompt is its own group.
 MOST_GROUP_TOKENS = 16384
 
 
 class Groups:
-    """Sessions in which groups of requests are prefilled, with `is_continuous` many of different sizes."""
+    """The sessions in which groups of requests are prefilled; with `is_continuous` there are many groups."""
 
     def __init__(self, call: Call, target: HostedTarget, is_continuous: bool):
         self._call, self._target, self._is_continuous = call, target, is_continuous
         self._leases: dict[int, SessionLease] = {}
-        # Where a group is being prefilled, and what is left to do then.
+        # The session that is prefilling a group, and what is to be done after its last chunk.
         self._running: SessionLease | None = None
         self._finish: Callable[[], None] | None = None
 
     def size(self, count: int) -> int:
-        """Rows of the session in which `count` requests are prefilled: a few sizes, where sessions are kept."""
+        """Rows of the session that prefills `count` requests. Captured sessions have a few sizes only."""
         if not self._target.is_captured:
             return count
         if not self._is_continuous:
@@ -45,11 +45,11 @@ class Groups:
         return next(size for size in GROUP_SIZES if size >= count)
 
     def fits(self, count: int, longest: int) -> bool:
-        """Whether `count` requests, of texts of up to `longest` tokens, may be prefilled together."""
+        """Whether `count` requests, with texts of up to `longest` tokens, may be prefilled together."""
         return count == 1 or (count <= GROUP_SIZES[-1] and longest * self.size(count) <= MOST_GROUP_TOKENS)
 
     def open(self, requests: Sequence[Request]) -> None:
-        """Open the session of the largest group of `requests`, of which some wait."""
+        """Open the session of the largest group of `requests`; some of them wait."""
         count = min(max(len(requests), 1), GROUP_SIZES[-1])
         longest = max((one.num_prefilled for one in requests), default=1)
         self._lease(count, min(longest, MOST_GROUP_TOKENS // self.size(count)))
@@ -62,9 +62,9 @@ class Groups:
         group: Sequence[Request],
         fill: Callable[[Sequence[Request], DecodeState, Sequence[int]], None],
     ) -> None:
-        """Begin to prefill `group`; `prefill_next` goes on, and copies it into rows of `state`, those of `prefixes`.
+        """Begin to prefill `group`. `prefill_next` continues, and at the end copies it to the rows of `prefixes`.
 
-        `fill` puts requests into rows of a state.
+        `fill(requests, state, rows)` puts requests into rows of a state.
         """
         drafter, runs = self._call.drafter, [place for place, one in enumerate(prefixes) if not one.is_whole]
         requests = [group[place] for place in runs]
@@ -86,12 +86,12 @@ class Groups:
             rows = [(one.row, at[one.source if one.is_whole else one.row]) for one in prefixes]
             copy_texts(state, drafter, rows, source, longest)
             if len(runs) < len(group):
-                fill(group, state, [one.row for one in prefixes])  # what they do not have in common
+                fill(group, state, [one.row for one in prefixes])  # equal prompts differ in seeds, limits and so on
 
         self._finish = finish
 
     def prefill_next(self) -> bool:
-        """Run the next chunk of the group; returns whether it was the last, and the group is in its rows."""
+        """Run the next chunk of the group; returns whether it was the last, so that the group is in its rows."""
         with settled_on_error(self._running.session):
             if not self._running.prefill.run_next():
                 return False
@@ -100,7 +100,7 @@ class Groups:
         return True
 
     def _lease(self, count: int, longest: int) -> SessionLease:
-        """Where `count` requests are prefilled, whose texts have at most `longest` tokens."""
+        """The lease of a session that prefills `count` requests of at most `longest` tokens."""
         size, is_captured = self.size(count), self._target.is_captured
         lease = self._leases.get(size)
         if lease is None or lease.shape.slots <= longest:
@@ -116,7 +116,7 @@ class Groups:
         return lease
 
     def keep(self) -> None:
-        """Leave the sessions for other calls."""
+        """Return the sessions to the pool."""
         self._running = None
         for lease in self._leases.values():
             lease.keep()

@@ -1,4 +1,4 @@
-"""The target of a call, patched from the first use on."""
+"""The target of a call, patched at its first use."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 class HostedTarget(ExitStack):
-    """The target of a call, patched from the first use on: a call that only replays graphs leaves its modules alone.
+    """The target of a call, patched at its first use: a call that only replays graphs does not touch its modules.
 
-    A context, outside of which it is not patched; `kept` as of `Call`.
+    A context manager; on exit the target is restored. `kept` is `Call.kept`.
 
     Attributes:
         has_hooks: whether modules of target or drafter have forward hooks of the caller.
         eager_reason: why rounds are not captured; None if they are.
-        is_captured: whether they are; then sessions are kept for other calls.
+        is_captured: whether rounds are captured; if so, sessions are kept for other calls.
         keeps_hidden_states: whether the caller gets all hidden states.
-        num_captures: how many graphs the call has captured.
+        num_captures: number of graphs that the call has captured.
     """
 
     def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):
@@ -54,7 +54,7 @@ class HostedTarget(ExitStack):
 
     def __enter__(self) -> HostedTarget:
         if self.drafter.batch_invariant:
-            # Also for what runs outside of the target's passes, and where these are replayed: the first tokens.
+            # The first tokens of a row are computed outside of the target's passes, also where passes are replayed.
             self.enter_context(engine())
             self.enter_context(batch_invariant())
         self.callback(self._patches.close)
@@ -66,16 +66,16 @@ class HostedTarget(ExitStack):
         return [adapters.active if one.adapter is None else adapters.bits([one.adapter]) for one in requests]
 
     def unpatch(self) -> None:
-        """Let the target be as it was, until it is used again."""
+        """Restore the target until it is used again."""
         self._patched = None
         self._patches.close()
 
     def __call__(self) -> Target:
-        """The target, patched by what an earlier call has found is to be patched, or else by what is looked up now."""
+        """The patched target. Its patches are those that an earlier call has found, or else are looked up now."""
         if self._patched is not None:
             return self._patched
         before = None if self.has_hooks else self.hosting  # hooks are not in a fingerprint
-        # What other calls have replaced of a shared configuration, it does not tell either.
+        # A fingerprint does not tell what other calls have replaced of a shared configuration.
         is_told = before is not None and not is_anything_replaced()
         known = before.patches if is_told else ()
         patched = patched_target(self.model, self.drafter, self.keeps_hidden_states, known)
@@ -89,7 +89,7 @@ class HostedTarget(ExitStack):
 
     @property
     def hosting(self) -> Hosting:
-        """Of target and drafter as they are unpatched, with the weights where they are now."""
+        """The `Hosting` of target and drafter as they are unpatched, with the weights where they are now."""
         if self._hosting is None:
             by_row = self._signatures[0] if self.adapters.why_not_by_row is None else None
             fingerprint = Fingerprint.of(self.model.device, *self._signatures, by_row=by_row)
@@ -98,13 +98,13 @@ class HostedTarget(ExitStack):
 
     @property
     def costs(self) -> CostTable:
-        """What rounds of target and drafter cost."""
+        """The costs of rounds of target and drafter."""
         if self.hosting.costs is None:
             self.hosting.costs = find_table(self.model, self.drafter, self.is_captured)
         return self.hosting.costs
 
     def costs_of(self, substitute: Drafter) -> CostTable:
-        """The same with `substitute` in place of the drafter."""
+        """The costs of rounds with `substitute` in place of the drafter."""
         if self.hosting.costs_alone is None:
             self.hosting.costs_alone = find_table(self.model, substitute, self.is_captured)
         return self.hosting.costs_alone
@@ -116,12 +116,12 @@ class HostedTarget(ExitStack):
 
     @property
     def hidden_states(self) -> HiddenStates | None:
-        """All hidden states, where the caller asked for them."""
+        """All hidden states, if the caller asked for them and the target is patched; else None."""
         return None if self._patched is None else self._patched.hidden_states
 
 
 def _why_not_captured(model: PreTrainedModel, has_hooks: bool, kept: Sequence[str]) -> str | None:
-    """Why the rounds of a call run eagerly; None if they are captured."""
+    """The reason why the rounds of a call run eagerly; None if they are captured."""
     if not policy_of(model.device).cuda_graphs:
         return f"there are no CUDA graphs on a device of type {model.device.type}"
     if kept:

@@ -1,4 +1,4 @@
-"""What a call uses of the engine: a session, with the graphs that it lacks captured."""
+"""`SessionLease`: a session in use by a call, with its missing graphs captured."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from .sessions import Session, SessionKey, sessions_of
 
 
 def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
-    """The shape of buffers for `call`, for rows of up to `longest` tokens; of a few sizes only if graphs keep them."""
+    """The shape of buffers for `call` and `batch` rows of up to `longest` tokens; captured ones have a few sizes."""
     num_nodes = tree_size(batch, call.device) if call.chooses_trees else call.num_nodes
     slots, positions = slots_for(longest + num_nodes, is_captured), stated_positions(call.model)
     if positions is not None and not uses_attention_interface(call.model):
-        # Attention of its own may have tables of as many keys; it is given all slots but the dummy slot.
+        # The model's own attention may have tables of that many keys; it gets all slots but the dummy slot.
         slots = min(slots, max(longest, positions) + 1)
     return Shape(
         batch=batch,
@@ -60,9 +60,9 @@ def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
 
 
 def can_grow(target: HostedTarget) -> bool:
-    """Whether keys and values of a session may be in a `RowMemory`: attention reads only slots that it may see."""
+    """Whether keys and values may be in a `RowMemory`, which requires that attention reads visible slots only."""
     model, drafter = target.model, target.drafter
-    # Processes that run one model together need the same rows; hidden states that are kept have buffers of all slots.
+    # Ranks of one model need the same rows; the buffers of hidden states that are kept have all slots.
     if tensor_parallel_group(model) is not None or drafter.rollouts is not None:
         return False
     kinds = [cache_layers(model)]
@@ -70,7 +70,7 @@ def can_grow(target: HostedTarget) -> bool:
         kinds.append(drafter.cached_layers)
     elif type(drafter).new_memory is not Drafter.new_memory:
         return False
-    # The references, which attention in float64 runs, read all slots.
+    # In float64 attention runs the references, which read all slots.
     if any(one.dtype == torch.float64 for module in (model, drafter) for one in module.parameters()):
         return False
     is_allowed = all(one.why_not(Use.ROW_MEMORY) is None for one in kinds)
@@ -78,25 +78,25 @@ def can_grow(target: HostedTarget) -> bool:
 
 
 def place_in_memory(state: DecodeState, target: HostedTarget, shape: Shape) -> None:
-    """Let `state`, new and of `shape`, have its keys and values in a `RowMemory`; there is a layout of them."""
+    """Put keys and values of `state`, new and of `shape`, into a `RowMemory`. `layout_of` must give a layout."""
     layout = layout_of(target, shape)
     memory = RowMemory(shape.batch, shape.slots, layout.token_bytes, state.tokens.device)
     layout.place(state.caches, memory)
 
 
 def layout_of(target: HostedTarget, shape: Shape) -> KeyLayout | None:
-    """`find_layout`, once for all calls as long as target and drafter are the same."""
+    """`find_layout`, once for all calls of the same target and drafter."""
     if shape.num_draft_tokens not in target.hosting.layouts:
-        found = find_layout(target, shape)  # patching may move weights, which makes another hosting
+        found = find_layout(target, shape)  # patching may move weights, which changes the hosting
         target.hosting.layouts[shape.num_draft_tokens] = found
     return target.hosting.layouts[shape.num_draft_tokens]
 
 
 def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
-    """The layout of what target and drafter store of a token that is run through them.
+    """The layout of what target and drafter store for each token, found by running them.
 
-    None if something else than attention reads it, and may read slots that have no memory, as in models that store what
-    keys and values are computed from.
+    None if something other than attention reads it: that may read slots without memory, as in models that store the
+    inputs of their keys and values.
     """
     slots = max(64, 8 * (shape.num_draft_tokens + 1)) + shape.num_nodes
     model, drafter = target.model, target.drafter
@@ -125,7 +125,7 @@ def round_times(call: Call, target: HostedTarget, shape: Shape) -> RoundTimes:
 
 
 def passes_of(call: Call) -> tuple[Pass, dict[int, Pass]]:
-    """That of the target, and by K those of the drafter, as far as they are known."""
+    """The pass of the target, and the passes of the drafter by K, as far as they are known."""
     model, drafter = call.model, call.drafter
     size = num_bytes(text_decoder(model).parameters())
     used = size * share_of_experts(model.config.get_text_config(decoder=True))
@@ -139,17 +139,17 @@ def passes_of(call: Call) -> tuple[Pass, dict[int, Pass]]:
 
 
 def first_drafts(call: Call, shape: Shape, times: RoundTimes) -> RoundShape:
-    """The chain that rounds of `call` begin with where nothing is known."""
+    """The chain that rounds of `call` begin with while nothing has been measured."""
     return times.expected.first(min(call.drafter.num_own_draft_tokens, shape.num_draft_tokens))
 
 
 class SessionLease:
-    """A session that a call uses, once it is taken: one that earlier calls have left, or a new one.
+    """A session in use by a call: after `take`, one that earlier calls have left, or a new one.
 
     Args:
-        process: of its rounds; None where only prompts are prefilled.
+        process: the logits processing of its rounds; None for a session that only prefills prompts.
         is_continuous: see `SessionPrefill`.
-        grows: whether the session has its keys and values in a `RowMemory`.
+        grows: whether keys and values of the session are in a `RowMemory`.
     """
 
     def __init__(
@@ -169,18 +169,18 @@ class SessionLease:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a session for the shape is there already."""
+        """Whether the pool has a session of the shape."""
         return self._target.is_captured and self._key() in self._pool
 
     def take(self) -> Session:
-        """A session for the shape, ready to be used."""
+        """Take a session of the shape out of the pool, or make one, and make it ready for use."""
         target = self._target
         session = self._pool.take(self._key()) if target.is_captured else None
-        # Of a new session all that it takes is counted. torch's own count takes the host long.
+        # The memory of a new session is counted as a whole; torch's own count is slow on the host.
         self._taken_before = None
         if session is None and target.is_captured:
             self._taken_before = taken_bytes(target.model.device)
-            target()  # patching may move weights, which the key names
+            target()  # patching may move weights, which are part of the key
         if session is None:
             state = target.drafter.new_state(self.shape, cache_layers(target.model), target.model.device)
             if self._grows:
@@ -198,7 +198,7 @@ class SessionLease:
         return SessionKey(self.shape, self._grows, self._target.drafter.compiles_rounds, self._target.hosting)
 
     def _round_key(self, drafted: RoundShape) -> tuple[Hashable, RoundShape, int]:
-        """What the next round is captured under, see `Session.rounds`: for longer texts, if only those are captured."""
+        """The key of the next round in `Session.rounds`; with a larger span if only a graph of that is captured."""
         state, rounds = self.session.state, self.session.rounds
         key = self._process.key, state.logprobs
         if not self._grows:
@@ -209,7 +209,7 @@ class SessionLease:
         return key, drafted, span if (key, drafted, span) in rounds else least
 
     def lacks_round(self, drafted: RoundShape) -> bool:
-        """Whether rounds with `drafted` are to be captured and have not been."""
+        """Whether rounds with `drafted` are to be captured and are not captured yet."""
         return self._target.is_captured and self._round_key(drafted) not in self.session.rounds
 
     def capture_round(self, drafted: RoundShape) -> None:
@@ -220,16 +220,16 @@ class SessionLease:
         with session.state.spanning(key[-1]):
             captured = capture_round(session, self._target, self._process)
         session.rounds.add(key, captured)
-        # The first one builds kernels that others share. Compiled rounds share none.
+        # The first capture also builds kernels that later ones share. Compiled rounds share none.
         is_first = len(session.rounds) == 1 and not self._target.drafter.compiles_rounds
         session.capture_seconds = session.graph_pool.seconds - shared if is_first else time.perf_counter() - start
 
     def captured_round(self, drafted: RoundShape) -> CapturedRound | None:
-        """The captured round; None if rounds run eagerly."""
+        """The captured round of the next text lengths; None if rounds run eagerly."""
         return self.session.rounds.get(self._round_key(drafted)) if self._target.is_captured else None
 
     def drafts(self, acceptance: Acceptance, first: RoundShape | None = None) -> Drafts:
-        """What decides how many drafts each round has, at first `first`; None for a chain of the drafter's own K."""
+        """What chooses the drafts of each round, beginning with `first`; None stands for `first_drafts`."""
         call, times = self._call, self.session.round_times
         most = RoundShape(self.shape.num_draft_tokens, self.shape.num_nodes)
         if not call.is_auto:
@@ -240,25 +240,25 @@ class SessionLease:
         return AutoDrafts(most, first, acceptance, times, self._price, split)
 
     def allowed(self, drafted: RoundShape) -> RoundShape:
-        """`drafted`; its chain while a processor reads the text, which is one text."""
+        """`drafted`, or its chain while a processor reads the text: a tree is not one text."""
         return RoundShape(drafted.num_drafts) if drafted.num_nodes and self._process.key is None else drafted
 
     def _price(self, drafted: RoundShape) -> float:
-        """Milliseconds that it takes to capture such rounds, the same on all processes; 0 where they are."""
+        """Milliseconds to capture rounds with `drafted`, the same on all ranks; 0 if they are captured already."""
         if not self.lacks_round(drafted):
             return 0.0
         return 1e3 * float(from_first_rank(torch.tensor(self.session.capture_seconds), self._target.model))
 
     def prepare(self, drafted: RoundShape) -> bool:
         """Get ready for a round with `drafted`; returns whether there is memory for it."""
-        # First, as a capture runs such a round, which reads a block of its own width.
+        # Catching up comes first, since a capture runs such a round, which reads a block of its own width.
         if drafted.num_drafts + 1 < self.session.state.block_width:
             self._catch_up()
         if self.lacks_round(drafted):
             try:
                 self.capture_round(drafted)
             except torch.OutOfMemoryError:
-                # Processes that run one model together need the same rounds.
+                # Ranks of one model need the same rounds.
                 if not len(self.session.rounds) or tensor_parallel_group(self._target.model) is not None:
                     raise
                 return False
@@ -275,7 +275,7 @@ class SessionLease:
         return results
 
     def _catch_up(self) -> None:
-        """Let the drafter read the last block; captured where rounds are."""
+        """Let the drafter read the last block; this is captured where rounds are."""
         session, drafter, width = self.session, self._target.drafter, self.session.state.block_width
         span = span_for(session.state.live, session.state.slots) if self._grows else session.state.slots
         if self._target.is_captured and (width, span) not in session.catch_ups:
@@ -286,12 +286,12 @@ class SessionLease:
         if replay is not None:
             replay()
         else:
-            self._target()  # which patches the drafter, too
+            self._target()  # patches the drafter, too
             catch_up(session.state, drafter, width)
         session.state.block_width = 1
 
     def execution(self, drafted: RoundShape) -> str:
-        """How such rounds are run, for `SpeculationStats.execution`."""
+        """How rounds with `drafted` run, for `SpeculationStats.execution`."""
         captured = self.captured_round(drafted)
         drafter = self._target.drafter
         mode = ", batch-invariant" if drafter.batch_invariant else ""
@@ -305,12 +305,12 @@ class SessionLease:
         return f"eager{mode}: {self._target.eager_reason or 'a round cannot be captured'}"
 
     def allocate(self) -> None:
-        """Allocate what a new session lacks: the first forward pass does that, here one over no prompt."""
+        """Allocate what the first forward pass of a new session allocates, by a pass over no prompt."""
         if self.session.state.prompt_logits is None:
             self.prefill.run(())
 
     def keep(self) -> None:
-        """Leave the session for other calls, where sessions are kept; else it is not used again. Keep what it cost."""
+        """Return the session to the pool if sessions are kept, else free its rows. Save the costs of rounds."""
         if self._call.is_auto:
             self._target.costs.save()
         if self._target.is_captured:

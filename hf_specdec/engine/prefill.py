@@ -1,8 +1,8 @@
-"""Prefill: target and drafter process the prompts, the drafter except for their last tokens.
+"""Prefill: target and drafter process the prompts; the drafter leaves out their last tokens.
 
-Prompts of several rows are packed in one, without padding, where target and drafter store keys and values only;
-elsewhere each is in a row of its own, padded in front. `prefill_chunk` is what is run eagerly and captured; nothing in
-it reads the device on the host.
+Where target and drafter store keys and values only, prompts of several rows are packed in one row, without padding.
+Elsewhere each prompt has its own row, left-padded. `prefill_chunk` runs eagerly and captured; nothing in it reads a
+device value on the host.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from ..row_buffers import set_rows, upload
 from ..state import DecodeState
 from .target import Target
 
-# Of rows without positions to prefill.
+# `PromptBuffers.starts` of rows without positions to prefill.
 _NOWHERE = -(2**31)
 
 
 @dataclass
 class PromptBuffers:
-    """What a prefill runs, and what it leaves of the last tokens of the prompts.
+    """Inputs of a prefill, and the hidden states that it leaves at the last tokens of the prompts.
 
     Attributes:
-        num_done: `[]` int64, steps that are done: columns of padded rows, or tokens of packed ones.
-        starts: `[B]` int64, the position of each row that step 0 runs or, counted back, would run; `_NOWHERE` for rows
-            without positions to prefill.
-        packed: the state whose rows these are, as one row, if prompts are packed; None if each row has its own. Then
+        num_done: `[]` int64, steps done so far. A step is a column of padded rows, or a token of packed ones.
+        starts: `[B]` int64, for each row the position that step 0 runs, or would run if counted back; `_NOWHERE` for
+            rows without positions to prefill.
+        packed: the state with its rows as one row, if prompts are packed. None if each prompt has its own row; then all
             rows end at the same step.
-        slots: `[tokens]` int64 slots of `packed`, of the positions to prefill; the dummy slot after them, and last.
-        hidden_states: `[B, state.first_block_width, width]`, auxiliary hidden states of the target at the last tokens
-            of the prompts, as far as the prefill has run them, else 0; None before the first prefill, and for a drafter
-            that reads none.
+        slots: `[tokens]` int64, slots of `packed` to prefill, followed by dummy slots.
+        hidden_states: `[B, state.first_block_width, width]`, the target's auxiliary hidden states at the last tokens of
+            the prompts, 0 where the prefill has not run them; None before the first prefill, and for a drafter that
+            reads none.
     """
 
     num_done: torch.Tensor
@@ -50,15 +50,15 @@ class PromptBuffers:
         return cls(torch.zeros((), dtype=torch.int64, device=state.tokens.device), torch.empty_like(state.lengths))
 
     def pack(self, state: DecodeState, drafter: Drafter) -> None:
-        """Let prompts of `state`, whose memory is that of `drafter`, be packed."""
+        """Let the prompts of `state`, with the memory of `drafter`, be packed."""
         batch = len(state.tokens)
         self.packed = state.as_one_row(drafter.as_one_row(state.memory, batch))
         self.slots = self.starts.new_empty(batch * state.slots + 1)
 
     def fill(self, spans: Sequence[PromptSpan], steps: int, goes_on: bool = False) -> None:
-        """Set the positions to prefill, `steps` in all if the rows are padded.
+        """Set the positions to prefill. `steps` is their number in padded rows.
 
-        If it `goes_on`, earlier positions of the same prompts have been run, whose hidden states stay.
+        With `goes_on`, earlier positions of the same prompts have been run, and their hidden states stay.
         """
         starts, first = [_NOWHERE] * len(self.starts), 0
         for span in spans:
@@ -77,7 +77,7 @@ class PromptBuffers:
 
 
 def start_prefill(state: DecodeState, drafter: Drafter) -> None:
-    """Begin the prefill of the prompts that `state` holds in all rows: `prefill_chunk` comes next."""
+    """Begin to prefill the prompts of all rows of `state`; `prefill_chunk` comes next."""
     state.cache.restart()
     drafter.start_prefill(state)
     state.block_width = 1
@@ -86,18 +86,18 @@ def start_prefill(state: DecodeState, drafter: Drafter) -> None:
 def prefill_chunk(
     state: DecodeState, target: Target | FirstPass, drafter: Drafter, columns: int, prompts: PromptBuffers
 ) -> None:
-    """Prefill target and drafter with the next positions of the prompts, the drafter without the prompts' last tokens.
+    """Prefill target and drafter with the next positions of the prompts; the drafter leaves out their last tokens.
 
-    `finish_prefill` comes after the last chunk. Prefilling again changes nothing.
+    `finish_prefill` comes after the last chunk. Prefilling the same positions again changes nothing.
 
     Args:
         state: holds the prompts. Positions below `state.cached` are in the target's cache already and are left out.
-        columns: steps to run: tokens of all rows together if packed, else columns of each row, where those before its
-            first position are padding.
+        columns: steps to run: tokens of all rows together if packed; else columns of each row, which are padding before
+            its first position.
     """
     packed = prompts.packed
     view, (slots, drafted) = _slots_of(state, prompts, columns)
-    # The column of this chunk in which the last token of each prompt is, if it is in one.
+    # The column of this chunk that holds the last token of each prompt, if it is in the chunk.
     last = state.lengths - 1 - prompts.starts - prompts.num_done
     logits_to_keep = 1 if packed is None else last.clamp(0, columns - 1)
     logits, aux_hidden_states = target(view, view.tokens.gather(1, slots), slots, logits_to_keep)
@@ -115,7 +115,7 @@ def prefill_chunk(
 def _slots_of(
     state: DecodeState, prompts: PromptBuffers, columns: int
 ) -> tuple[DecodeState, tuple[torch.Tensor, torch.Tensor]]:
-    """What a chunk runs on, and its slots `[1 or B, columns]` int64 for the target, and for the drafter."""
+    """The state that a chunk runs on, and its slots `[1 or B, columns]` int64: for the target and for the drafter."""
     steps, packed = prompts.num_done + torch.arange(columns, device=prompts.starts.device), prompts.packed
     if packed is not None:
         slots = prompts.slots[steps.clamp(max=len(prompts.slots) - 1)][None]
@@ -127,13 +127,13 @@ def _slots_of(
 
 
 def _keep_hidden_states(state: DecodeState, prompts: PromptBuffers, hidden: torch.Tensor, last: torch.Tensor) -> None:
-    """Keep the hidden states of a chunk that are of prompts' last tokens, in its columns `last` `[B]` or outside."""
+    """Keep hidden states at the prompts' last tokens, which are in columns `last` `[B]` of the chunk, or outside it."""
     width, columns = state.first_block_width, hidden.shape[1]
     if prompts.hidden_states is None:
         prompts.hidden_states = hidden.new_zeros(len(last), width, hidden.shape[-1])
     back = torch.arange(1 - width, 1, device=last.device)
     at = last[:, None] + back
-    # In a packed row other prompts are before the first position that is run.
+    # In a packed row, the tokens before a prompt's first position to run are those of another prompt.
     is_run = (state.lengths - 1)[:, None] + back >= state.cached[:, None]
     is_here = is_run & (at >= 0) & (at < columns)
     rows = torch.zeros_like(at) if prompts.packed is not None else torch.arange(len(at), device=at.device)[:, None]
@@ -142,10 +142,9 @@ def _keep_hidden_states(state: DecodeState, prompts: PromptBuffers, hidden: torc
 
 
 def finish_prefill(state: DecodeState, prompts: PromptBuffers, rows: torch.Tensor | slice) -> None:
-    """After the last chunk: let the hidden states of `rows` be those at the last tokens of the prompts.
+    """After the last chunk: set the auxiliary hidden states of `rows` to those at the last tokens of the prompts.
 
-    Rounds of other rows may have run between the chunks, which overwrite what they leave of these. Then the first new
-    token can be committed.
+    Rounds of other rows, between the chunks, may have overwritten these. Then the first new token can be committed.
     """
     kept = prompts.hidden_states
     if kept is not None:
@@ -155,7 +154,7 @@ def finish_prefill(state: DecodeState, prompts: PromptBuffers, rows: torch.Tenso
 
 
 def prefill_drafter(state: DecodeState, drafter: Drafter, width: int, chunk_size: int) -> None:
-    """Prefill a drafter that reads tokens only with the positions below `width` that the target has in its cache."""
+    """Prefill a drafter that reads tokens only with the positions below `width` that the target's cache holds."""
     for chunk in torch.arange(width, device=state.tokens.device).split(chunk_size):
         drafter.prefill(state, None, torch.where(chunk < state.cached[:, None], chunk, state.dummy_slot))
 
@@ -163,19 +162,19 @@ def prefill_drafter(state: DecodeState, drafter: Drafter, width: int, chunk_size
 def run_to_ends(
     state: DecodeState, target: Target, texts: Sequence[torch.Tensor], ends: Sequence[int], chunk_size: int
 ) -> None:
-    """Run the tokens of finished texts that recurrent states lack; afterwards these are of the positions `ends`.
+    """Run the tokens that recurrent states lack of finished texts, up to the positions `ends`.
 
-    A state has the tokens in it that were certain before the last round; those that the round accepted are in rings. Of
-    rows that ended before others it lacks what plain `generate()` runs of these meanwhile.
+    A state includes the tokens that were certain before the last round; drafts that the round accepted are in rings. A
+    row that ended early lacks the padding tokens that plain `generate()` runs until the others have ended.
 
     Args:
-        texts: at least `[ends[row]]` int64 tokens of each of the first rows, none of whose states is after its end.
+        texts: at least `[ends[row]]` int64 tokens of each of the first rows; no row's state is beyond its end.
         chunk_size: most columns of a pass.
     """
     count, bases = len(ends), state.cache.state_positions(len(ends))
     width = max(end - base for base, end in zip(bases, ends, strict=True))
     first, last = upload(bases, state.lengths)[:, None], upload(ends, state.lengths)[:, None]
-    state.lengths[:count] = last[:, 0]  # all of them are certain
+    state.lengths[:count] = last[:, 0]  # all of these tokens are certain
     state.live = max(ends)
     tokens = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True).to(state.tokens)
     for columns in torch.arange(width, device=first.device).split(chunk_size):

@@ -1,9 +1,9 @@
-"""The prefix cache: a beginning that texts have in common is prefilled once.
+"""The prefix cache: a prefix that several texts share is prefilled once.
 
-Which row a request takes and whose keys and values it reuses is chosen by an index of the texts that rows hold, by
-hashes of their leading blocks. Every row has slots of its own, so keys and values of a beginning are copied; those that
-are in memory which rows share already (`Runner.share`) are overwritten by themselves. The target's at a slot depend on
-the tokens up to it; what a drafter keeps there may depend on more, see `Drafter.prefix_margin`.
+An index of the texts in the rows, by hashes of their leading blocks, chooses the row that a request takes and the row
+whose keys and values it reuses. Every row has its own slots, so these are copied; where rows share the memory already
+(`Runner.share`), the copy overwrites it with itself. The target's keys and values at a slot depend on the tokens up to
+it; a drafter's may depend on more, see `Drafter.prefix_margin`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ..row_buffers import upload
 from ..state import DecodeState, Shape
 from .hosted_target import HostedTarget
 
-# Tokens of a block. Beginnings that are shorter are not found: copying one takes about as long as prefilling it.
+# Tokens of a block. Shorter prefixes are not found: copying one takes about as long as prefilling it.
 BLOCK = 32
 # Most texts with the same leading blocks that are compared token by token.
 MOST_COMPARED = 4
 _COMPARED_AT_ONCE = 256
 
-# Where texts that begin alike are all to be prefilled, one is prefilled before the others if these need as many tokens
-# less: another pass over the weights takes as long as some hundred tokens (8B on one H200: 4 ms, 150 tokens).
+# Of waiting texts with a common prefix one is prefilled first, if that saves the others this many tokens: another pass
+# over the weights takes as long as some hundred tokens (8B on one H200: 4 ms, 150 tokens).
 FEWEST_SAVED = 256
 
-# Most tokens of all rows that are copied at once: a copy of one layer of them is made meanwhile.
+# Most tokens, of all rows, that are copied at once: each layer's copy is a temporary of that size.
 MOST_COPIED = 32768
 
 
 class Match(NamedTuple):
-    """The text `name` of an index, of `size` tokens, of which the first `length` are those of another text."""
+    """The text `name` of an index, with `size` tokens; its first `length` tokens are those of another text."""
 
     name: int
     length: int
@@ -50,16 +50,16 @@ def _key(before: int, block: Sequence[int]) -> int:
 
 
 class PrefixIndex:
-    """Texts under the numbers of their rows, to be found by what they begin with.
+    """Texts by the numbers of their rows, to be found by their prefixes.
 
-    Blocks are looked up by their hashes, so that looking up a text of n tokens among any number takes time for n; what
-    is found is compared token by token.
+    Blocks are looked up by hash, so a lookup of n tokens takes time for n, whatever the number of texts. What is found
+    is compared token by token.
     """
 
     def __init__(self) -> None:
-        # The tokens of each text, and the keys of its full blocks, of which each depends on all tokens up to its end.
+        # The tokens of each text, and the keys of its full blocks; a key depends on all tokens up to the block's end.
         self._texts: dict[int, tuple[list[int], list[int]]] = {}
-        # The names of the texts with a block, in the order in which it was added, by the block's key.
+        # By the key of a block: the names of the texts that have it, in the order in which these were added.
         self._names: dict[int, dict[int, None]] = {}
 
     def __contains__(self, name: int) -> bool:
@@ -70,7 +70,7 @@ class PrefixIndex:
         return len(self._texts[name][0])
 
     def add(self, name: int, tokens: Sequence[int]) -> None:
-        """Add a text in the place of what had its name."""
+        """Add a text, in place of the text that had its name."""
         self.discard(name)
         self._texts[name] = [], []
         self.extend(name, tokens)
@@ -93,16 +93,16 @@ class PrefixIndex:
                 del self._names[key]
 
     def rename(self, names: dict[int, int]) -> None:
-        """Give texts other names, by their old ones; those that `names` lacks are removed."""
+        """Rename texts, old names to new ones; texts that `names` lacks are removed."""
         before, self._texts, self._names = self._texts, {}, {}
         for old, new in names.items():
             if old in before:
                 self.add(new, before[old][0])
 
     def longest(self, tokens: Sequence[int]) -> Match | None:
-        """The text that has most leading tokens in common with `tokens`, at least a block; None if there is none.
+        """The text with the longest common prefix with `tokens`, at least a block; None if there is none.
 
-        Of texts that differ in less than a block, the best one of the last `MOST_COMPARED` that were added is taken.
+        Of texts with the same leading blocks, only the last `MOST_COMPARED` that were added are compared.
         """
         names: dict[int, None] = {}
         key = 0
@@ -131,13 +131,13 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class Prefix(NamedTuple):
-    """The beginning of a row's text that is not prefilled.
+    """The prefix of a row's text that is not prefilled.
 
     Attributes:
-        row: whose text begins so.
-        source: row that holds it; `row` itself if it is there already.
+        row: of the text.
+        source: the row that holds the prefix; `row` itself if it holds it already.
         length: positions that are not prefilled.
-        is_whole: whether `source` gets the same prompt, and is prefilled together with it.
+        is_whole: whether `source` gets an equal prompt in the same prefill, which is then copied as a whole.
     """
 
     row: int
@@ -150,7 +150,7 @@ def margin_of(target: HostedTarget, shape: Shape) -> int | None:
     """`Drafter.prefix_margin` of the drafter of `target`, in sessions of `shape`; None also if the target's cache
     cannot be reused.
 
-    Hidden states that the user gets are those of all positions, so then all are run.
+    It cannot if the user gets hidden states, since these are of all positions.
     """
     if target.keeps_hidden_states or why_not_used(target.model, Use.PREFIX_REUSE) is not None:
         return None
@@ -158,20 +158,20 @@ def margin_of(target: HostedTarget, shape: Shape) -> int | None:
 
 
 def can_copy_rows(drafter: Drafter) -> bool:
-    """Whether what `drafter` keeps of a generation can be copied row by row."""
+    """Whether the memory of `drafter` can be copied row by row."""
     kind = type(drafter)
     return kind.new_memory is Drafter.new_memory or kind.copy_rows is not Drafter.copy_rows
 
 
 def reusable(match: Match | None, num_tokens: int, margin: int) -> int:
-    """How many positions of a prompt of `num_tokens` are in the row of `match`, where the last token of neither is."""
+    """How many positions of a prompt of `num_tokens` can be reused from `match`: never either text's last token."""
     return 0 if match is None else max(min(match.length, num_tokens - 1, match.size - 1) - margin, 0)
 
 
 def find_followers(prompts: Sequence[Sequence[int]], margin: int, found: Sequence[int]) -> set[int]:
-    """The numbers of those of `prompts` that should be prefilled after another one of them, to reuse its beginning.
+    """The numbers of the `prompts` to prefill after another one of them, in order to reuse its prefix.
 
-    None of them, unless they save `FEWEST_SAVED` tokens besides the `found` positions that can be reused in any case.
+    Empty, unless that saves `FEWEST_SAVED` tokens besides the `found` positions that can be reused in any case.
     """
     index, followers, saved = PrefixIndex(), set(), 0
     for number, (tokens, before) in enumerate(zip(prompts, found, strict=True)):
@@ -185,12 +185,12 @@ def find_followers(prompts: Sequence[Sequence[int]], margin: int, found: Sequenc
 
 
 def spans_after(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> list[PromptSpan]:
-    """What a prefill runs of prompts of `lengths` tokens, after their `prefixes`."""
+    """The positions to prefill of prompts of `lengths` tokens, after their `prefixes`."""
     return [PromptSpan(one.row, one.length, length) for one, length in zip(prefixes, lengths, strict=True)]
 
 
 def depends_on_tokens_only(call: Call) -> bool:
-    """Whether a prompt of `call` is its tokens: no other inputs, nothing of it in a cache of the user."""
+    """Whether the prompts of `call` are tokens only: no other inputs, and nothing in a cache of the user."""
     return not (call.prompts.cached or call.inputs is not None or any(call.position_offsets or ()))
 
 
@@ -201,9 +201,9 @@ def copy_prefixes(
     margin: int,
     source: DecodeState | None = None,
 ) -> None:
-    """Copy beginnings from rows of `source`, or `state` itself; slots after them get what no query sees.
+    """Copy prefixes from rows of `source`, or of `state` itself. No query sees what is copied to the slots after them.
 
-    None of the rows is the source of another one, unless it keeps what it has.
+    No row is both copied to and copied from.
     """
     if source is None:
         source, prefixes = state, [one for one in prefixes if one.row != one.source]
@@ -216,7 +216,7 @@ def copy_prefixes(
 def copy_texts(
     state: DecodeState, drafter: Drafter, rows: Sequence[tuple[int, int]], source: DecodeState, slots: int
 ) -> None:
-    """Copy all that is kept of texts of up to `slots` tokens to rows of `state`, each with its row of `source`."""
+    """Copy all that is kept of texts of up to `slots` tokens; `rows` are pairs of rows, of `state` and of `source`."""
     for to, sources, count in _parts(state, source, [(*pair, slots) for pair in rows]):
         state.copy_rows(to, source, count, sources)
         drafter.copy_rows(state, to, source, count, sources)
@@ -225,7 +225,7 @@ def copy_texts(
 def _parts(
     state: DecodeState, source: DecodeState, wanted: Sequence[tuple[int, int, int]]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Rows of `state` that are copied at once, those of `source`, and slots of each; of all at most `MOST_COPIED`."""
+    """Batches of a copy: rows of `state`, rows of `source`, and slots of each; at most `MOST_COPIED` slots in all."""
     memories = [(one.cache.row_memory, one.slots - 1) for one in (state, source)]
     rows = []
     for *pair, slots in wanted:
@@ -244,12 +244,12 @@ def _parts(
         first = end
 
 
-# What is found for a prompt that begins as no text does.
+# Result of `_find` for a prompt without a common prefix.
 _NOTHING: tuple[Match | None, int] = (None, 0)
 
 
 class Plan(NamedTuple):
-    """Where requests of a group go, by their numbers: `now` to the rows of `prefixes`; others reuse these `later`."""
+    """A plan for a group, by numbers of requests: `now` go to the rows of `prefixes`; those `later` reuse them."""
 
     prefixes: list[Prefix]
     now: list[int]
@@ -257,26 +257,26 @@ class Plan(NamedTuple):
 
 
 class RowPrefixes:
-    """The texts whose keys and values the rows of a session hold: those of requests that run, and of those that ended
-    and whose rows have not been taken since.
+    """The texts whose keys and values the rows of a session hold: of running requests, and of retired ones whose rows
+    have not been taken since.
 
     Args:
         margin: see `Drafter.prefix_margin`; None if nothing is reused.
-        merges_equal: whether requests of a group that have the same prompt are prefilled as one.
+        merges_equal: whether requests of a group with equal prompts are prefilled as one.
     """
 
     def __init__(self, margin: int | None, merges_equal: bool = False):
         self._margin, self._merges_equal = margin, merges_equal
         self._index = PrefixIndex()
-        # Prompts that are being prefilled, by row.
+        # Prompts in prefill, by row.
         self._entering: dict[int, Sequence[int]] = {}
 
     def plan(self, group: Sequence[Request], free: Sequence[int], is_lockstep: bool = False) -> Plan:
-        """Choose rows for a group of requests, of which the first is prefilled now.
+        """Choose rows for a group of requests; the first request is always prefilled now.
 
-        A request whose text so far a free row holds, up to less than a block, takes that row. Other rows are taken in
-        the order of `free`, at least as many rows as `group`, but a row that others copy from is not copied to. In
-        lockstep each request takes the row of its `index`.
+        A request takes the free row that holds its text so far, up to less than a block. Otherwise rows are taken in
+        the order of `free`, which has at least as many rows as `group`, except rows that others copy from. In lockstep
+        each request takes the row of its `index`.
         """
         if self._margin is None and not self._merges_equal:
             rows = [one.index for one in group] if is_lockstep else free
@@ -306,7 +306,7 @@ class RowPrefixes:
         return Plan(prefixes, now, sorted(later))
 
     def hold_up(self, plan: Plan, rows: Collection[int]) -> Plan:
-        """`plan` without the requests of `rows`, and those to be prefilled as one with them: they are later."""
+        """`plan` without the requests of `rows` and those that are merged with them: these move to `later`."""
         rows = {*rows, *(one.row for one in plan.prefixes if one.is_whole and one.source in rows)}
         self.leave(rows)
         entering = list(zip(plan.prefixes, plan.now, strict=True))
@@ -315,7 +315,7 @@ class RowPrefixes:
         return Plan([prefix for prefix, _ in kept], [number for _, number in kept], later)
 
     def _find_twins(self, group: Sequence[Request]) -> dict[int, int]:
-        """Requests of `group` with the same prompt as an earlier one, and the first such one, by their numbers."""
+        """Requests of `group` with the prompt of an earlier request, each with the first such one, by their numbers."""
         if not self._merges_equal:
             return {}
         first = {}
@@ -329,7 +329,7 @@ class RowPrefixes:
         return (match, length) if length else _NOTHING
 
     def _choose_rows(self, found: Sequence[tuple[Match | None, int]], free: Sequence[int]) -> list[Prefix]:
-        """Rows for requests, and what they reuse of what was found for them."""
+        """Choose a row and a prefix for each request, from what was `found` for it."""
         left, chosen = list(free), {}
         sources = {match.name for match, _ in found if match is not None}
 
@@ -340,7 +340,7 @@ class RowPrefixes:
         for number, (match, length) in enumerate(found):
             if match is not None and match.name in left and match.size - match.length < BLOCK:
                 choose(number, match.name, length)
-        # Those that copy choose next: rows are copied before any is prefilled, so others may take one of the sources.
+        # Those that copy choose next: all copies are made before any prefill, so the rest may take one of the sources.
         for number, (match, length) in enumerate(found):
             row = next((row for row in left if row not in sources), None)
             if number not in chosen and match is not None and row is not None:
@@ -352,7 +352,7 @@ class RowPrefixes:
         return [chosen[number] for number in range(len(found))]
 
     def leave(self, rows: Iterable[int]) -> None:
-        """What `rows` held, or were to hold after a prefill, is gone."""
+        """`rows` no longer hold a text, nor will after a prefill that has begun."""
         for row in rows:
             self._entering.pop(row, None)
             self._index.discard(row)
@@ -364,21 +364,21 @@ class RowPrefixes:
             self._index.add(row, prompt)
 
     def advance(self, row: int, request: Request) -> None:
-        """Take what `request`, which occupies `row` or did last, has generated since."""
+        """Add what `request`, which occupies or last occupied `row`, has generated since."""
         if row in self._index:
             known = self._index.size(row) - len(request.prompt_ids)
             self._index.extend(row, request.tokens[known : request.num_settled])
 
     def kept(self, free: Sequence[int]) -> dict[int, int]:
-        """Those of the rows `free` that hold a text, in reverse order, and how many tokens that has."""
+        """The rows among `free` that hold a text, in reverse order, with its number of tokens."""
         return {row: self._index.size(row) for row in reversed(free) if row in self._index}
 
     def move(self, rows: Sequence[int]) -> None:
-        """Of `rows` the first one is row 0 from now on, the next one row 1; others are gone."""
+        """Renumber rows: the first one of `rows` becomes row 0, the next one row 1; other texts are removed."""
         self._index.rename({row: number for number, row in enumerate(rows)})
 
     def forget(self) -> None:
-        """Reuse nothing of what the rows hold now, or get by prefills that have begun."""
+        """Reuse nothing of what the rows hold now, or will hold after prefills that have begun."""
         self._index = PrefixIndex()
         self._entering.clear()
 

@@ -1,6 +1,6 @@
-"""Rounds, which draft and verify.
+"""Rounds: draft, verify, commit.
 
-`run_round` and `catch_up` are what is run eagerly, compiled and captured; nothing in them reads the device on the host.
+`run_round` and `catch_up` run eagerly, compiled and captured; nothing in them reads a device value on the host.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from ..sampling.processors import BlockProcessor
 from ..state import DecodeState
 from .target import Target
 
-# The path that was accepted of a tree, and its parents.
+# The accepted path of a tree, and the parents of the tree's nodes.
 Walk = tuple[torch.Tensor, torch.Tensor]
 
 
 class RoundOutput(NamedTuple):
-    """What a round gives.
+    """The output of a round.
 
     Attributes:
-        result: what was accepted and committed.
-        logprobs: `[B, K + 1]` float32 for each of `state.logprobs`, of the tokens of `result`.
-        walk: of a tree, `[B, K + 1]` int64, which tokens of the block those of `result` were chosen after, and its
-            `parents` (see `Tree`); None of a chain: all, in order.
-        scores, logits: `[B, n, V]`, processed and not, of the n tokens of the block; None of a captured round.
+        result: accepted and committed tokens.
+        logprobs: `[B, K + 1]` float32 for each of `state.logprobs`: log-probabilities of the tokens of `result`.
+        walk: of a tree: the path, `[B, K + 1]` int64, i.e. the node of the block after which each token of `result` was
+            chosen, and its `parents` (see `Tree`). None of a chain, where each token follows the one before.
+        scores, logits: `[B, n, V]` of the n tokens of the block: after and before the logits processors. None of a
+            captured round.
     """
 
     result: VerificationResult
@@ -52,12 +53,12 @@ class RoundOutput(NamedTuple):
         return cls(result, logprobs_of(state, result, scores, logits, walk), walk, scores, logits)
 
     def along_path(self) -> RoundOutput:
-        """The same, with `scores` and `logits` `[B, K + 1, V]` of the tokens of `result`."""
+        """The same output with `scores` and `logits` `[B, K + 1, V]` at the tokens of `result`."""
         return self._replace(scores=_along(self.walk, self.scores), logits=_along(self.walk, self.logits))
 
 
 def _along(walk: Walk | None, values: torch.Tensor | None) -> torch.Tensor | None:
-    """Of `values` `[B, n, ...]` those at the path `[B, m]`; themselves if either is None."""
+    """`values` `[B, n, ...]` at the path `[B, m]` of `walk`; all of `values` if either is None."""
     if walk is None or values is None:
         return values
     path, _ = walk
@@ -71,7 +72,7 @@ def logprobs_of(
     logits: torch.Tensor,
     walk: Walk | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Log-probabilities `[B, n]` of the tokens of `result` `[B, n]`, for each of `state.logprobs`."""
+    """Log-probabilities `[B, n]` of the tokens `[B, n]` of `result`, for each of `state.logprobs`."""
 
     def of(values: torch.Tensor) -> torch.Tensor:
         return token_logprobs(_along(walk, values), result.tokens)
@@ -83,10 +84,9 @@ def logprobs_of(
 
 
 def run_round(state: DecodeState, target: Target, drafter: Drafter, process: BlockProcessor) -> RoundOutput:
-    """One round of K = `state.num_draft_tokens`, and N = `state.num_nodes` of a tree: drafts, target forward over the
-    block, verification.
+    """Run one round with K = `state.num_draft_tokens`, and N = `state.num_nodes` if it drafts a tree.
 
-    The last round had at most as many drafts; after one of more `catch_up` comes first.
+    The last round must not have had more drafts; otherwise `catch_up` comes first.
     """
     proposal, block, logits, aux_hidden_states = draft_and_forward(state, target, drafter)
     scores = process(logits, block, state)
@@ -97,13 +97,13 @@ def run_round(state: DecodeState, target: Target, drafter: Drafter, process: Blo
 def commit_first_token(
     state: DecodeState, process: BlockProcessor, rows: torch.Tensor | slice, known: torch.Tensor | None = None
 ) -> RoundOutput:
-    """Commit the token after the prompts of `rows`, whose logits a prefill has left.
+    """Commit the first new token of `rows`, from the logits that their prefill has left.
 
-    Afterwards the state is as if a round had just committed the prompt's last token, as a draft, and this one.
+    Afterwards the state is as if a round had just committed the prompt's last token, as a draft, and this token.
 
     Args:
-        rows: `[n]` int64, or all.
-        known: `[n]` int64, the tokens of `rows` that are not to be drawn; else `NO_TOKEN`.
+        rows: `[n]` int64, or a slice of all rows.
+        known: `[n]` int64, the first tokens of `rows` that are known already; `NO_TOKEN` where one is to be drawn.
 
     Returns:
         the output of a round with one column.
@@ -129,9 +129,9 @@ def commit_first_token(
 def draft_and_forward(
     state: DecodeState, target: Target, drafter: Drafter
 ) -> tuple[Proposal, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """First half of a round: draft, and run the target over the block of the last committed token and the drafts.
-    Returns the drafts, the block `[B, n]` int64, with n = K + 1, or N + 1 of a tree, its logits `[B, n, V]`, its
-    auxiliary hidden states `[B, n, width]` or None."""
+    """First half of a round: draft, and run the target over the block, i.e. the last committed token and the drafts.
+    Returns the drafts; the block `[B, n]` int64, n = K + 1, or N + 1 for a tree; its logits `[B, n, V]`; its auxiliary
+    hidden states `[B, n, width]` or None."""
     proposal = propose(state, drafter, *state.last_block(state.num_draft_tokens + 1))
     if proposal.tree is not None:
         block, slots, nodes = state.tree_block(proposal)
@@ -141,7 +141,7 @@ def draft_and_forward(
 
 
 def propose(state: DecodeState, drafter: Drafter, *last_block: Any) -> Proposal:
-    """`Drafter.propose`, attending to as much of the text as the drafter is to."""
+    """`Drafter.propose`, within `Drafter.draft_window_size` if the drafter has one."""
     if drafter.draft_window_size is None:
         return drafter.propose(state, *last_block)
     drafter.limit_attention(state, drafter.draft_window_size)
@@ -153,10 +153,10 @@ def propose(state: DecodeState, drafter: Drafter, *last_block: Any) -> Proposal:
 def verify_and_commit(
     state: DecodeState, scores: torch.Tensor, proposal: Proposal, aux_hidden_states: torch.Tensor | None
 ) -> tuple[VerificationResult, Walk | None]:
-    """Second half of a round: verify the drafts by `scores` `[B, n, V]`, and commit tokens. Returns the result, tokens
-    `[B, K + 1]`, and `RoundOutput.walk`.
+    """Second half of a round: verify the drafts by `scores` `[B, n, V]`, and commit tokens. Returns the result, with
+    tokens `[B, K + 1]`, and `RoundOutput.walk`.
 
-    What the pass of a tree has left of the accepted path is moved to where a chain would have left it.
+    Keys, values and hidden states of a tree's accepted path are moved to where a chain would have left them.
     """
     result, path = verify(scores, state, proposal)
     result, walk = state.commit(result, keeps=True), None
@@ -172,9 +172,9 @@ def verify_and_commit(
 def verify(
     scores: torch.Tensor, state: DecodeState, proposal: Proposal
 ) -> tuple[VerificationResult, torch.Tensor | None]:
-    """Verify `proposal` by `scores` `[B, n, V]`: by the target's own tokens, the most likely or drawn ones, or a chain
-    by rejection sampling. Returns the result, tokens `[B, K + 1]`, and of a tree the path `[B, K + 1]`, see
-    `ops.verify_tree`, else None."""
+    """Verify `proposal` by `scores` `[B, n, V]`. A tree, a greedy round and `MATCH` are verified by the target's own
+    tokens (the most likely or the drawn ones), other chains by rejection sampling. Returns the result, with tokens
+    `[B, K + 1]`, and the path `[B, K + 1]` of a tree (see `ops.verify_tree`), else None."""
     if proposal.tree is not None or not state.is_sampling or state.verification == MATCH:
         parents, depths, depth = None, None, proposal.tokens.shape[1]
         if proposal.tree is not None:
@@ -189,9 +189,9 @@ def verify(
 
 
 def catch_up(state: DecodeState, drafter: Drafter, width: int) -> None:
-    """Let the drafter read the last block, of up to `width` tokens, so that a round with fewer drafts may follow.
+    """Let the drafter read the last block, of up to `width` tokens, so that a round with fewer drafts can follow.
 
-    Afterwards the state is as if the last round had committed one token; the drafter reads that one again.
+    Afterwards the state is as if the last round had committed one token; the drafter reads that token again.
     """
     before = state.num_draft_tokens, state.num_nodes
     state.num_draft_tokens = state.num_nodes = 0
@@ -203,15 +203,15 @@ def catch_up(state: DecodeState, drafter: Drafter, width: int) -> None:
 
 
 class RoundReport:
-    """The result of a round on its way to the host, copied asynchronously from a GPU.
+    """The result of a round on its way to the host; the copy from a GPU is asynchronous.
 
     Args:
-        result: of the round; its tensors may be overwritten by the next one.
-        logprobs, walk: see `RoundOutput`; so may they.
-        names: those of `DecodeState.logprobs`.
+        result: of the round. The next round may overwrite its tensors.
+        logprobs, walk: see `RoundOutput`. The next round may overwrite them, too.
+        names: `DecodeState.logprobs`, the names of `logprobs`.
 
     Attributes:
-        logprobs: on the host, once `read` was called, by name.
+        logprobs: log-probabilities on the host by name, valid after `read`.
     """
 
     def __init__(
@@ -232,10 +232,10 @@ class RoundReport:
         self.logprobs: dict[str, torch.Tensor] = dict(zip(names, logprobs, strict=True))
 
     def read(self) -> tuple[list[list[int]], list[int], list[int], list[list[int]] | None]:
-        """Tokens of each row, numbers of accepted drafts and of committed tokens; waits for the copy.
+        """The tokens of each row, its number of accepted drafts and of committed tokens; waits for the copy.
 
-        The last is of trees, else None: at each depth, how many of the drafts that followed those before it were
-        rejected, up to the last one of which any was.
+        The fourth result is None for chains. For a tree it counts, for each row and depth, the siblings rejected before
+        the accepted draft, and at last the rejected children of the last accepted draft.
         """
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -247,7 +247,7 @@ class RoundReport:
 
 
 def _rejected(path: list[int], parents: list[int], accepted: int) -> list[int]:
-    """Siblings before each accepted node of `path`, and the children of the last one."""
+    """The number of siblings before each accepted node of `path`, then that of the children of the last node."""
     found = [parents[:node].count(parent) for parent, node in itertools.pairwise(path[: accepted + 1])]
     return [*found, parents.count(path[accepted])]
 

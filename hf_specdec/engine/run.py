@@ -1,7 +1,7 @@
 """A run: requests are admitted to rows, rounds give them tokens, and they retire.
 
 `generate()`, `generate_batch()` and managers make requests, and a `Runner` with rows for them. A call in lockstep is
-one whose rows are admitted together before the first round, and whose transcript is told of all tokens.
+one that admits all its rows before the first round, and whose transcript gets all tokens.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .prefix_cache import Plan, Prefix, RowPrefixes
 from .rounds import RoundReport
 from .runner import Runner
 
-# Tokens that a request has memory for when it is admitted, besides those of its text.
+# Tokens for which an admitted request has memory beyond its text so far.
 TOKENS_AHEAD = 64
 
-# Waiting requests are admitted when this share of the rows is free: prefilling few rows takes about as long as many.
+# Waiting requests are admitted once this share of the rows is free: prefilling few rows takes about as long as many.
 SHARE_TO_ADMIT = 1 / 8
 
 Occupied = list[tuple[int, Request]]
@@ -38,7 +38,7 @@ Occupied = list[tuple[int, Request]]
 
 @dataclass
 class _Launched:
-    """A round whose results have not been read, or first tokens, which have no `start` and no `end`."""
+    """A round whose results have not been read yet, or first tokens, which have no `start` and no `end`."""
 
     occupied: Occupied
     report: RoundReport
@@ -52,11 +52,11 @@ class _Launched:
 class Run:
     """The requests that wait for rows and those that run in them, and the loop over rounds.
 
-    Results are read one round late on a GPU, which therefore never waits for the host.
+    On a GPU results are read one round late, so the GPU never waits for the host.
 
     Args:
         counters: of the requests, by their `index`.
-        transcript: of a call in lockstep, which may stop rows; None for others.
+        transcript: of a call in lockstep, and may stop rows; None for other calls.
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class Run:
         self._counters = counters
         self.rounds_by_shape: Counter[RoundShape] = Counter()
         self._occupants: list[Request | None] = [None] * runner.num_rows
-        # The least recently used first.
+        # Least recently used first.
         self._free = list(range(runner.num_rows))
         self._prefixes = RowPrefixes(runner.prefix_margin, runner.merges_equal)
-        # Rows that are being prefilled, and the requests that are to occupy them.
+        # Rows in prefill, and the requests that will occupy them.
         self._entering: Occupied = []
         self._waiting: deque[Request] = deque()
         self._tokens_waiting, self._is_open = 0, True
-        # Of a call in lockstep, rows whose limit is that of the target.
+        # Requests of a call in lockstep whose limit is the number of positions of the target.
         self._cut = [one for one in arrived.requests if one.is_cut] if transcript is not None else []
         device = runner.state.tokens.device
         self._clock, self._rounds_ahead = RoundClock(device), policy_of(device).rounds_ahead
         self._launched: deque[_Launched] = deque()
-        # What the last round had, and when it ended; None if something else came after it.
+        # The shape of the last round, and when it ended; None if something else came after it.
         self._last: tuple[RoundShape, Any] | None = None
         self.seconds = 0.0
         self._take_arrived(arrived)
@@ -101,7 +101,7 @@ class Run:
         return [(row, one) for row, one in enumerate(self._occupants) if one is not None]
 
     def run(self) -> None:
-        """Run rounds until all requests have ended. Rounds that the device began after that are ignored."""
+        """Run rounds until all requests have ended. Rounds that the device has begun by then are ignored."""
         if self.transcript is not None:  # a call for one token needs no round
             self._read_results(0)
         start = time.perf_counter()
@@ -110,7 +110,7 @@ class Run:
         self.seconds = time.perf_counter() - start
 
     def round(self) -> bool:
-        """Admit requests, and run a round, or move to another session; returns False if the run is complete."""
+        """Admit requests, then run a round, or move to another session; returns False if the run is complete."""
         if self.admit():
             self._last = None
         if self.is_complete:
@@ -126,7 +126,7 @@ class Run:
         return True
 
     def stats(self, call: Call, draft_probs: bool) -> SpeculationStats:
-        """The statistics of the call, which are also the drafter's."""
+        """The statistics of the call; they become the drafter's."""
         rounds, by_k, by_tree = self.rounds_by_shape, Counter(), Counter()
         for drafted, count in rounds.items():
             by_k[drafted.num_drafts] += count
@@ -151,9 +151,9 @@ class Run:
     # Admission.
 
     def admit(self) -> bool:
-        """Put waiting requests into free rows: all that fit at first, then whenever enough rows are free.
+        """Admit waiting requests to free rows: at first all that fit, later whenever enough rows are free.
 
-        It may wait for requests where no row needs another round. Returns whether it has taken time.
+        If no row needs another round, it may wait for requests to arrive. Returns whether it has taken time.
         """
         has_waited = self._settings.arrivals is not None and self._receive(self._settings.arrivals)
         if self._entering:
@@ -177,7 +177,7 @@ class Run:
         return has_waited
 
     def _next_group(self) -> list[Request]:
-        """The next waiting requests: as many as rows are free, and as may be prefilled together."""
+        """Take the next requests to admit: as many as rows are free, and as may be prefilled together."""
         group: list[Request] = []
         longest, room, runner = 0, 0.0, self._runner
         if self._waiting and runner.memory is not None:
@@ -197,12 +197,12 @@ class Run:
         return group
 
     def _room(self) -> float:
-        """Bytes for requests that enter rows; the ones that are there may grow by a step each."""
+        """Bytes for requests that enter rows, while each running request may still grow by a step."""
         num_occupied = len(self._occupants) - len(self._free)
         return self._runner.room(self._free) - num_occupied * self._runner.bytes_for(1)
 
     def _place_group(self, group: list[Request]) -> tuple[list[Prefix], list[Request]]:
-        """Those of `group` that are prefilled now, with their rows and what these reuse; none without memory."""
+        """Place `group`: returns the prefixes and the requests that are prefilled now; none if memory is short."""
         for row, request in self._occupied:
             self._prefixes.advance(row, request)
         runner, has_memory = self._runner, self._runner.memory is not None
@@ -218,7 +218,7 @@ class Run:
                 self._requeue(group)
                 if runner.room(self._free) <= runner.room(()):
                     return [], []
-                # What other rows, or longer texts, have left behind is too much.
+                # Too much is held by other free rows, or by longer texts in these rows.
                 self._empty(list(self._free))
                 return self._place_group(self._next_group())
         if later:
@@ -231,18 +231,18 @@ class Run:
 
     def _without_conflicts(self, plan: Plan) -> Plan:
         """`plan` without requests that would write to shared memory in rows that others of the group copy from."""
-        # Of a row that gets the same prompt they copy what is prefilled now, not what it holds.
+        # Twins copy what the source row prefills now, not what it holds.
         sources = {one.source for one in plan.prefixes if one.source != one.row and not one.is_whole}
         kept = {one.row: one.length if one.row == one.source else 0 for one in plan.prefixes if one.row in sources}
         held_up = {row for row, length in kept.items() if self._runner.memory.is_shared(row, length)}
         return self._prefixes.hold_up(plan, held_up) if held_up else plan
 
     def _enter(self) -> None:
-        """Run a chunk of the prefill, or all if no other row is occupied; then let requests occupy the rows.
+        """Run a chunk of the prefill, or all chunks if no row is occupied; after the last one requests enter the rows.
 
-        Requests that arrive while rounds run are prefilled chunk by chunk, one before each round, so that a long prompt
-        does not hold up the others. Where all are there from the start, no one waits for a single text. Between two
-        chunks requests may be withdrawn; a prefill of such alone is given up.
+        Where requests arrive while rounds run, one chunk runs before each round, so that a long prompt does not hold up
+        running requests. Where all requests are there from the start, no one waits for a single text, and all chunks
+        run. Between chunks requests may be withdrawn; if all are, the prefill is abandoned.
         """
         is_alone = all([one is None for one in self._occupants])
         arrivals = self._settings.arrivals
@@ -268,7 +268,7 @@ class Run:
         self._withdraw_failed()
 
     def _receive(self, arrivals: Arrivals) -> bool:
-        """Take what has arrived; wait for it if there is nothing to do. Returns whether it has waited."""
+        """Take what has arrived, and wait for it if there is nothing else to do. Returns whether it has waited."""
         has_waited = False
         while True:
             arrived = arrivals(self._is_empty and not self._waiting, self._runner.target.unpatch)
@@ -283,7 +283,7 @@ class Run:
                 return has_waited
 
     def _take_arrived(self, arrived: Arrived) -> None:
-        """Let what has arrived wait for rows; end what is withdrawn, and what names an adapter that is gone."""
+        """Queue the requests that have arrived; end those that are withdrawn or name an unknown adapter."""
         self._is_open = arrived.is_open
         if arrived.is_changed:
             self._prefixes.forget()
@@ -301,7 +301,7 @@ class Run:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Give up the prefill of requests that are all withdrawn."""
+        """Abandon the prefill if all its requests are withdrawn."""
         if self._entering and all(one.is_over for _, one in self._entering):
             rows = [row for row, _ in self._entering]
             self._runner.finish(rows)
@@ -311,7 +311,7 @@ class Run:
             self._entering = []
 
     def _leave_all(self) -> None:
-        """Let the run be complete, as if it had never had its requests."""
+        """Drop all requests, so that the run is complete."""
         self._waiting.clear()
         self._launched.clear()
         self._is_open, self._entering = False, []
@@ -319,11 +319,11 @@ class Run:
         self._free = list(range(len(self._occupants)))
 
     def _requeue(self, requests: Sequence[Request]) -> None:
-        """Let `requests` be the next ones that are admitted."""
+        """Put `requests` at the head of the queue."""
         self._waiting.extendleft(reversed(requests))
         self._tokens_waiting += sum(one.left for one in requests)
 
-    # Other sessions, and memory.
+    # Moves to other sessions, and memory.
 
     @property
     def _is_to_move(self) -> bool:
@@ -332,7 +332,7 @@ class Run:
         return self._runner.is_to_move(len(self._occupants) - len(self._free), self._waiting, self.tokens_left)
 
     def _move(self) -> None:
-        """Go on in another session; the results of all rounds have been read."""
+        """Go on in another session. The results of all rounds must have been read."""
         rows = {row: one.length for row, one in self._occupied}
         kept = self._prefixes.kept(self._free) if self._is_open else {}
         count = self._runner.move(rows, kept, self._waiting)
@@ -344,12 +344,12 @@ class Run:
         self._free = [*range(count, num_rows), *reversed(range(len(rows), count))]
 
     def tokens_left(self) -> float:
-        """How many tokens a row may still add, for all requests that occupy it from now on."""
+        """Tokens that a row may still generate, for all requests that will occupy it from now on."""
         running = [one.left for _, one in self._occupied]
         return (sum(running) + self._tokens_waiting) / max(len(running), 1)
 
     def _reserve_next(self) -> bool:
-        """Let rows have memory for the next round; else fewer rows are left."""
+        """Reserve memory for the next round. If it is short, read all results, preempt if need be, and return False."""
         if self._runner.memory is None:
             return True
         most = 2 * (self._runner.state.most_draft_tokens + 1)
@@ -361,16 +361,16 @@ class Run:
         return False
 
     def _tokens_in_flight(self) -> int:
-        """Most tokens of a row whose results are not read."""
+        """Most tokens that unread rounds may have given to a row."""
         return sum([1 if one.drafted is None else one.drafted.num_drafts + 1 for one in self._launched])
 
     def reserve(self, ahead: int) -> bool:
-        """Let rows have memory for `ahead` tokens more than are read; returns whether there is enough."""
+        """Reserve memory for `ahead` tokens of each row beyond those that are read; returns whether there is enough."""
         nodes = self._runner.state.most_nodes
         return self._reserve({row: min(one.length + ahead, one.longest) + nodes for row, one in self._occupied})
 
     def _reserve(self, lengths: Mapping[int, int], sources: Collection[int] = ()) -> bool:
-        """Let rows have memory for texts of `lengths`; what others than `sources` hold is given back if need be."""
+        """Reserve memory for texts of `lengths`, by row; if need be, free rows other than `sources` are emptied."""
         if self._runner.reserve(lengths):
             return True
         self._runner.give_back({row: length for row, length in lengths.items() if row not in sources})
@@ -382,13 +382,13 @@ class Run:
         return self._runner.reserve(lengths)
 
     def _empty(self, rows: Sequence[int]) -> None:
-        """Let free rows hold nothing."""
+        """Drop what the free `rows` hold."""
         self._prefixes.leave(rows)
         if self._runner.memory is not None:
             self._runner.give_back(dict.fromkeys(rows, 0))
 
     def preempt(self) -> None:
-        """Preempt the youngest request, to be prefilled again later; end it if it is the only one."""
+        """Preempt the most recently admitted request and requeue it; if it is the only one, end it with an error."""
         if self._is_empty:
             return
         _, row = max((one.lifespan[0], row) for row, one in self._occupied)
@@ -406,7 +406,7 @@ class Run:
     def _launch(self) -> None:
         runner, last = self._runner, self._last
         occupied = self._occupied
-        # Slots up to the tokens of rounds whose results are not read yet, and up to the drafts of this one.
+        # Slots up to the tokens of the rounds that are not read yet, and up to the drafts of this one.
         before = max([one.length for _, one in occupied], default=1) + self._tokens_in_flight()
         while True:
             drafted = runner.lease.allowed(runner.drafts.next(self.tokens_left))
@@ -434,10 +434,10 @@ class Run:
                 self._runner.drafts.ran(one.drafted, milliseconds, one.is_typical)
 
     def _take(self, launched: _Launched) -> None:
-        """Give requests the tokens of a round, or their first ones."""
+        """Add the tokens of a round, or first tokens, to their requests."""
         tokens, accepted, committed, rejected = launched.report.read()
         is_first = launched.start is None
-        # Preempted requests know their first token.
+        # Preempted requests have their first token already.
         running = [(row, one) for row, one in launched.occupied if not (one.is_over or (is_first and one.tokens))]
         if not is_first:
             self.rounds_by_shape[launched.drafted] += 1
@@ -461,7 +461,7 @@ class Run:
         committed: list[int],
         records: dict[str, torch.Tensor | None],
     ) -> None:
-        """Tell the transcript what `running` rows have got, and let those end that it stops."""
+        """Add the tokens of `running` rows to the transcript, and retire the rows that it stops."""
         transcript = self.transcript
         counts = [0] * len(transcript.stopped)
         for row, _ in running:
@@ -478,7 +478,7 @@ class Run:
                 self._retire(row, one, time.perf_counter())
 
     def _add(self, found: list[tuple[int, Request, list[int]]], logprobs: Mapping[str, torch.Tensor]) -> None:
-        """Add new tokens, and log-probabilities that are asked for, to the requests of rows; ended ones leave."""
+        """Add new tokens, and log-probabilities if asked for, to the requests of rows; requests that end retire."""
         now, going_on, stopped = time.perf_counter(), [], []
         asked = {one.return_logprobs for _, one, _ in found} - {None} if logprobs else ()
         of_rows = {name: logprobs[name].tolist() for name in asked}
@@ -490,7 +490,7 @@ class Run:
             if request.return_logprobs is not None:
                 request.logprobs += of_rows[request.return_logprobs][row][: len(request.tokens) - len(request.logprobs)]
             is_full = request.left <= 0
-            if is_ended and request.criteria is not None:  # the device knows of tokens only
+            if is_ended and request.criteria is not None:  # the device knows end-of-sequence tokens only
                 stopped.append(row)
             elif not is_ended and has_failed:
                 request.error = no_distribution("The request", len(request.tokens))
@@ -509,7 +509,7 @@ class Run:
     # The end of requests.
 
     def _withdraw(self, request: Request, error: str) -> None:
-        """End `request`, wherever it is; if it waits, the one who calls takes it from those that do."""
+        """End `request` with `error`, wherever it is. If it waits, the caller removes it from the queue."""
         if request.is_over:
             return
         request.error = error
@@ -524,13 +524,13 @@ class Run:
             end(request, now, self._settings)
 
     def _withdraw_failed(self) -> None:
-        """End the requests whose logits processors have failed in what was launched last."""
+        """End the requests whose logits processors failed in the last launch."""
         for row, error in self._runner.take_failed().items():
             if self._occupants[row] is not None:
                 self._withdraw(self._occupants[row], error)
 
     def _retire(self, row: int, request: Request, now: float) -> None:
-        """Let `request`, which has ended, leave its row."""
+        """Retire `request`, which has ended in `row`."""
         self._prefixes.advance(row, request)
         self._runner.observe(row, request)
         self._free_row(row)
@@ -543,7 +543,7 @@ class Run:
 
 
 def _at_first(request: Request) -> int:
-    """Tokens that `request` has memory for when it is admitted."""
+    """Tokens for which `request` has memory when it is admitted."""
     return min(request.length + TOKENS_AHEAD, request.longest)
 
 

@@ -1,4 +1,4 @@
-"""What a run runs on: a session, whose rows requests occupy, with the memory of these rows."""
+"""A `Runner`: the session of a run and the memory of its rows."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from .sessions import Session, sessions_of
 
 _T = TypeVar("_T")
 
-# First tokens, with the scores and logits that a round would have kept.
+# The first tokens of rows, and the scores and logits that the caller may keep of them.
 FirstTokens = tuple[RoundReport, dict[str, torch.Tensor | None]]
 
 
 class Runner:
-    """A session on which a `Run` prefills requests and runs rounds. It knows rows, not which request is in which.
+    """A session on which a `Run` prefills requests and runs rounds. It does not know which request is in which row.
 
     Args:
-        process: logits, of rounds and of first tokens.
+        process: processes the logits of rounds and of first tokens.
 
     Attributes:
-        lease, session, state: where the rows are.
-        memory: of the rows, which follows their texts; None if they have buffers of fixed size.
-        num_rows, capacity: of the session; most tokens of a text, prompt included.
-        drafts: decides how many drafts a round has.
-        acceptance: of the drafts of this call and those before it.
-        prefix_margin: see `Drafter.prefix_margin`; None if rows reuse nothing of others.
+        lease, session, state: the session that rounds run on, its lease and its buffers.
+        memory: memory of the rows, which grows with their texts; None if the buffers have a fixed size.
+        num_rows, capacity: rows of the session; most tokens of a text, prompt included.
+        drafts: chooses the number of drafts of each round.
+        acceptance: of the drafts of this call and of earlier calls.
+        prefix_margin: see `Drafter.prefix_margin`; None if there is no prefix reuse.
         target: of the call.
-        merges_equal: whether requests with the same prompt that are prefilled together are prefilled as one.
+        merges_equal: whether requests with equal prompts in one group are prefilled as one.
     """
 
     lease: SessionLease
@@ -62,34 +62,34 @@ class Runner:
         self.execution = "no rounds"
 
     def counters(self, count: int) -> Counters:
-        """For `count` requests."""
+        """The counters of `count` requests."""
         call = self._call
         return Counters(count, call.num_draft_tokens, self.acceptance.observe if call.is_auto else None)
 
     def _use(self, lease: SessionLease, first: RoundShape | None = None) -> None:
-        """Let rounds run on the session of `lease`; arguments as of its `drafts`."""
+        """Let rounds run on the session of `lease`; `first` as in `SessionLease.drafts`."""
         self.lease, self.session, self.state = lease, lease.session, lease.session.state
         self.state.logprobs = self._logprobs
         self.drafts = lease.drafts(self.acceptance, first)
         self.num_rows, self.memory = len(self.state.lengths), self.session.row_memory
-        # The last drafts of a tree are behind the positions of its text.
+        # The last drafts of a tree have slots behind the last position of the text.
         slots = self.state.slots - 1 if self.memory is None else self.memory.capacity
         self.capacity = slots - self.state.most_nodes
 
     # Requests.
 
     def fits_group(self, count: int, longest: int) -> bool:
-        """Whether so many requests, of texts of up to so many tokens, may be prefilled together."""
+        """Whether `count` requests, with texts of up to `longest` tokens, may be prefilled together."""
         return True
 
     def prefill(self, prefixes: Sequence[Prefix], requests: Sequence[Request], running: Sequence[Request]) -> None:
-        """Begin to let each of `requests` occupy a row, with what is reused of its beginning, beside `running` ones."""
+        """Begin to prefill `requests`, each in the row of its prefix, beside the `running` requests."""
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill.")
 
     def prefill_next(self) -> FirstTokens | None:
-        """Go on with the prefill that was begun, for a limited time; returns the first tokens, if it has ended.
+        """Run the next part of the prefill; returns the first tokens if it is complete, else None.
 
-        A prefill may be given up: the next one begins anew.
+        A prefill may be abandoned: the next one starts afresh.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill_next.")
 
@@ -98,49 +98,49 @@ class Runner:
         return RoundReport(result, logprobs, self.state.logprobs), {"scores": scores, "logits": logits}
 
     def finish(self, rows: Sequence[int]) -> None:
-        """Let `rows` be finished ones, which no later round gives tokens."""
+        """Mark `rows` as finished: later rounds commit nothing to them."""
         set_rows(self.state.finished, upload(rows, self.state.lengths), True)
 
     def observe(self, row: int, request: Request) -> None:
-        """`request`, in `row`, has ended."""
+        """Let the drafter read the text of `request`, which has ended in `row`."""
         call, kept = self._call, self.state.cache.hidden_states
         call.drafter.observe(request.prompt, request.tokens)
-        # Of prompts that are more than tokens, or in a cache of the caller, the target has not run all.
+        # The target has not run all tokens of prompts that are more than tokens, or are in a cache of the caller.
         if kept is not None and call.inputs is None and call.cache is None and call.drafter.rollouts is not None:
             call.drafter.rollouts.keep(kept.buffers[0][row, : request.length - 1, 0], request.prompt, request.tokens)
 
     def take_failed(self) -> dict[int, str]:
-        """Errors of logits processors of rows, of the round or the first tokens before, by row."""
+        """Take the errors of logits processors in the last round or the last first tokens, by row."""
         return {}
 
     def retire(self, row: int) -> None:
-        """The request of `row` has ended, or waits again."""
+        """The request of `row` has ended or was preempted."""
 
     def why_refused(self, request: Request) -> str | None:
-        """Why there is no room for `request`; None if there may be."""
+        """The reason why there is no room for `request`; None if there may be room."""
         return None
 
     # Other sessions.
 
     def is_to_move(self, num_occupied: int, waiting: Sequence[Request], tokens_left: Callable[[], float]) -> bool:
-        """Whether the occupied rows should go on in another session, one with room for requests that are `waiting`."""
+        """Whether the occupied rows should move to another session, one with room for `waiting` requests."""
         return False
 
     def move(self, rows: Mapping[int, int], kept: Mapping[int, int], waiting: Sequence[Request]) -> int | None:
-        """Let the requests of `rows` go on in the first rows of another session, one with room for `waiting` requests;
-        what `kept` rows hold goes to the rows after those, as far as there is room. Rows have numbers of tokens.
-        Returns how many rows hold what was moved; None if they stay."""
+        """Move the requests of `rows` to the first rows of another session, one with room for `waiting` requests. The
+        rows after those get what the `kept` rows hold, as far as there is room. Both map a row to its number of tokens.
+        Returns how many rows of the new session hold a text; None if nothing has moved."""
         return None
 
     def _first_that_fits(self, attempts: Sequence[Callable[[], _T]]) -> _T:
-        """The result of the first of `attempts` with memory for it; of several processes all need the first one."""
+        """The result of the first of `attempts` that fits in memory. A split target must fit at the first attempt."""
         for attempt in attempts[:-1]:
             try:
                 return attempt()
             except torch.OutOfMemoryError:
                 if tensor_parallel_group(self._call.model) is not None:
                     raise
-            # The error, which held what was allocated, is gone.
+            # Here the exception is freed, and with it the tensors of its frames.
             self._free_kept()
         return attempts[-1]()
 
@@ -148,16 +148,16 @@ class Runner:
         sessions_of(self._call.drafter).clear()
         torch.cuda.empty_cache()
 
-    # Memory that follows the texts, where there is such.
+    # Memory that grows with the texts.
 
     def share(self, prefixes: Sequence[Prefix]) -> list[Prefix]:
-        """Let rows share memory of the beginnings that they reuse, and no other memory; before `reserve`.
+        """Let rows share the memory of the prefixes that they reuse, and no other memory. Call it before `reserve`.
 
-        Returns `prefixes`; those of rows that keep what they hold may be shorter.
+        Returns `prefixes`; rows that reuse their own text may get a shorter one.
         """
         memory = self.memory
         kept = {one.row: one.length if one.row == one.source else 0 for one in prefixes}
-        # What the rows of the group hold may be given back before others have copied it.
+        # Rows of the group may give back their memory before other rows have copied it.
         copies = [
             one for one in prefixes if one.source not in kept and memory.can_share(one.row, one.source, one.length)
         ]
@@ -168,15 +168,15 @@ class Runner:
         return [one._replace(length=left[one.row]) if one.row == one.source else one for one in prefixes]
 
     def room(self, rows: Sequence[int]) -> int:
-        """Bytes that rows may get, those that `rows` hold included."""
+        """Bytes that `rows` may have in all: the free memory and what they hold now."""
         return available_bytes(self.state.tokens.device) + self.memory.held(rows)
 
     def bytes_for(self, slots: int) -> int:
-        """Bytes that a row with so many tokens holds."""
+        """Bytes of a row with `slots` tokens."""
         return self.memory.bytes_for(min(slots, self.memory.capacity))
 
     def reserve(self, lengths: Mapping[int, int]) -> bool:
-        """Let rows have memory for so many tokens each; returns whether there is enough."""
+        """Commit memory for `lengths` tokens, by row; returns whether there is enough."""
         try:
             for row, length in lengths.items():
                 if length > self.memory.committed_slots(row):
@@ -186,12 +186,12 @@ class Runner:
         return True
 
     def give_back(self, lengths: Mapping[int, int]) -> None:
-        """Let rows give back the memory that they hold beyond so many tokens each."""
+        """Give back the memory of rows beyond `lengths` tokens, by row."""
         self._wait_for_device()
         for row, length in lengths.items():
             self.memory.trim(row, length)
 
     def _wait_for_device(self) -> None:
-        """Wait until the device uses nothing any more that rows have held."""
+        """Wait until the device no longer uses memory that rows have held."""
         self.session.fence.set()
         self.session.fence.synchronize()

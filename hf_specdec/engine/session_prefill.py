@@ -1,4 +1,4 @@
-"""The prefill of a session: which positions are run in which chunks, eagerly or captured."""
+"""The prefill of a session: it splits the positions of prompts into chunks, which run eagerly or captured."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .hosted_target import HostedTarget
 from .prefill import PromptBuffers, finish_prefill, prefill_chunk, start_prefill
 from .sessions import Session
 
-# Tokens of a forward pass that is not captured: of the single row of a call, which plain `generate()` runs at once; of
-# rows packed in one; and columns of padded rows, or of one between two rounds.
+# Most tokens of an eager forward pass: of a call's single row, which plain `generate()` runs at once; of rows packed in
+# one; and columns of padded rows, or of a single row between two rounds.
 EAGER_ROW_TOKENS, EAGER_PACKED_TOKENS, EAGER_COLUMNS = 32768, 8192, 2048
-# Recurrent layers run the first pass over a text as one over several tokens, as transformers does.
+# Recurrent layers must run the first pass over a text as one over several tokens, as transformers does.
 FEWEST_PADDED_COLUMNS = 2
 
 
 def can_pack(target: HostedTarget) -> bool:
     """Whether prompts of several rows are prefilled as one row.
 
-    Not where modules have hooks, which may treat each row of the batch in its own way.
+    They are not if modules have hooks, which may treat each row of the batch in its own way.
     """
     if target.has_hooks or target.keeps_hidden_states:
         return False
@@ -36,10 +36,10 @@ def can_pack(target: HostedTarget) -> bool:
 
 
 class SessionPrefill:
-    """The prefill of a session, by passes of at most `chunk_size` columns.
+    """The prefill of a session, in passes of at most `chunk_size` columns.
 
-    With `is_continuous` many groups of prompts are prefilled, of different lengths: then in captured chunks of a few
-    sizes.
+    With `is_continuous` many groups of prompts of different lengths are prefilled, so captured chunks have a few sizes
+    only.
     """
 
     def __init__(self, session: Session, target: HostedTarget, chunk_size: int | None, is_continuous: bool):
@@ -48,7 +48,7 @@ class SessionPrefill:
         self._goes_on = False
         self._is_packed = self._batch > 1 and can_pack(target)
         if self._is_packed:
-            # Between rounds no more at once than captured chunks have.
+            # Between rounds a pass has at most the tokens of a captured chunk.
             most = buckets.PACKED_TOKENS[0] if is_continuous else EAGER_PACKED_TOKENS
             self.chunk_size = most if chunk_size is None else self._batch * chunk_size
         else:
@@ -56,20 +56,20 @@ class SessionPrefill:
             self.chunk_size = chunk_size or (EAGER_ROW_TOKENS if is_call else EAGER_COLUMNS)
 
     def run(self, spans: Sequence[PromptSpan]) -> None:
-        """Prefill all rows, by graphs as far as they are captured; `spans` are positions of the prompts to run."""
+        """Prefill the positions `spans` of all rows, by graphs where chunks are captured."""
         self.start(spans)
         while not self.run_next():
             pass
 
     def start(self, spans: Sequence[PromptSpan], bring_cached: Callable[[], None] | None = None) -> None:
-        """Begin a prefill of all rows, which `run_next` runs; `bring_cached` brings what is cached of the prompts."""
+        """Begin a prefill of all rows, which `run_next` runs; `bring_cached` copies the cached part of the prompts."""
         start_prefill(self._session.state, self._target.drafter)
         if bring_cached is not None:
             bring_cached()
         self._start(spans, slice(None))
 
     def start_rows(self, spans: Sequence[PromptSpan], rows: torch.Tensor) -> None:
-        """Begin a prefill of `rows` `[n]` int64 only, packed; others may be between two rounds. `run_next` runs it."""
+        """Begin a packed prefill of `rows` `[n]` int64, which `run_next` runs; other rows may be between two rounds."""
         if not self._is_packed:
             state = self._session.state
             state.cached[rows] = upload([span.begin for span in spans], state.cached)
@@ -78,11 +78,11 @@ class SessionPrefill:
     def run_first_pass(
         self, spans: Sequence[PromptSpan], first_pass: FirstPass, bring_cached: Callable[[], None]
     ) -> None:
-        """Prefill the drafter, padded, after the target itself has run the prompts; arguments as of `start`."""
+        """Prefill the drafter, padded, after the target itself has run the prompts. Arguments as in `start`."""
         state, drafter = self._session.state, self._target.drafter
         start_prefill(state, drafter)
         bring_cached()
-        self._target()  # which patches the drafter, too
+        self._target()  # patches the drafter, too
         prompts = PromptBuffers.of(state)
         chunks = self._eager_chunks(max(span.end - span.begin for span in spans))
         prompts.fill(spans, sum(chunks))
@@ -92,9 +92,9 @@ class SessionPrefill:
         finish_prefill(state, prompts, slice(None))
 
     def reread(self, spans: Sequence[PromptSpan], bring_cached: Callable[[], None]) -> None:
-        """Run the last positions again that the user's cache holds, so that the drafter gets hidden states of them.
+        """Run the last positions of the user's cache again, so that the drafter gets their hidden states.
 
-        `bring_cached` restores what it holds, which need not be what the tokens give.
+        `bring_cached` then restores the contents of that cache, which may differ from what the tokens give.
         """
         state = self._session.state
         rows = upload([span.row for span in spans], state.lengths)
@@ -112,7 +112,7 @@ class SessionPrefill:
         self._fill(spans, sum(self._left))
 
     def run_next(self) -> bool:
-        """Run the next chunk of a prefill that was started; returns whether it was the last."""
+        """Run the next chunk of the prefill; returns whether it was the last."""
         self._run_chunk(self._left.popleft())
         if self._left:
             return False
@@ -141,7 +141,7 @@ class SessionPrefill:
         self._done += chunk
 
     def capture(self, spans: Sequence[PromptSpan]) -> None:
-        """Capture the chunks that such a prefill lacks; it is to be begun afterwards."""
+        """Capture the chunks that a prefill of `spans` lacks. The prefill must begin after that."""
         session = self._session
         for chunk in dict.fromkeys(self._captured_chunks(spans)):
             if chunk not in session.prefills:
@@ -149,12 +149,12 @@ class SessionPrefill:
                 session.prefills.add(chunk, capture_prefill(session, self._target, chunk))
 
     def _columns(self, spans: Sequence[PromptSpan]) -> int:
-        """Columns of the prefill: tokens of all prompts together if they are packed, else of the longest."""
+        """Columns of the prefill: the tokens of all prompts if they are packed, else those of the longest."""
         lengths = [span.end - span.begin for span in spans]
         return sum(lengths) if self._is_packed else max(lengths, default=0)
 
     def _captured_chunks(self, spans: Sequence[PromptSpan]) -> list[int]:
-        """Columns of the chunks of a prefill that is captured; none if it is not."""
+        """The widths of the chunks of a captured prefill; none if it is not captured."""
         if not self._target.is_captured:
             return []
         columns = self._columns(spans)

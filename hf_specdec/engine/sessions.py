@@ -1,4 +1,4 @@
-"""Sessions: the buffers and CUDA graphs of calls of one shape, kept from one call to the next."""
+"""Sessions: buffers and CUDA graphs of one shape, kept from call to call."""
 
 from __future__ import annotations
 
@@ -25,27 +25,26 @@ from ..state import DecodeState, Shape
 from .prefill import PromptBuffers
 
 # Sessions kept for a drafter; the least recently used one is freed first. Continuous batching has one for each size of
-# groups, and of rows down to those of its end.
+# its groups, and one for each number of rows down to its last.
 MAX_SESSIONS = 6
 
-# Captured rounds, and captured prefills, kept in a session, likewise. Every combination of warpers (each `top_p`) needs
-# its own rounds, one for each K, every power of two of columns its own prefill.
+# Captured rounds, and captured prefills, kept in a session; the least recently used one is freed first. Each set of
+# warpers (each `top_p`) needs its own rounds, one for each K; each power of two of columns needs its own prefill.
 MAX_CAPTURES = 16
 
-# States of target and drafter of which a drafter keeps what was looked up and sessions, likewise: adapters that are
-# switched.
+# Hostings kept for a drafter; the least recently used one is dropped first. Each switch of adapters makes another one.
 MAX_HOSTINGS = 6
 
 
 @dataclass(eq=False)
 class Hosting:
-    """What is the same in all calls as long as target and drafter are.
+    """What stays the same in all calls until target or drafter change.
 
     Attributes:
         fingerprint: of target and drafter.
-        patches: what is patched; none if that is not known.
-        layouts: of keys and values in a `RowMemory`, by K; None where there is none.
-        costs: of rounds; none if they were not asked for. `costs_alone` without the drafter, likewise.
+        patches: of target and drafter; empty if not known.
+        layouts: layouts of keys and values in a `RowMemory`, by K; None where there is none.
+        costs: costs of rounds, looked up on demand; `costs_alone` are those without the drafter.
     """
 
     fingerprint: Fingerprint
@@ -56,7 +55,7 @@ class Hosting:
 
 
 class SessionKey(NamedTuple):
-    """What a session depends on; it `grows` if keys and values are in a `RowMemory`."""
+    """What a session depends on. With `grows`, keys and values are in a `RowMemory`."""
 
     shape: Shape
     grows: bool
@@ -65,9 +64,9 @@ class SessionKey(NamedTuple):
 
 
 class Captures(OrderedDict[Hashable, Any]):
-    """CUDA graphs by what they depend on besides a session; the least recently used beyond `MAX_CAPTURES` is freed.
+    """CUDA graphs of a session by key; beyond `MAX_CAPTURES` the least recently used one is freed.
 
-    None is stored for what cannot be captured.
+    A value of None stands for what cannot be captured.
     """
 
     def get(self, key: Hashable, default: Any = None) -> Any:
@@ -82,17 +81,17 @@ class Captures(OrderedDict[Hashable, Any]):
 
 
 class Session:
-    """Buffers and CUDA graphs that calls of one shape use, one call at a time.
+    """Buffers and CUDA graphs for calls of one shape; one call uses them at a time.
 
     Attributes:
         state: the buffers.
         rounds: captured rounds, by `BlockProcessor.key`, K and `RaggedCache.kernel_span`.
         catch_ups: captured `catch_up`, by width and `RaggedCache.kernel_span`.
         prefills: captured chunks of prefills, by width.
-        round_times: of its rounds, for `num_assistant_tokens="auto"`.
-        capture_seconds: how long a capture of another round is expected to take, by the last one.
-        patches: of the targets that these were captured of, whose tables they read.
-        num_bytes: of a GPU's memory that it has taken, without what graphs share.
+        round_times: times of its rounds, for `num_assistant_tokens="auto"`.
+        capture_seconds: expected time to capture another round, from the last capture.
+        patches: patches of the targets that the graphs were captured of; graphs read their tables.
+        num_bytes: GPU memory that the session has taken, without what graphs share.
         fence: recorded after the work of the last call.
     """
 
@@ -110,16 +109,16 @@ class Session:
 
     @property
     def row_memory(self) -> RowMemory | None:
-        """What keys and values of the rows are in; None if they have buffers of fixed size."""
+        """The memory of the rows' keys and values; None if they have buffers of fixed size."""
         return self.state.cache.row_memory
 
     def free_rows(self) -> None:
-        """Give back the memory of the rows of a session that is not used again, and that the device does not use."""
+        """Free the memory of the rows. The session is not used again, and the device no longer uses it."""
         if self.row_memory is not None:
             self.row_memory.free()
 
     def keep_patches(self, patches: Sequence[Patch]) -> None:
-        """Let what a graph reads of `patches` live as long as the session."""
+        """Keep `patches` alive as long as the session, since graphs read their tables."""
         if patches not in self.patches:
             self.patches.append(patches)
 
@@ -129,7 +128,7 @@ class Session:
         return cache
 
     def acquire(self) -> None:
-        """Make the buffers ready for another call: after the work of the last one, whose cache is copied if need be."""
+        """Make the buffers ready for another call: wait for the last one, and copy its cache if that is still lent."""
         self.fence.wait()
         borrower = self._borrower()
         if borrower is not None:
@@ -137,18 +136,18 @@ class Session:
 
 
 class SessionPool:
-    """The idle sessions of a drafter, by `SessionKey`, and its `Hosting`s; how many of its drafts were accepted.
+    """The idle sessions of a drafter by `SessionKey`, its `Hosting`s, and the acceptance of its drafts.
 
-    A call takes a session out of the pool, so simultaneous calls get different sessions; they may be on different
-    streams. Copying or unpickling a pool gives an empty one.
+    A call takes a session out of the pool, so simultaneous calls, perhaps on different streams, get different sessions.
+    Copying or unpickling a pool gives an empty one.
     """
 
     def __init__(self) -> None:
-        # The least recently used first.
+        # Least recently used first.
         self._idle: list[tuple[SessionKey, Session]] = []
         self._hostings: list[Hosting] = []
         self._acceptances: dict[bool, Acceptance] = {}
-        # What takes the drafter's place in calls that are faster without it.
+        # Takes the drafter's place in calls that are faster without it.
         self.substitute: Drafter | None = None
         self._lock = threading.Lock()
 
@@ -162,9 +161,9 @@ class SessionPool:
         return any(one == key for one, _ in self._idle)
 
     def hosting(self, fingerprint: Fingerprint) -> Hosting:
-        """The hosting of a target and the drafter that have this fingerprint.
+        """The hosting of the target and the drafter with this fingerprint.
 
-        Others that no call can use again, and the least recently used, are dropped with their sessions.
+        Hostings that no call can use again, and the least recently used ones, are dropped with their sessions.
         """
         with self._lock:
             same = (one for one in self._hostings if one.fingerprint == fingerprint)
@@ -177,11 +176,11 @@ class SessionPool:
         return found
 
     def acceptance(self, is_sampling: bool) -> Acceptance:
-        """Of the drafts of all calls with `num_assistant_tokens="auto"`, of greedy and of sampling ones."""
+        """Acceptance of the drafts of all calls with `num_assistant_tokens="auto"`, greedy or sampling."""
         return self._acceptances.setdefault(is_sampling, Acceptance())
 
     def of_rows(self, count: int, has_drafts: bool) -> list[Session]:
-        """Idle sessions of so many rows, of calls with drafts or of those without."""
+        """Idle sessions of `count` rows, of calls with drafts or of calls without."""
         with self._lock:
             found = [(key.shape, session) for key, session in self._idle]
         return [one for shape, one in found if shape.batch == count and (shape.num_draft_tokens > 0) == has_drafts]
@@ -195,10 +194,10 @@ class SessionPool:
         return None
 
     def keep(self, key: SessionKey, session: Session) -> None:
-        """Return a session that a call has used without an error; the least recently used ones are freed."""
+        """Return a session after a call without an error; the least recently used sessions are freed."""
         session.fence.set()
         with self._lock:
-            if key.hosting not in self._hostings:  # all was freed meanwhile, as memory did not suffice
+            if key.hosting not in self._hostings:  # the pool was cleared meanwhile, for want of memory
                 self._hostings = [*self._hostings, key.hosting][-MAX_HOSTINGS:]
             self._idle.append((key, session))
             dropped, self._idle = self._idle[:-MAX_SESSIONS], self._idle[-MAX_SESSIONS:]
@@ -214,7 +213,7 @@ class SessionPool:
         _free(dropped)
 
     def clear(self) -> None:
-        """Free all idle sessions, and forget what was looked up."""
+        """Free all idle sessions, and drop all hostings."""
         with self._lock:
             dropped, self._idle = self._idle, []
             self._hostings.clear()
@@ -234,7 +233,7 @@ def sessions_of(drafter: Drafter) -> SessionPool:
 
 
 def _free(sessions: list[tuple[SessionKey, Session]]) -> None:
-    # Freed memory goes back to the stream that it was allocated on, which may differ from the one that used it last.
+    # Freed memory returns to the stream that allocated it, and another stream may have used it last.
     for _, session in sessions:
         session.fence.synchronize()
         session.free_rows()
@@ -243,7 +242,7 @@ def _free(sessions: list[tuple[SessionKey, Session]]) -> None:
 
 @contextmanager
 def settled_on_error(session: Session) -> Iterator[None]:
-    """Context that, on an error, waits until the device no longer uses the session, which is not used again."""
+    """Context that, on an error, waits until the device is done with the session, and frees the memory of its rows."""
     try:
         yield
     except BaseException:

@@ -1,7 +1,7 @@
-"""The static engine: batched speculative decoding on a static KV cache, one CUDA graph a round on a GPU.
+"""The static engine: batched speculative decoding on a static KV cache; on a GPU a round is one CUDA graph.
 
-A call of `generate()` gets a `Session`: buffers and CUDA graphs, its own or those of an earlier call
-of the same shape. Its rows are admitted together, and run in lockstep: a `Run` tells a `Transcript` of all tokens.
+A call of `generate()` gets a `Session`, i.e. buffers and CUDA graphs: a new one, or that of an earlier call of the same
+shape. Its rows are admitted together and run in lockstep: a `Run` passes all tokens to a `Transcript`.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from .runner import FirstTokens, Runner
 from .session_prefill import can_pack
 from .sessions import sessions_of, settled_on_error
 
-# Of the tokens in a cache of the user, whose hidden states a drafter lacks, the target runs as many again as these
-# times the new tokens that the call may generate, at most the second.
+# Of the tokens in a user's cache, whose hidden states a drafter lacks, the target runs the last ones again: the first
+# number times the new tokens that the call may generate, but at most the second number.
 REREAD_PER_NEW_TOKEN, MOST_REREAD = 8, 2048
 
 
-@torch.inference_mode(False)  # whatever the user's: buffers and weights that are moved outlive the call
+@torch.inference_mode(False)  # whatever the user's mode: buffers and moved weights outlive the call
 @torch.no_grad()
 def decode(call: Call) -> SpeculativeOutput | torch.Tensor:
-    """Generate on the static engine: what `generate()` returns, sequences `[B, P + new]` or a `SpeculativeOutput`.
+    """Generate on the static engine. Returns what `generate()` does: sequences `[B, P + new]` or `SpeculativeOutput`.
 
-    The target of `call` is on one device, in evaluation mode, and of the kinds that the engine supports (see
+    The target of `call` must be on one device, in evaluation mode, and supported by the engine (see
     `hosting.eligibility`).
     """
-    # A context: the target is patched inside at most, and only if need be.
+    # The target is patched inside this context at most, and only when it is needed.
     with HostedTarget(call.model, call.drafter, call.kept) as target:
         num_rows = next_power_of_two(call.batch) if target.is_captured else call.batch
         times = times_if_alone(call, target, num_rows, call.max_new_tokens)
@@ -64,17 +64,17 @@ def decode(call: Call) -> SpeculativeOutput | torch.Tensor:
 
 
 class Lockstep(Runner):
-    """The rows of a call of `generate()`, admitted together to a session of their number."""
+    """The rows of a call of `generate()`, admitted together to a session with as many rows."""
 
     def __init__(self, call: Call, target: HostedTarget):
-        # Of a call whose prompts the target itself runs, until the drafter has read what that gives.
+        # For prompts that the target itself runs; kept until the drafter has read its results.
         self._first_pass = None if call.inputs is None else FirstPass(call, target.keeps_hidden_states)
         call = replace(call, prompts=_with_reread(call, target))
         prompts = call.prompts
         padding = [pad - prompts.hidden for pad in prompts.padding]
         process = BlockProcessor(call.processors, prompts.input_ids, padding, call.temperature)
         super().__init__(call, target, process)
-        # Rows beyond those of the call take no part in it.
+        # A captured session may have more rows than the call; they stay finished.
         is_shared = target.is_captured and process.key is not None
         batch = next_power_of_two(call.batch) if is_shared else call.batch
         self._shape = shape_of(call, batch, prompts.longest + call.max_new_tokens, target.is_captured)
@@ -83,7 +83,7 @@ class Lockstep(Runner):
             if one.error is not None:
                 raise ValueError(one.error)
         starts = prompts.draft_starts(target.reads_hidden_states)
-        # What a row begins with besides its text, by row.
+        # What a row starts with besides its text: a list over rows for each buffer.
         self._numbers = {
             "cached": prompts.cached_lengths,
             "draft_starts": starts,
@@ -93,7 +93,7 @@ class Lockstep(Runner):
             self._numbers["position_offsets"] = call.position_offsets
 
     def _plan_reuse(self) -> None:
-        """Find out what rows reuse of each other: beginnings where prompts are packed, else whole prompts."""
+        """Choose what rows reuse of each other: prefixes if prompts are packed, else whole prompts."""
         self._groups: Groups | None = None
         call, target, prompts = self._call, self.target, self._call.prompts
         most_saved = (call.batch - 1) * prompts.longest
@@ -103,7 +103,7 @@ class Lockstep(Runner):
             self.prefix_margin = margin_of(target, self._shape)
             if self.prefix_margin is None:
                 return
-        # Hooks may treat rows with the same prompt in different ways.
+        # Hooks may treat rows with equal prompts differently.
         elif not can_copy_rows(call.drafter) or target.keeps_hidden_states or target.has_hooks:
             return
         ids = [row.tolist() for row in prompts.rows(torch.device("cpu"))]
@@ -117,7 +117,7 @@ class Lockstep(Runner):
                 self.merges_equal, self._groups = True, groups
 
     def open(self) -> Run:
-        """Get a session, capture what it lacks, and admit all rows: their prompts are prefilled."""
+        """Take a session, capture what it lacks, and admit and prefill all rows."""
         is_any_kept = len(sessions_of(self._call.drafter)) > 0
         return self._first_that_fits([self._admit] * (1 + is_any_kept))
 
@@ -137,14 +137,14 @@ class Lockstep(Runner):
             self.state.live = call.prompts.longest
             drafted = self.drafts.current
             needs_rounds = call.max_new_tokens > 1
-            # A pass allocates what is captured or copied to, in the target's dtypes, and tells how layers hold states.
+            # A pass allocates, in the target's dtypes, what is captured or copied to, and tells the form of states.
             has_states = self.state.cache.recurrence is not None
             is_read = call.prompts.cached and (has_states or has_other_dtypes(call.cache, call.model.dtype))
             if self.target.is_captured or is_read or self._groups is not None:
                 lease.allocate()
             if needs_rounds and lease.lacks_round(drafted):
                 lease.capture_round(drafted)
-            # Where rounds cannot be captured, nor can a prefill.
+            # If rounds cannot be captured, a prefill cannot, either.
             self._captures_prefill = not needs_rounds or lease.captured_round(drafted) is not None
             counters = self.counters(call.batch)
             if call.prompts.cached:
@@ -191,7 +191,7 @@ class Lockstep(Runner):
         return self._commit_first_tokens(self._entering)
 
     def _fill(self, requests: Sequence[Request], state: DecodeState, rows: Sequence[int]) -> None:
-        """Put `requests` into `rows` of `state`, not prefilled."""
+        """Put `requests` into `rows` of `state`; they are to be prefilled."""
         state.admit(
             rows,
             [one.prompt for one in requests],
@@ -219,12 +219,12 @@ class Lockstep(Runner):
             if prompts.reread:
                 self.lease.prefill.reread(prompts.reread_spans, read)
         if not (self.target.reads_hidden_states or prompts.hidden):
-            self.target()  # which patches the drafter, too
+            self.target()  # patches the drafter, too
             prefill_drafter(state, call.drafter, max(prompts.cached_lengths), self.lease.prefill.chunk_size)
 
     def run_rounds(self, run: Run) -> None:
-        """Run rounds until every row has ended; then end the streamer, which may raise, fill the user's cache, and keep
-        the session for other calls."""
+        """Run rounds until every row has ended. Then end the streamer, which may raise, fill the user's cache, and
+        return the session to the pool."""
         with settled_on_error(self.session):
             run.run()
             run.transcript.finish()
@@ -234,7 +234,7 @@ class Lockstep(Runner):
         self.lease.keep()
 
     def _hand_over_cache(self, transcript: Transcript) -> None:
-        """Copy keys and values to the user's cache; if there is none, let the output copy them when it is asked."""
+        """Copy keys and values to the user's cache; without one, the output copies them when it is read."""
         call, cache = self._call, self.state.cache
         self._sequences, self._cache = transcript.sequences, call.cache
         if call.cache is None and not call.config.return_dict_in_generate:
@@ -250,7 +250,7 @@ class Lockstep(Runner):
             self._cache = self.session.lend_buffers(DeferredCache(self._finished))
 
     def _run_to_ends(self, columns: int) -> int:
-        """Bring recurrent states to the last token but one of all rows; returns how many columns were run then."""
+        """Bring recurrent states of all rows to the last token but one; returns how many columns have then been run."""
         state, call, prompts, sequences = self.state, self._call, self._call.prompts, self._sequences
         most = prompts.hidden + sequences.shape[1] - 1
         ends = prompts.ends(most)
@@ -258,21 +258,21 @@ class Lockstep(Runner):
             return most
         bases = state.cache.state_positions(len(ends))
         if any(base > end for base, end in zip(bases, ends, strict=True)):
-            # States have tokens in them that the text does not have: they are made anew from where the call began.
+            # States include tokens that the text lacks, so they are computed anew from where the call began.
             if call.inputs is not None:
                 return columns
             state.lengths[: len(ends)] = upload(prompts.lengths, state.lengths)
             state.cache.restart()
             if prompts.cached:
                 read_cache(call.cache, state.cache, prompts, self.num_rows, call.device)
-        # Tokens that were not given are in the cache already.
+        # Tokens that were not given (columns before `input_ids`) are in the cache already.
         columns_of_all = torch.nn.functional.pad(sequences, (prompts.hidden, 0))
         texts = [row[pad:] for row, pad in zip(columns_of_all, prompts.padding, strict=True)]
         run_to_ends(state, self.target(), texts, ends, self.lease.prefill.chunk_size)
         return most
 
     def complete(self, run: Run) -> SpeculativeOutput | torch.Tensor:
-        """End the call: the rest of the user's cache, statistics. Returns what `generate()` does."""
+        """End the call: complete the user's cache and the statistics. Returns what `generate()` does."""
         call, transcript = self._call, run.transcript
         if call.cache is not None:
             with user_code():
@@ -296,7 +296,7 @@ class Lockstep(Runner):
 
 
 def _with_reread(call: Call, target: HostedTarget) -> Prompts:
-    """The prompts of `call`, with what the target runs again for the drafter, as far as that pays for itself."""
+    """The prompts of `call`, with the number of cached columns that the target should run again for the drafter."""
     prompts = call.prompts
     is_known = prompts.cached and not prompts.hidden and call.inputs is None and not target.has_hooks
     if not is_known or call.cache is None or not target.reads_hidden_states:

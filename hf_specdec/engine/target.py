@@ -35,15 +35,15 @@ from ..state import DecodeState
 
 @dataclass
 class Target:
-    """The target as a function of tokens and slots, giving logits and auxiliary hidden states.
+    """The target as a function of tokens and slots, which returns logits and auxiliary hidden states.
 
     Attributes:
-        recorder: of the auxiliary hidden states that the drafter reads.
-        rollouts_recorder: of those that a drafter learns from, if calls keep them.
-        hidden_states: keeps all hidden states, if the caller asked for them.
-        position_markers: what position ids pass through before the model is given them.
-        patches: what was patched of the target and its drafter, in this order.
-        adapters: which the tokens of a pass have, if rows have adapters of their own.
+        recorder: records the auxiliary hidden states that the drafter reads.
+        rollouts_recorder: records the hidden states that a drafter learns from; None if the call keeps none.
+        hidden_states: keeps all hidden states if the caller asked for them.
+        position_markers: functions that position ids pass through before the model gets them.
+        patches: the patches of target and drafter, in the order in which they are entered.
+        adapters: the LoRA adapters of the tokens of a pass; None if rows have no adapters of their own.
         cache_name: see `patching.support.cache_name`; looked up beforehand, since a round may be compiled.
     """
 
@@ -72,19 +72,19 @@ class Target:
         logits_to_keep: torch.Tensor | int = 0,
         nodes: Nodes | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run `[B, n]` tokens at `[B, n]` slots; `nodes` if they are those of a tree.
+        """Run `[B, n]` tokens at `[B, n]` slots; `nodes` are given for the block of a tree.
 
         Returns:
-            logits `[B, n, V]`, those of columns `logits_to_keep` `[m]` int64 `[B, m, V]`, or with 1 `[B, 1, V]` of the
-            last (models may give more; the last is the last token's); and auxiliary hidden states `[B, n, width]` or
-            None.
+            logits and auxiliary hidden states `[B, n, width]` or None. Logits are `[B, n, V]`; with `logits_to_keep`
+            `[m]` int64 they are `[B, m, V]` of these columns; with 1 they are `[B, 1, V]` of the last column (some
+            models return more columns, of which the last one is that of the last token).
         """
         columns = None
-        # A `forward` that only hands its arguments on does not say whether it keeps the logits of some columns.
+        # A `forward` that only passes on its arguments does not tell whether it keeps the logits of some columns.
         if isinstance(logits_to_keep, torch.Tensor) and not keeps_logits(self.model):
             logits_to_keep, columns = 0, logits_to_keep
         elif isinstance(logits_to_keep, int) and logits_to_keep == 1 and self._records:
-            # Given a number, models whose last layers store no keys run those over as many tokens only.
+            # Given the number 1, models whose last layers store no keys would run these over the last token only.
             logits_to_keep = torch.full((1,), slots.shape[1] - 1, device=slots.device)
         state.cache.advance(slots, state.live, state.num_before)
         state.cache.nodes = nodes
@@ -115,7 +115,7 @@ class Target:
 
 
 def _look_up(model: PreTrainedModel, drafter: Drafter) -> Iterator[Patch]:
-    """What is to be patched; each is to be entered before the next is looked up, which depends on it."""
+    """The patches of a call, one by one: each must be entered before the next is looked up, which depends on it."""
     yield ragged_attention(model)
     yield from patches_of(plug_ins(), model, drafter)
     yield triton_experts(model, drafter)
@@ -129,7 +129,7 @@ def _look_up(model: PreTrainedModel, drafter: Drafter) -> Iterator[Patch]:
 
 
 def _refuse_copies(model: nn.Module, protocol: int) -> tuple:
-    """In place of `__reduce_ex__` of `model`, which is patched: copies would stay so, and run modules of `model`."""
+    """`__reduce_ex__` of a patched `model`: a copy would stay patched, and run modules of `model`."""
     raise RuntimeError(
         f"{type(model).__name__} was to be copied or pickled during a call with a drafter, which changes how modules "
         "compute; expected that before or after the call. A manager has pause() for it."
@@ -142,7 +142,7 @@ def patched_target(
 ) -> Iterator[Target]:
     """Context in which `model` runs on a `RaggedCache` with the engine's kernels; on exit it is restored.
 
-    `known` are the `Target.patches` of an earlier context with the same `Hosting`; looked up if there are none.
+    `known` are the `Target.patches` of an earlier context of the same `Hosting`; if empty, patches are looked up.
     """
     with ExitStack() as stack:
         if current_engine() is None:
@@ -150,7 +150,7 @@ def patched_target(
         refusals = [(one, functools.partial(_refuse_copies, one)) for one in (model, drafter)]
         stack.enter_context(replaced("__reduce_ex__", refusals))
         patches = []
-        with without_dispatch_modes():  # what is looked up is found by running modules on a few values
+        with without_dispatch_modes():  # looking up patches runs modules on a few values
             for patch in known or _look_up(model, drafter):
                 if not patch.is_empty:
                     stack.enter_context(copy.copy(patch))

@@ -1,1 +1,1 @@
-"""CUDA graphs: what they are captured in, compiled pieces between them, and the sizes that they are captured for."""
+"""CUDA graphs: capture and replay, compilation, and bucket sizes."""

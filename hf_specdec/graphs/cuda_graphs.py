@@ -1,4 +1,4 @@
-"""CUDA graphs: functions captured once and replayed; and functions compiled before."""
+"""CUDA graphs, which capture a function once and replay it; and compilation of functions."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from ..op_choice import capturing
 
 _T = TypeVar("_T")
 
-# Runs of a function before it is captured.
+# Number of warm-up runs of a function before its capture.
 WARM_UPS = 2
 
-# Settings of the compiler, and filters of warnings, are shared by all threads.
+# All threads share the compiler's settings and the filters of warnings.
 _COMPILING = threading.RLock()
 
-# Every shape is compiled separately; torch stops compiling a function after so many.
+# Each shape is compiled separately, and torch stops compiling a function after so many compilations.
 _MOST_COMPILATIONS = 4096
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Context in which `device` is the current one, where Triton launches and torch creates streams and events."""
+    """Context in which `device` is the current device: Triton launches, and torch creates streams and events there."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class RoundClock:
-    """Points in time of the work of `device`: CUDA events, which are read later; elsewhere the host's clock."""
+    """Points in time in the work of `device`: CUDA events, which are read later; elsewhere the host's clock."""
 
     def __init__(self, device: torch.device):
         self._device = device
 
     def mark(self) -> Any:
-        """The time at which the work so far is done."""
+        """A mark after the work so far."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -47,26 +47,26 @@ class RoundClock:
         return event
 
     def milliseconds(self, start: Any, end: Any) -> float:
-        """Time between two marks, which the device has passed."""
+        """Time between two marks, both of which the device must have passed."""
         return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
 
 
 @functools.cache
 def _streams(device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream, threading.Lock]:
-    """A GPU's streams for warm-ups and for captures, one each as cuBLAS keeps a workspace for every one, and a lock."""
+    """A GPU's stream for warm-ups, stream for captures, and lock; one each, as cuBLAS has a workspace a stream."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device), threading.Lock()
 
 
 @dataclass
 class GraphPool:
-    """A CUDA-graph memory pool that several graphs share: temporary tensors of one are overwritten by the next.
+    """A memory pool that several CUDA graphs share: each graph overwrites the temporary tensors of the others.
 
-    The graphs must not run at the same time, and what a replay returns must have been read before the next one.
+    The graphs must not run at the same time, and the result of a replay must be read before the next replay.
 
     Attributes:
-        owner: the graph captured last, which keeps the pool alive; None before the first.
-        seconds: what the graphs took, if each of their runs was as the last one: the first may build kernels, which
-            graphs of other shapes share.
+        owner: the graph captured last, which keeps the pool alive; None before the first capture.
+        seconds: time of all captures, taking each run to last as long as the last one: the first runs may build kernels
+            that graphs of other shapes share.
     """
 
     owner: torch.cuda.CUDAGraph | None = None
@@ -74,13 +74,13 @@ class GraphPool:
 
 
 class CudaGraph:
-    """A function of no arguments as a CUDA graph of the current device; a replay is launched on the current stream.
+    """A function without arguments as a CUDA graph of the current device; a replay runs on the current stream.
 
-    The function must read and write tensors at fixed addresses, and read nothing on the host. It is run `WARM_UPS`
-    times before it is captured; the caller makes sure that these runs have no effect.
+    The function must read and write tensors at fixed addresses, and read nothing on the host. It runs `WARM_UPS` times
+    before the capture; the caller makes sure that these runs have no effect.
 
     Attributes:
-        result: what the function returned when it was captured; every replay overwrites its tensors.
+        result: the result of the function at its capture; every replay overwrites its tensors.
     """
 
     def __init__(self, function: Callable[[], Any], memory: GraphPool):
@@ -93,11 +93,11 @@ class CudaGraph:
         current.wait_stream(warm_up)
         start = time.perf_counter()
         self._graph = torch.cuda.CUDAGraph()
-        # torch counts the pool of a failed capture as in use for good: the next capture starts a new one.
+        # torch counts the pool of a failed capture as in use forever, so the next capture must start a new one.
         owner, memory.owner = memory.owner, None
         pool = None if owner is None else owner.pool()
-        # Other threads may allocate and synchronise during the capture. After a failed capture torch would leave its
-        # stream current.
+        # Other threads may allocate and synchronise during the capture. `stream(current)` restores the current stream,
+        # which torch does not after a failed capture.
         with (
             lock,
             torch.cuda.stream(current),
@@ -114,18 +114,18 @@ class CudaGraph:
 
 
 def compiled(function: Callable[..., _T], backend: str, same_everywhere: bool = False) -> Callable[..., _T]:
-    """`function` as one graph of `torch.compile` with a `backend`; it is compiled when it first runs.
+    """`function` as a single graph of `torch.compile` with a `backend`; it is compiled at its first run.
 
-    It must write each buffer once: where a graph writes one twice, torch's compiler may copy it (torch 2.13).
+    It must write each buffer once: if a graph writes a buffer twice, torch's compiler may copy it (torch 2.13).
 
     Args:
-        same_everywhere: whether the ranks of a split target run it, which must have the same kernels.
+        same_everywhere: whether ranks of a split target run it, which must all have the same kernels.
     """
     options = None
     if backend == "inductor":
-        # Padded strides would be those of kernels' inputs, too, which are launched with the ones that tracing has seen.
+        # Kernels are launched with the strides that tracing has seen, so inputs must not get padded strides.
         options = {"comprehensive_padding": False}
-        # Autotuned reductions could add in another order on each rank, which could draft another token.
+        # Autotuned reductions could add in another order on each rank, so that ranks could draft different tokens.
         if same_everywhere and "deterministic" in torch._inductor.list_options():
             options["deterministic"] = True
     optimized = torch.compile(function, backend=backend, fullgraph=True, dynamic=False, options=options)
@@ -133,9 +133,9 @@ def compiled(function: Callable[..., _T], backend: str, same_everywhere: bool = 
     def run(*args: Any, **options: Any) -> _T:
         limits = {"recompile_limit": _MOST_COMPILATIONS, "accumulated_recompile_limit": _MOST_COMPILATIONS}
         with _COMPILING, torch._dynamo.config.patch(limits), warnings.catch_warnings():
-            # The float32 matmuls of a round are those of rotary embeddings, which should stay exact.
+            # The float32 matmuls of a round belong to rotary embeddings, which should stay exact.
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-            # A note for the compiler's developers.
+            # A message for the compiler's developers.
             warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
             return optimized(*args, **options)
 
@@ -144,7 +144,7 @@ def compiled(function: Callable[..., _T], backend: str, same_everywhere: bool = 
 
 @contextmanager
 def without_autocast_cache() -> Iterator[None]:
-    """Context in which autocast caches no casts of weights, which a graph would go on reading when outdated."""
+    """Context in which autocast does not cache casts of weights, which a graph would go on reading when outdated."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -154,6 +154,6 @@ def without_autocast_cache() -> Iterator[None]:
 
 
 def capture(function: Callable[[], Any], device: torch.device, memory: GraphPool) -> CudaGraph:
-    """`function` as a graph; calling it replays it, and every replay overwrites its `result`."""
+    """`function` as a graph; a call replays it, and every replay overwrites its `result`."""
     with on_device(device), without_autocast_cache():
         return CudaGraph(function, memory)

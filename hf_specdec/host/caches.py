@@ -1,4 +1,4 @@
-"""Caches of transformers: their classes, and the names by which models and calls take them."""
+"""Caches of transformers: their classes, and the names of the parameters that take them in models and calls."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ is_of_caller = attribute(
 
 @uses(f"{_FILE}:QuantizedLayer", "_quantize", why="tells caches that round keys and values")
 def rounds_keys(part_of_cache: Any) -> bool:
-    """Whether a cache, a layer of it or their class rounds what it stores."""
+    """Whether a cache, one of its layers or their class rounds what it stores."""
     return hasattr(part_of_cache, "_quantize")
 
 
 @uses(f"{_FILE}:DynamicSlidingWindowLayer", "record_past", why="set by assisted generation, restored after a call")
 def recording_layers(cache: Any) -> dict[Any, bool]:
-    """Layers of a cache that can keep what has left their window, and whether they do."""
+    """The layers of a cache that can keep tokens which have left their window, and whether they do."""
     layers = getattr(cache, "layers", ())
     return {layer: layer.record_past for layer in layers if hasattr(layer, "record_past")}
 
 
 def set_recording(layers: dict[Any, bool]) -> None:
-    """Let `layers` keep what has left their window, or not."""
+    """Set whether `layers` keep tokens that have left their window."""
     for layer, is_recording in layers.items():
         layer.record_past = is_recording
 
 
 (STORE_COMPRESSED,) = in_modeling_files("store_compression_weights", why="tells layers with keys of windows of tokens")
 
-# What `forward` of a model or a layer calls its cache, and `generate()` among the inputs of a model.
+# Names of the cache: as parameter of `forward` in a model or a layer, and among model inputs in `generate()`.
 CACHE_NAMES = in_modeling_files(
     "cache",
     "past_key_values",
@@ -66,19 +66,19 @@ CACHE_NAMES = in_modeling_files(
     why="parameter of `forward` that takes the cache, input of `generate()`, entry of outputs",
     since="5.24: `cache`; before, `past_key_values`, and `cache_params` of models with recurrent layers only",
 )
-# What models call caches of their own, which are not transformers' `Cache`.
+# Names of models' own caches, which are not transformers' `Cache`.
 _OWN_CACHES = in_modeling_files("state", "mems", "past_buckets_states", why="caches of a model's own")
 
 
 @cached
 def cache_parameter(function: Callable) -> str | None:
-    """The parameter by which `function` takes a cache, one of `CACHE_NAMES`; None if it has none of them."""
+    """The cache parameter of `function`, one of `CACHE_NAMES`; None if it has none of them."""
     parameters = inspect.signature(inspect.unwrap(function)).parameters
     return next((name for name in CACHE_NAMES if name in parameters), None)
 
 
 def cache_argument(function: Callable, value: Any) -> dict[str, Any]:
-    """`value` as the keyword argument by which `function` takes a cache; none if it takes none."""
+    """`value` as the cache keyword argument of `function`; empty if it has no such parameter."""
     name = cache_parameter(function)
     return {} if name is None else {name: value}
 
@@ -90,7 +90,7 @@ def given_cache(arguments: Mapping[str, Any]) -> Any:
 
 @cached
 def _parameters_of(kind: type, forward: Callable) -> dict[str, inspect.Parameter]:
-    """Parameters of `forward` of a class, and of those of its bases that it may hand others on to."""
+    """Parameters of `forward` in a class, and in those of its bases that it may pass others on to."""
     found: dict[str, inspect.Parameter] = {}
     for function in (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)):
         parameters = inspect.signature(inspect.unwrap(function)).parameters
@@ -101,13 +101,13 @@ def _parameters_of(kind: type, forward: Callable) -> dict[str, inspect.Parameter
 
 
 def _is_own(parameter: inspect.Parameter) -> bool:
-    """Whether the annotation of a parameter is a class of caches that are not transformers' `Cache`."""
+    """Whether the annotation of a parameter is a class of caches other than transformers' `Cache`."""
     kinds = [one for one in (parameter.annotation, *typing.get_args(parameter.annotation)) if isinstance(one, type)]
     return any(one.__name__.endswith("Cache") and not issubclass(one, Cache) for one in kinds)
 
 
 def model_cache_name(kind: type) -> str | None:
-    """The parameter by which models of class `kind` take a `Cache`; None if they do not."""
+    """The parameter that takes a `Cache` in models of class `kind`; None if there is none."""
     parameters = _parameters_of(kind, kind.forward)
     return next((name for name in CACHE_NAMES if name in parameters and not _is_own(parameters[name])), None)
 
@@ -129,6 +129,6 @@ def why_no_cache(kind: type) -> str | None:
 GenerateDecoderOnlyOutput = part("transformers.generation.utils", "GenerateDecoderOnlyOutput", why="what calls return")
 _ENTRIES = {one.name for one in fields(GenerateDecoderOnlyOutput)} if GenerateDecoderOnlyOutput else set()
 
-# The entry of an output of `generate()` that holds the cache, which is passed to models by the same name; older
-# versions have another one for models with recurrent layers only.
+# The entry of an output of `generate()` that holds the cache, and the model input of the same name. Older versions have
+# another one for models with recurrent layers only.
 OUTPUT_NAME = next((name for name in CACHE_NAMES if name in _ENTRIES), CACHE_NAMES[0])

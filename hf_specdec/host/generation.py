@@ -1,4 +1,4 @@
-"""`GenerationMixin`, continuous batching and what they hand to a loop of decoding."""
+"""`GenerationMixin`, continuous batching, and what they pass to a decoding loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BaseStreamer = part("transformers.generation.streamers", "BaseStreamer", why="ba
 ModelOutput = part("transformers.utils.generic", "ModelOutput", why="output of a forward pass")
 
 
-# By owner and name: the methods that are replaced, as they are.
+# The methods that are replaced, in their original form, by owner and name.
 REPLACED_METHODS: dict[tuple[Any, str], Any] = {
     (owner, name): part(where, name, why="replaced, so that calls accept a drafter")
     for owner, where, names in (
@@ -65,23 +65,23 @@ REPLACED_METHODS: dict[tuple[Any, str], Any] = {
 assisted_decoding = REPLACED_METHODS[GenerationMixin, "_assisted_decoding"]
 
 
-# Of a configuration or its class: the settings that it has if nobody sets them.
+# Takes a configuration or its class: the values of settings that nobody sets.
 default_settings = method(
     "transformers:GenerationConfig", "_get_default_generation_params", why="tells what a caller has asked for"
 )
-# Of a model: whether `generate()` would make a `DynamicCache`.
+# Takes a model: whether `generate()` would make a `DynamicCache`.
 makes_dynamic_cache = method(_MIXIN, "_supports_default_dynamic_cache", why="tells whether a call would make a cache")
 
 
 def make_cache(model: PreTrainedModel, config: GenerationConfig, inputs: dict[str, Any], *args: Any, **kw: Any) -> None:
-    """Put the cache that `generate()` makes for a call into its `inputs`."""
+    """Add the cache that `generate()` makes for a call to its `inputs`."""
     model._prepare_cache_for_generation(config, inputs, *args, **kw)
 
 
 def prepared_config(
     model: PreTrainedModel, config: GenerationConfig | None, **settings: Any
 ) -> tuple[GenerationConfig, dict[str, Any]]:
-    """The configuration of a call of `generate()`, and those of `settings` that it does not have."""
+    """The configuration of a call of `generate()`, and those `settings` that it does not have."""
     return model._prepare_generation_config(config, **settings)
 
 
@@ -90,7 +90,7 @@ def prepared_config(
 def stopping_criteria(
     model: PreTrainedModel, config: GenerationConfig, criteria: StoppingCriteriaList | None, tokenizer: Any
 ) -> StoppingCriteriaList:
-    """The criteria of `generate()`; `config`, whose defaults are filled in, gets the tensors of its special tokens."""
+    """The stopping criteria of `generate()`; `config`, with its defaults filled in, gets tensors of special tokens."""
     model._prepare_special_tokens(config, True, device=model.device, batch_size=1)
     return model._get_stopping_criteria(config, criteria or StoppingCriteriaList(), tokenizer)
 
@@ -112,7 +112,7 @@ def logits_processors(
         config: with all defaults filled in; it is not changed.
         prompt: `[length]` int64.
         ends: tokens that end the text.
-        processors, prefix_allowed_tokens_fn: as of `generate()`.
+        processors, prefix_allowed_tokens_fn: as in `generate()`.
     """
     config = copy.copy(config)
     config.max_length, config.num_return_sequences = len(prompt) + max_new_tokens, 1
@@ -127,9 +127,9 @@ def logits_processors(
     )
 
 
-# Of a model: whether its `forward` takes `logits_to_keep`.
+# Takes a model: whether its `forward` has `logits_to_keep`.
 keeps_logits = method(_MIXIN, "_supports_logits_to_keep", why="computes the logits that are needed only")
-# Of a model: its output for prompts `[B, P]`, a configuration and prepared inputs.
+# Takes a model, prompts `[B, P]`, a configuration and prepared inputs; returns the model's output.
 prefill = method(_MIXIN, "_prefill", why="runs prompts as plain generate() does")
 
 
@@ -141,9 +141,9 @@ def inputs_after(
     return model._update_model_kwargs_for_generation(outputs, dict(inputs), num_new_tokens=num_new_tokens)
 
 
-# Of a configuration: the tensor of the token that finished rows go on with, as prepared by `generate()`.
+# Takes a configuration: the tensor of the token that finished rows continue with, as prepared by `generate()`.
 pad_token = attribute(_MIXIN, "_pad_token_tensor", why="token of finished rows")
-# Likewise: the columns of the attention mask that `generate()` has dropped; None if it has not.
+# Takes a configuration: columns of the attention mask if `generate()` has dropped it, else None.
 mask_length = attribute(
     _MIXIN,
     "_mask_length",
@@ -151,8 +151,8 @@ mask_length = attribute(
     since="after 5.17",
     is_needed=False,
 )
-# Of a `PrefixConstrainedLogitsProcessor`: its function of the number of a prompt and a text `[n]`, and how many rows a
-# prompt has.
+# Take a `PrefixConstrainedLogitsProcessor`: the number of rows of a prompt; and its function of a prompt's number and a
+# text `[n]`.
 rows_of_prompt = attribute(
     "transformers:PrefixConstrainedLogitsProcessor", "_num_beams", why="tells of which prompt a row is"
 )

@@ -1,4 +1,4 @@
-"""Modeling files and configurations: what their modules, functions and settings are called, and where they register."""
+"""Modeling files and configurations: names of their modules, functions and settings, and where these are registered."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ rotate_half = part(_LLAMA, "rotate_half", why="rotary embedding of drafters")
 Qwen3NextRMSNorm = part(
     "transformers.models.qwen3_next.modeling_qwen3_next", "Qwen3NextRMSNorm", why="norm of MTP modules"
 )
-# Only the model with a vision tower around it is in transformers' mapping of configurations to models.
+# transformers maps a configuration only to the model with a vision tower around this one.
 step3p7_text_model = lazy_part(
     "transformers.models.step3p7.modeling_step3p7", "Step3p7TextModel", why="decoder layers of its MTP modules"
 )
@@ -55,7 +55,7 @@ NO_SETTINGS = frozenset(
     }
 )
 # Attributes of a `PreTrainedModel` that only loading, saving, sharding and `generate()` read; and `rope_deltas`, from
-# which a forward pass without position ids computes them (M-RoPE), and which every call of `generate()` sets.
+# which M-RoPE models compute missing position ids, and which every call of `generate()` sets.
 UNREAD_ATTRIBUTES = frozenset(
     in_modeling_files(
         "_compiled_call",
@@ -79,7 +79,7 @@ UNREAD_ATTRIBUTES = frozenset(
         why="attributes of a model that no forward pass of an engine reads, which fingerprints leave out",
     )
 )
-# Attributes of any module that passes with gradients in training mode read only, and attributes of models for them.
+# Attributes of modules that only passes with gradients in training mode read, and attributes of models for them.
 TRAINING_ATTRIBUTES = frozenset(
     in_modeling_files(
         "gradient_checkpointing",
@@ -92,12 +92,12 @@ TRAINING_ATTRIBUTES = frozenset(
 (ROPE_DELTAS,) = in_modeling_files("rope_deltas", why="positions of the last prompts, restored after a probe")
 (HOOK_OF_ACCELERATE,) = in_modeling_files("_hf_hook", why="accelerate's mark of layers that are moved between devices")
 
-# Names in the code of a `forward`, by which kinds of layers are told.
+# Names in the code of a `forward` that identify kinds of layers.
 (ATTENTION_INTERFACE,) = in_modeling_files("ALL_ATTENTION_FUNCTIONS", why="tells layers that use the interface")
 (UPDATE_INDEXER,) = in_modeling_files("update_indexer", why="tells indexers, which keep keys in the cache")
 (UPDATE_CONV_STATE,) = in_modeling_files("update_conv_state", why="tells methods that keep former inputs in the cache")
 _REPLACED = "function of recurrent layers, replaced by one that reads a ring of late inputs"
-# Of a recurrence over several tokens, and over one.
+# Functions of a recurrence over several tokens, and over one.
 RECURRENCES = {
     "delta rule": in_modeling_files(
         "torch_chunk_gated_delta_rule",
@@ -111,7 +111,7 @@ RECURRENCES = {
     "convolution": in_modeling_files("causal_conv1d_fn", "causal_conv1d_update", why=_REPLACED),
 }
 (RECURRENT_MASK,) = in_modeling_files("create_recurrent_attention_mask", why="replaced: which tokens a layer reads")
-# Parameters of `forward` of modules that make biases of distances, the newest first.
+# Parameters of `forward` in modules that compute biases from distances, newest first.
 RELATIVE_BIASES = (
     in_modeling_files(
         "hidden_states",
@@ -127,7 +127,7 @@ RELATIVE_BIASES = (
         why="parameters by which modules that make biases of distances are told",
     ),
 )
-# Attributes of a compressor, of those that choose among its entries, and the function by which its file rotates.
+# Attributes of a compressor, of indexers that choose among its entries, and the functions that their file rotates with.
 COMPRESSOR = in_modeling_files(
     "kv_proj",
     "gate_proj",
@@ -158,21 +158,21 @@ LAYER_TYPES = {
 }
 
 
-# Of a model: whether its class states that all its layers use the attention interface.
+# Takes a model: whether its class states that all its layers use the attention interface.
 states_attention_interface = attribute(
     _MODEL, "_supports_attention_backend", why="states that all layers of a class use the attention interface"
 )
-# Of a configuration: the name of the attention that models with it run.
+# Takes a configuration: the name of the attention that models with it run.
 attention_of = attribute("transformers:PreTrainedConfig", "_attn_implementation", why="which attention a model runs")
 switches_experts = method(
     _MODEL, "_can_set_experts_implementation", why="tells whether a model's experts can be switched"
 )
-# Of a module of experts, and what is `[..., 2 * inner]`.
+# Takes a module of experts and a tensor `[..., 2 * inner]`.
 apply_gate = method("transformers.integrations.moe", "_apply_gate", why="gated activation of experts")
-# Of a class of models, and a configuration and a `dtype`.
+# Takes a class of models, a configuration and a `dtype`.
 with_random_weights = method(_MODEL, "_from_config", why="drafters with random weights")
 
 
 def accelerate_hook(module: nn.Module) -> Any:
-    """What accelerate has put around a module that it moves between devices; None without."""
+    """The hook with which accelerate moves a module between devices; None without one."""
     return getattr(module, HOOK_OF_ACCELERATE, None)

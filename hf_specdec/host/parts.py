@@ -1,7 +1,7 @@
-"""The table of what the package touches of transformers beyond its public names, and what of it is not there.
+"""The table of the parts of transformers that the package touches beyond its public names, and which are missing.
 
-The other files of this folder declare each part where they look it up: with `part` or `lazy_part` what can be imported,
-with `named_in` or `uses` attributes, with `in_modeling_files` names that differ from model to model.
+The other files of this folder declare each part where they look it up: importable parts with `part` or `lazy_part`,
+attributes with `named_in` or `uses`, and names that differ between models with `in_modeling_files`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import transformers
 
 from .. import __version__
 
-# The oldest and the newest version of transformers that the tests pass on; `.ci/newest` keeps the second one true.
+# The oldest and the newest version of transformers that the tests pass on; `.ci/newest` keeps the newest up to date.
 TESTED = ("5.17.0", "5.24.0")
 
 
@@ -27,11 +27,11 @@ class Part(NamedTuple):
     """A part of transformers that the package touches.
 
     Attributes:
-        where: module, or module and class, `transformers.generation.utils:GenerationMixin`.
-        names: of the part there, the newest first; several where versions differ; none for a module itself.
-        why: what it is touched for.
-        since: which version renamed it.
-        is_needed: whether nothing runs without it; else one feature does not.
+        where: module, or module and class: `transformers.generation.utils:GenerationMixin`.
+        names: names of the part there, newest first; several if versions differ; none for the module itself.
+        why: what the part is touched for.
+        since: version that renamed it.
+        is_needed: whether nothing runs without it; otherwise only one feature fails.
         is_found: whether the installed version has it under one of the names.
     """
 
@@ -53,7 +53,7 @@ _F = TypeVar("_F", bound=Callable)
 
 
 def any_of(names: tuple[str, ...] | list[str]) -> str:
-    """`names` in a sentence: `a`, `b` or `c`."""
+    """`names` as a phrase: `a`, `b` or `c`."""
     quoted = [f"`{name}`" for name in names]
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
 
@@ -75,7 +75,7 @@ def _look_up(where: str, names: tuple[str, ...]) -> Any:
 
 
 def part(where: str, *names: str, why: str, since: str = "", is_needed: bool = True) -> Any:
-    """Declare a class, function, method or module of transformers, and return it; None if it is not there."""
+    """Declare a class, function, method or module of transformers, and return it; None if it is missing."""
     found = _look_up(where, names)
     is_found = found is not None
     PARTS.append(Part(where, names, why, since, is_needed, lambda: is_found))
@@ -83,8 +83,8 @@ def part(where: str, *names: str, why: str, since: str = "", is_needed: bool = T
 
 
 def lazy_part(where: str, *names: str, why: str, since: str = "") -> Callable[[], Any]:
-    """As `part`, for one feature and a module that is imported when the feature is used: a function that returns it, or
-    raises `ImportError` if the part is not there."""
+    """Declare a part of a module that is imported only when its feature is used. Returns a function that returns the
+    part, or raises `ImportError` if it is missing."""
     declared = Part(where, names, why, since, False, lambda: _look_up(where, names) is not None)
     PARTS.append(declared)
 
@@ -110,7 +110,7 @@ def _code_of(owner: Any) -> Iterator[types.CodeType]:
 
 
 def named_in(where: str, name: str, *, why: str, since: str = "", is_needed: bool = True) -> str:
-    """Declare the name of an attribute, and return it; where instances have it only, the code there must mention it."""
+    """Declare the name of an attribute, and return it. If only instances have it, the code there must mention it."""
 
     def is_found() -> bool:
         try:
@@ -124,25 +124,25 @@ def named_in(where: str, name: str, *, why: str, since: str = "", is_needed: boo
 
 
 def uses(where: str, name: str, *, why: str, since: str = "", is_needed: bool = True) -> Callable[[_F], _F]:
-    """Decorator of a function that reads or calls an attribute: declares it, see `named_in`."""
+    """Decorator of a function that reads or calls an attribute; declares the attribute, see `named_in`."""
     named_in(where, name, why=why, since=since, is_needed=is_needed)
     return lambda function: function
 
 
 def method(where: str, name: str, *, why: str) -> Callable[..., Any]:
-    """Declare a method, and return a function that calls it of its first argument."""
+    """Declare a method, and return a function that calls it on its first argument."""
     named_in(where, name, why=why)
     return lambda owner, *args, **kwargs: getattr(owner, name)(*args, **kwargs)
 
 
 def attribute(where: str, name: str, *, why: str, since: str = "", is_needed: bool = True) -> Callable[..., Any]:
-    """Declare an attribute, and return a function of its owner, and of what it returns if that has none."""
+    """Declare an attribute, and return a function that reads it from its first argument, with a default."""
     named_in(where, name, why=why, since=since, is_needed=is_needed)
     return lambda owner, default=None: getattr(owner, name, default)
 
 
 def in_modeling_files(*names: str, why: str, since: str = "") -> tuple[str, ...]:
-    """Declare names that modeling files use, and return them; whether a model has them is asked for each model."""
+    """Declare names that modeling files use, and return them; each model may or may not have them."""
     PARTS.append(Part("transformers.models", names, why, since, False))
     return names
 
@@ -161,18 +161,18 @@ def installed_version(package: str) -> str | None:
 
 
 def is_tested() -> bool:
-    """Whether the installed transformers is none newer than those that are tested."""
+    """Whether the installed transformers is not newer than the newest tested version."""
     installed, newest = (re.findall(r"\d+", one)[:3] for one in (transformers.__version__, TESTED[1]))
     return [*map(int, installed)] <= [*map(int, newest)]
 
 
 def about(fault: str) -> str:
-    """A sentence about `fault` with the version that is installed and those that are tested."""
+    """A sentence about `fault` with the installed version and the tested versions."""
     version, (oldest, newest) = transformers.__version__, (one.rpartition(".")[0] for one in TESTED)
     return f"transformers {version}: {fault}; hf_specdec {__version__} is tested with {oldest} to {newest}"
 
 
 def why_broken() -> str | None:
-    """The reason why nothing runs with the installed transformers; None if all needed parts are there."""
+    """The reason why nothing runs with the installed transformers; None if all needed parts are found."""
     faults = ", ".join(map(str, missing()))
     return about(faults) if faults else None

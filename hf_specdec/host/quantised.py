@@ -1,4 +1,4 @@
-"""Linear layers with quantised weights that are transformers' own, and how it loads those of compressed-tensors."""
+"""transformers' own linear layers with quantised weights, and how it loads those of compressed-tensors."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def _names_of(module: str, **why: str) -> tuple[str, ...]:
     return tuple(why)
 
 
-# What is replaced or called of the server's modules.
+# Names in the server's modules that are replaced or called.
 SERVER_NAMES = {
     "utils": _names_of(
         "utils",
@@ -38,7 +38,7 @@ SERVER_NAMES = {
     "server": _names_of("server", build_server="replaced: the manager is made before requests come"),
 }
 
-# Their requests are checked first; by the names of what they read.
+# Handlers whose requests are checked first, by what they read.
 CHAT_HANDLER = named_in(f"{_SERVER}.chat_completion", "ChatCompletionHandler", why=_HANDLER, is_needed=False)
 COMPLETION_HANDLER = named_in(f"{_SERVER}.completion", "CompletionHandler", why=_HANDLER, is_needed=False)
 RESPONSE_HANDLER = named_in(f"{_SERVER}.response", "ResponseHandler", why=_HANDLER, is_needed=False)
@@ -46,7 +46,7 @@ RESPONSE_HANDLER = named_in(f"{_SERVER}.response", "ResponseHandler", why=_HANDL
 cached_file = part("transformers.utils.hub", "cached_file", why="downloads the files of a checkpoint")
 extract_commit_hash = part("transformers.utils.hub", "extract_commit_hash", why="revision of a downloaded checkpoint")
 
-# What lists the models of a server, the newest first.
+# Functions that list the models of a server, newest first.
 MODEL_LISTS = ("list_models", "get_gen_models")
 lazy_part(f"{_SERVER}.model_manager:ModelManager", *MODEL_LISTS, why="replaced: adapters are listed, too", since="5.24")
 
@@ -60,7 +60,7 @@ DistributedConfig = lazy_part("transformers.distributed", "DistributedConfig", w
 @uses("transformers.distributed.mixin", "_tp_size", why="tells a tensor parallel model")
 @uses("transformers.distributed.mixin", "_device_mesh", why="the processes that run it")
 def tensor_parallel_mesh(model: PreTrainedModel) -> DeviceMesh | None:
-    """The devices over which `model` is sharded; None if it is not."""
+    """The devices over which `model` is sharded; None if it is not sharded."""
     if (getattr(model, "_tp_size", None) or 1) == 1:
         return None
     mesh = model._device_mesh

@@ -1,1 +1,1 @@
-"""Which engine a target gets: whether the static one computes what plain `generate()` does, and why not."""
+"""The choice of a target's engine: whether the static engine computes what plain `generate()` does, and why not."""

@@ -29,10 +29,10 @@ from ..patching.support import (
 )
 from .equivalence import why_not_batch_invariant
 
-# Caches that a call may ask for, of which its text does not depend: the engine has a cache of its own.
+# Caches that a call may ask for without an effect on its text: the engine uses its own cache.
 _CACHES = frozenset({None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window"})
 
-# The first GPUs with conversions from and to float8.
+# Compute capability of the first GPUs that convert from and to float8.
 _FLOAT8_CAPABILITY = (8, 9)
 
 
@@ -56,7 +56,7 @@ def why_not_static(
 
 
 def _why_not_length(model: PreTrainedModel, config: GenerationConfig, prompts: Prompts) -> str | None:
-    """The reason why what a token is run with in texts as long as those of the call is not known; None if it is."""
+    """The reason why it is not known what tokens are run with in texts as long as the call's; None if it is known."""
     text = model.config.get_text_config()
     floor = text.floor_scale if getattr(text, "attn_temperature_tuning", False) else None
     floor = getattr(text, "log_scaling_n_floor", floor)
@@ -70,7 +70,7 @@ def _why_not_length(model: PreTrainedModel, config: GenerationConfig, prompts: P
 
 
 def _why_not_inputs(model: PreTrainedModel) -> str | None:
-    """The static engine does not call `prepare_inputs_for_generation`, so it must be one of transformers' own."""
+    """The static engine does not call `prepare_inputs_for_generation`, so that method must be transformers' own."""
     prepare = model.prepare_inputs_for_generation
     by_class = type(model).prepare_inputs_for_generation
     if getattr(prepare, "__func__", prepare) is by_class and by_class.__module__.partition(".")[0] == "transformers":
@@ -82,9 +82,9 @@ def _why_not_inputs(model: PreTrainedModel) -> str | None:
 
 
 def empty_attentions(model: PreTrainedModel, config: GenerationConfig) -> tuple | None:
-    """What plain `generate()` returns as attention weights of a step if `model` computes none, as only eager attention
-    does: empty tuples. None if there are weights, or if the call does not ask for them; raises `ValueError` if it asks
-    for those beyond a sliding window, where those of single tokens cannot be separated."""
+    """The attention weights of a step that plain `generate()` returns if `model` computes none: empty tuples (only
+    eager attention computes weights). None if there are weights, or if the call does not ask for them. Raises
+    `ValueError` if it asks for weights beyond a sliding window, where those of single tokens cannot be separated."""
     if not (config.return_dict_in_generate and config.output_attentions):
         return None
     if attention_of(model.config.get_text_config()) != "eager":
@@ -99,7 +99,7 @@ def empty_attentions(model: PreTrainedModel, config: GenerationConfig) -> tuple 
 
 
 def _check_attention_windows(model: PreTrainedModel, config: GenerationConfig) -> None:
-    # Beyond a sliding window a block of tokens reads another number of keys than a single token, and transformers'
+    # Beyond a sliding window a block of tokens reads other numbers of keys than a single token, and transformers'
     # assisted generation, which splits the weights of a block into those of its tokens, takes wrong columns.
     window = min(filter(None, cache_windows(model)), default=None)
     if window is not None and config.max_length > window:
@@ -137,8 +137,8 @@ def _other_engine(call: Call, engine: str) -> str:
 
 
 def check_batch_invariant(call: Call, engine: str) -> None:
-    """Raise `ValueError` unless a call that is to be batch-invariant can be, on the `engine` that is to run it.
-    Operations that are not known to be are refused where they are called, see `patching.batch_invariance`."""
+    """Raise `ValueError` unless a call that should be batch-invariant can be so on the `engine` that will run it.
+    Operations that are not known to be batch-invariant are refused when called, see `patching.batch_invariance`."""
     reason = _why_not_invariant(call, engine)
     if reason is not None:
         raise ValueError(
@@ -148,7 +148,7 @@ def check_batch_invariant(call: Call, engine: str) -> None:
 
 
 def check_key_dtype(call: Call, engine: str) -> None:
-    """Raise `ValueError` unless a call that is to store keys and values as float8 can, on the `engine` that runs it."""
+    """Raise `ValueError` unless a call on `engine` can store keys and values as float8, if it should."""
     model, name = call.model, type(call.model).__name__
     device, reason = model.device, None
     if engine != "static":
@@ -168,7 +168,7 @@ def check_key_dtype(call: Call, engine: str) -> None:
 
 
 def check_tree(call: Call, engine: str) -> None:
-    """Raise `ValueError` unless drafts of a call can be the trees that they are to be, on the `engine` that runs it."""
+    """Raise `ValueError` unless a call on `engine` can draft trees, if it should."""
     if call.num_nodes and (reason := why_no_tree(call, engine)) is not None:
         raise ValueError(
             f"Drafts are to be trees of {call.num_nodes} (tree), but {reason}. Set tree=0 for chains of drafts."
@@ -176,7 +176,7 @@ def check_tree(call: Call, engine: str) -> None:
 
 
 def why_no_tree(call: Call, engine: str) -> str | None:
-    """The reason why drafts of the call cannot be trees; None if they can."""
+    """The reason why the call cannot draft trees; None if it can."""
     model, drafter, name = call.model, call.drafter, type(call.model).__name__
     if engine != "static":
         return _other_engine(call, engine)

@@ -1,7 +1,7 @@
-"""The equivalence check: whether an engine generates what plain `generate()` does, found by running the target.
+"""The equivalence check: runs the target to find out whether an engine generates what plain `generate()` does.
 
-What a class does with masks, caches and windows cannot be told from its configuration. So an engine that first runs a
-target generates a few tokens with drafts of which some are wrong, and logits are compared with those of plain
+A configuration does not tell what a class does with masks, caches and windows. So before an engine first runs a target,
+it generates a few tokens, with drafts that are partly wrong, and its logits are compared with those of plain
 `generate()`. The outcome is kept for the class and its configuration.
 """
 
@@ -71,21 +71,21 @@ from ..stock.stock_engine import assist
 logger = logging.getLogger(__name__)
 
 NUM_DRAFT_TOKENS = 3
-# Of five drafts the second and the fifth are wrong: rounds accept none, some and all of them.
+# Of five drafts the second and the fifth are wrong, so rounds accept none, some and all of them.
 WRONG_DRAFTS, PERIOD = (1, 4), 5
 
-# Lengths of the prompts of a batch whose bits are compared with those of its first row alone: the longest one first.
+# Prompt lengths of a batch whose bits are compared with those of its first row alone: the longest one first.
 INVARIANT_LENGTHS = (150, 7, 33) * 3
 
-# Inputs with a column for each token, of which generated ones are given those of text.
+# Inputs with a column for each token; generated tokens get the values of text.
 _TOKEN_TYPES = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})
 _GIVEN_WITH_EVERY_TOKEN = "are read with every token, also in rounds"
 
 
 class ScriptedDrafter(Drafter):
-    """Drafts the known `answers` `[B, n]` int64 to prompts of these `lengths`, with wrong tokens at known positions.
+    """Drafts known `answers` `[B, n]` int64 to prompts of `lengths`, with wrong tokens at known positions.
 
-    `packs_prompts` says whether prompts are packed where the target allows it.
+    `packs_prompts` tells whether prompts are packed if the target allows it.
     """
 
     config_class = DrafterConfig
@@ -118,7 +118,7 @@ class ScriptedDrafter(Drafter):
 def _generate(
     model: PreTrainedModel, inputs: Inputs, count: int, drafter: Drafter, engine: str, by_target: bool = False
 ) -> Generated:
-    """`generate_greedily` on an engine; the target itself runs prompts if `by_target`, see `first_pass`."""
+    """`generate_greedily` on an engine; with `by_target` the target itself runs prompts, see `first_pass`."""
     return generate_greedily(model, inputs, count, custom_generate=functools.partial(_run, drafter, engine, by_target))
 
 
@@ -135,7 +135,7 @@ def _run(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> GenerateOutput:
-    """A decoding method of `generate()`: the drafter on an engine, without the checks of a call of a user."""
+    """A decoding method of `generate()`: the drafter on an engine, without the checks of a user's call."""
     mask = model_kwargs.get("attention_mask")
     mask = None if mask is None else mask.cpu()
     cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
@@ -162,7 +162,7 @@ def _run(
 def _difference(
     model: PreTrainedModel, inputs: Inputs, expected: Generated, drafter: Drafter, engine: str, by_target: bool = False
 ) -> float | str:
-    """`difference_of` an engine from what is `expected`, or the error that it raises."""
+    """`difference_of` an engine's output and what is `expected`, or the error that the engine raises."""
     try:
         generated = _generate(model, inputs, expected.tokens.shape[1], drafter, engine, by_target)
     except torch.OutOfMemoryError:
@@ -181,8 +181,8 @@ def why_not_equivalent(
     The first call for a class and configuration runs the model on a few tokens.
 
     Args:
-        prompts_by_target: whether the static engine lets the target itself run the prompts, see `first_pass`.
-        is_padded: whether rows are to be what plain `generate()` generates with their padding, where that differs.
+        prompts_by_target: whether the target itself runs the prompts on the static engine, see `first_pass`.
+        is_padded: whether rows must equal what plain `generate()` generates with their padding, where that matters.
     """
 
     def why_not(is_padded: bool) -> str | None:
@@ -218,7 +218,7 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
     if not is_padded:
         rows = plain_alone, *plain_texts(model, count, last)
         plain = Generated(torch.cat([row.tokens for row in rows]), torch.cat([row.logits for row in rows], dim=1))
-    # Rows run one by one on the stock engine; packed ones are a row together.
+    # The stock engine runs rows one by one; packed rows run as one row.
     cases = [(alone, plain_alone, False), (batch, plain, False), (batch, plain, True)]
     is_packed = not prompts_by_target and why_not_used(model, Use.PACKING) is None
     for given, expected, packs in cases[: 1 if engine == "stock" else 2 + is_packed]:
@@ -229,7 +229,7 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
             return f"it fails there on a few tokens ({difference})"
         if not difference <= limit:
             is_batch = len(lengths) > 1
-            # Rows that plain generate() itself tells other things with padding cannot be right there.
+            # Rows for which padding changes what plain generate() computes cannot be right with padding.
             padding = why_not_separate_rows(model) if is_batch and is_padded else None
             if padding is not None:
                 return f"{padding}; expected prompts of the same length, or one row"
@@ -242,8 +242,8 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
 
 
 def _why_not_steps(model: PreTrainedModel) -> str | None:
-    """The reason why `model` computes a block of drafts differently from single tokens, where a few tokens may not
-    show it; None if there is none that is known."""
+    """A known reason why `model` computes a block of drafts differently from single tokens that a few tokens may not
+    show; None if there is none."""
     with suppress(Exception):  # a model may raise anything where its layers run under hooks
         if configured_layers(model).keeps_states and why_not_supported(model) is None and bounds_steps(model):
             return (
@@ -256,15 +256,15 @@ def _why_not_steps(model: PreTrainedModel) -> str | None:
 def why_not_equivalent_with(
     call: Call, model_kwargs: Mapping[str, Any], following: Mapping[str, Any], engine: str = "static"
 ) -> str | None:
-    """As `why_not_equivalent` for a call with inputs besides tokens, such as images, or of a model with forward hooks;
+    """`why_not_equivalent` for a call with inputs besides tokens, such as images, or of a model with forward hooks;
     None for other calls.
 
-    What a model takes for images is not known, nor what hooks do with a block of drafts. So the first such call is
-    itself run, for a few tokens. If plain `generate()` fails, the inputs may be wrong, and nothing is kept of that.
+    It is not known what a model takes for images, nor what hooks do with a block of drafts. So the first such call is
+    run itself, for a few tokens. If plain `generate()` fails, the inputs may be wrong, and that outcome is not kept.
 
     Args:
         model_kwargs: the call's inputs as prepared by `generate()`.
-        following: what the model is given with the first new token, see `first_pass.inputs_after_prompts`.
+        following: model inputs of the first new token, see `first_pass.inputs_after_prompts`.
     """
     model, besides = call.model, inputs_besides_tokens(model_kwargs)
     hooks = hooks_of(signature_of(model).hooked)
@@ -272,7 +272,7 @@ def why_not_equivalent_with(
         return None
     inputs = f"the call has model inputs besides tokens: {', '.join(sorted(besides))}"
     what = ", and ".join([inputs] * bool(besides) + ["modules of the target have forward hooks"] * bool(hooks))
-    # Those that are given with every token, but for types of tokens, which are those of text then.
+    # Inputs that every token gets, except types of tokens: generated tokens are text.
     repeated = {name: value for name, value in following.items() if name in besides and name not in _TOKEN_TYPES}
     others = [name for name, value in repeated.items() if isinstance(value, (Mapping, list, tuple))]
     if others:
@@ -280,19 +280,19 @@ def why_not_equivalent_with(
     # Hooks may treat a longer block differently.
     num_drafts = useful_drafts(call.num_draft_tokens, call.max_new_tokens, is_kept=False) if hooks else 0
     most_drafts = max(num_drafts, NUM_DRAFT_TOKENS)
-    # Names of tensors, and what is not a tensor by value.
+    # Tensors by name only, other inputs also by value.
     values = tuple(
         (name, None if isinstance(value, (torch.Tensor, Mapping, list, tuple)) else repr(value))
         for name, value in sorted(besides.items())
     )
     hooked = (Identity(model), most_drafts, *hooks) if hooks else ()
-    # The stock engine runs a row with the padding that it is given.
+    # The stock engine runs a row with its padding.
     is_padded = engine == "stock" and any(call.prompts.padding)
 
     def find() -> str | None:
         try:
             read = _read_with_every_token(call, model_kwargs, following, repeated)
-            # No more drafts are made than the text has tokens left.
+            # There are no more drafts than the text has tokens left.
             count = max(NUM_NEW_TOKENS[engine], most_drafts)
             expected = generate_greedily(model, _given_again(call, model_kwargs), count)
         except torch.OutOfMemoryError:
@@ -325,7 +325,7 @@ def _given_again(call: Call, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _read_with_every_token(
     call: Call, model_kwargs: Mapping[str, Any], following: Mapping[str, Any], repeated: Mapping[str, Any]
 ) -> list[str]:
-    """Names of inputs that the target reads with new tokens, too: other values change its logits, or are an error."""
+    """Names of the inputs that the target also reads with new tokens: other values change its logits, or fail."""
     tensors = {name: value for name, value in repeated.items() if isinstance(value, torch.Tensor)}
     if not tensors:
         return []
@@ -345,7 +345,7 @@ def _read_with_every_token(
             is_read = float((logits(**{name: _changed(value)}) - expected).norm() / expected.norm()) > limit
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # it does not fit to something
+        except Exception:  # the changed value does not fit
             is_read = True
         read += [name] * is_read
     return read
@@ -362,7 +362,7 @@ def _changed(values: torch.Tensor) -> torch.Tensor:
 def check_stock(call: Call, model_kwargs: Mapping[str, Any]) -> None:
     """Raise `ValueError` unless transformers' assisted generation of `call` gives what plain `generate()` does.
 
-    `model_kwargs` are the inputs of the model as prepared by `generate()`.
+    `model_kwargs` are the model inputs as prepared by `generate()`.
     """
     model, name = call.model, type(call.model).__name__
     obstacle = why_not_kept(model, call.config.max_length - 1) or why_not_equivalent(model, "stock")
@@ -383,7 +383,7 @@ def check_stock(call: Call, model_kwargs: Mapping[str, Any]) -> None:
 
 
 def why_not_batch_invariant(model: PreTrainedModel) -> str | None:
-    """The reason why logits of `model` are not the same bits alone and in a batch where they should be; None if not.
+    """The reason why logits of `model` do not have the same bits alone and in a batch; None if they do.
 
     The first call for a class and configuration runs a row alone without drafts, and in a padded batch with drafts.
 

@@ -1,6 +1,6 @@
-"""`hf-specdec doctor`: what is installed, which parts of transformers were found, and which engine a target gets.
+"""`hf-specdec doctor`: what is installed, which parts of transformers are found, and which engine a target gets.
 
-It imports nothing that needs the parts it reports on, so that it runs where the package itself does not.
+It does not import anything that needs these parts, so that it runs where the package itself does not.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _describe_module(name: str, purpose: str) -> str:
 
 
 def _why_not_target(name: str, is_loaded: bool) -> tuple[str, str | None]:
-    """The class of the target called `name`, and the reason why the static engine does not run it; None if it does."""
+    """The class of the target `name`, and the reason why the static engine does not run it; None if it does."""
     from ..checkpoints.checkpoint import check_folder
     from ..hosting.equivalence import why_not_equivalent
     from ..loading import load_target

@@ -19,7 +19,7 @@ from ..prompt_sources import encode
 from .self_check import self_check
 
 PROMPT = "Explain in a few sentences why the sky is blue, and then write a short poem about it."
-# What families report (`DrafterConfig.report`) is shown under these titles, or else their own.
+# Titles of what families report (`DrafterConfig.report`); other names are their own titles.
 _TITLES = {"aux_hidden_state_layer_ids": "aux layers", "model_type": "model", "rope_parameters": "RoPE"}
 _SHOWN_ELSEWHERE = ("chaining", "target", "self_check")
 
@@ -47,7 +47,7 @@ def add_inspect(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:
-    """Print the report; raises `OSError` or `ValueError` for a checkpoint that cannot be read, or checked by itself."""
+    """Print the report; raises `OSError` or `ValueError` for a checkpoint that cannot be read or self-checked."""
     if arguments.self_check and arguments.target is None:
         raise ValueError("--self-check compares the drafter with its target; pass --target too.")
     if arguments.revision is not None and Path(arguments.repo).is_dir():
@@ -101,7 +101,7 @@ def describe_fit(found: NormalizedCheckpoint, target: PreTrainedConfig, name: st
 
 
 def run_self_check(arguments: argparse.Namespace, located: dict[str, Any]) -> dict[str, Any]:
-    """Load the drafter and the target that `arguments` name, and score the interpretations; as JSON values."""
+    """Load the drafter and the target that `arguments` name, and score the interpretations; returns JSON values."""
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype="auto", token=arguments.token)
     target = target.to(device).eval()

@@ -1,4 +1,4 @@
-"""Self-check: finds, on one prompt, the interpretation of an ambiguous checkpoint that its weights were trained for."""
+"""Self-check: finds, on one prompt, the interpretation that the weights of an ambiguous checkpoint were trained for."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..drafters.layers import rotary_embedding
 from ..modules.hidden_states import AuxHiddenStateRecorder, decoder_layers
 from ..patching.plugins.length_rope import LENGTH_DEPENDENT
 
-# Draft steps that are scored.
+# Number of draft steps that are scored.
 NUM_STEPS = 3
 
 
 class Score(NamedTuple):
-    """How often draft tokens under an interpretation are the target's most likely tokens: the share of each draft step,
-    and `hits` `[n]` bool over all steps and positions; n is the same for every interpretation."""
+    """How often draft tokens under an interpretation are the target's most likely tokens: `agreement` is the share for
+    each draft step, `hits` `[n]` bool has all steps and positions; n is the same for every interpretation."""
 
     interpretation: Overrides
     agreement: tuple[float, ...]
@@ -69,9 +69,9 @@ def interpretations_of(
 ) -> list[Overrides]:
     """Every interpretation that a checkpoint of this configuration may have been trained for, the current one first.
 
-    Layer ids one lower and one higher than the current ones, ascending, are tried where the target has them, and the
-    target's RoPE parameters, also by type of layer: a drafter may have been trained with their scaling without saying
-    so.
+    These include layer ids one lower and one higher than the current ones, if the target has such layers, and the
+    target's RoPE parameters, also by type of layer: a drafter may have been trained with their scaling without stating
+    it.
     """
     choices: dict[str, list[Any]] = {}
     if aux_hidden_state_layer_ids:
@@ -104,11 +104,10 @@ def with_interpretation(
 def self_check(
     drafter: DraftLayersDrafter, target: PreTrainedModel, input_ids: torch.Tensor, num_new_tokens: int = 128
 ) -> SelfCheck:
-    """Score every interpretation of a bound drafter on a prompt `[1, n]` int64 and the target's greedy continuation of
-    it.
+    """Score every interpretation of a bound drafter on a prompt `[1, n]` int64 and the target's greedy continuation.
 
     The target, in eval mode, runs once over the text. Under each interpretation the drafter then drafts `NUM_STEPS`
-    tokens from every position, and is scored by how often its most likely token is the target's.
+    tokens from every position; its score is how often its most likely token is the target's.
     """
     input_ids = input_ids.to(target.device)
     text = target.generate(

@@ -37,7 +37,7 @@ from .validation import TOKEN_DTYPES, check_call, check_tokens
 
 logger = logging.getLogger(__name__)
 
-# Settings that are inputs of the target, too.
+# Settings that are also model inputs.
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
@@ -59,23 +59,23 @@ def generate_batch(
     """`ContinuousMixin.generate_batch` with a drafter.
 
     Args:
-        inputs: token ids of every prompt, lists or one-dimensional int64 tensors.
+        inputs: token ids of every prompt: lists or one-dimensional int64 tensors.
         continuous_batching_config: `max_requests_per_batch` is the most rows of a round; without `allow_block_sharing`
-            every prompt is prefilled whole. What else it says of memory and of CUDA graphs is transformers' own
-            engine's.
-        persistent_manager, warmup: buffers and CUDA graphs of a call are kept by the drafter in any case.
-        on_begin: called when the call was checked.
-        attachment: of a call that names no drafter.
-        adapter_names: the LoRA adapter of each prompt, or `"__base__"`; None for those that are active.
+            every prompt is prefilled whole. Its other settings of memory and CUDA graphs are for transformers' own
+            engine.
+        persistent_manager, warmup: unused: the drafter keeps buffers and CUDA graphs of a call in any case.
+        on_begin: called after the checks.
+        attachment: the attachment of a call that names no drafter.
+        adapter_names: the LoRA adapter of each prompt, or `"__base__"`; None for the active adapters.
         kwargs: settings of `generate()`, such as `num_assistant_tokens` and `seeds` (one for each request).
 
     Returns:
-        by request id, `req_0`, `req_1` and so on, in the order of the prompts; further sequences of a prompt
-        (`num_return_sequences`) have `__child#0` and so on appended and come before it.
+        results by request id (`req_0`, `req_1`, ...) in the order of the prompts; the ids of further sequences of a
+        prompt (`num_return_sequences`) end in `__child#0` and so on, and they come before it.
 
     Raises:
         ValueError: a prompt is not a list of token ids, or continuous batching does not support the call.
-        RuntimeError: a request has failed, in a call by an attachment; a trainer would take its tokens for a text.
+        RuntimeError: a request of a call by an attachment has failed; a trainer would take its tokens for a text.
     """
     if len(inputs) == 0:
         return {}
@@ -123,9 +123,9 @@ def _call_of_all(
     adapter_names: Sequence[str] | None,
     given: Mapping[str, Any],
 ) -> tuple[Call, dict[str, Any]]:
-    """`call_of` with arguments `given` and what there is one of for each of `prompts`."""
+    """`call_of` with the arguments `given`, and those that have a value for each of `prompts`."""
     check_tokens(model, torch.cat(prompts)[None], None)
-    # What a call is checked by depends on its longest text, and on more than one row where modules have hooks.
+    # The checks depend on the longest text, and on a second row if modules have hooks.
     longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
     tried = [prompts[longest], *[one for index, one in enumerate(prompts) if index != longest][:1]]
     call, model_kwargs = call_of(model, drafter, config, tried, **given)
@@ -137,7 +137,7 @@ def _call_of_all(
 
 
 def _results(requests: Sequence[Request], sequences: int) -> dict[str, GenerationOutput]:
-    """What `generate_batch` returns, of so many sequences for each prompt."""
+    """The return value of `generate_batch`, with `sequences` for each prompt."""
     results = {}
     for one in requests:
         number, child = divmod(one.index, sequences)
@@ -164,17 +164,17 @@ def call_of(
     generator: torch.Generator | None = None,
     tree: int | str | None = None,
 ) -> tuple[Call, dict[str, Any]]:
-    """A call by continuous batching, checked and prepared as `generate()` does it, and inputs of the target.
+    """A call of continuous batching, checked and prepared as `generate()` does it, and the inputs of the target.
 
-    It is checked with `prompts`, `[length]` int64 each on the host, the longest first. `config` is changed. Raises
-    `ValueError` if `model` cannot generate with `drafter` as asked.
+    The checks use `prompts`, `[length]` int64 each on the host, longest first. `config` is changed. Raises `ValueError`
+    if `model` cannot generate with `drafter` as asked.
     """
-    config.use_cache = True  # trainers and servers leave it off for transformers' own continuous batching
+    config.use_cache = True  # trainers and servers switch it off for transformers' own continuous batching
     check_call(model, drafter, config.get_generation_mode(drafter), config, synced_gpus)
     limit = math.ceil(config.max_length if config.max_new_tokens is None else config.max_new_tokens)
     if limit < 1:
         raise ValueError(f"max_new_tokens is {limit}; expected at least 1.")
-    width, config.max_length = len(prompts[0]), None  # no criterion, so that one is the caller's
+    width, config.max_length = len(prompts[0]), None  # so that a criterion on the length is the caller's
     criteria = make_criteria(model, config, stopping_criteria, tokenizer)
     config.max_length = width + limit
     padding = [width - len(one) for one in prompts]
@@ -186,33 +186,33 @@ def call_of(
         model_kwargs["attention_mask"] = mask.to(model.device)
     asked = logits_processor, prefix_allowed_tokens_fn
     found = processors_of_prompt(model, config, read.input_ids[0], limit, end_tokens_of(criteria), *asked)
-    # Others are those of each request, see `ContinuousBatching.processors_of`.
+    # Other processors belong to requests, see `ContinuousBatching.processors_of`.
     shared = LogitsProcessorList(one for one in found if are_of_all_rows([one]))
     fields = {"model": model, "prompts": read, "processors": shared, "criteria": criteria, "streamer": streamer}
     options = {"is_continuous": True, "tree": tree}
     return new_call(drafter, config, Randomness(seeds, generator), found, **options, **fields), model_kwargs
 
 
-# Arguments of `generate()` that are no settings: those of `call_of` besides the first ones.
+# Arguments of `generate()` that are not settings: the parameters of `call_of` after the first four.
 _OF_CALL = tuple(inspect.signature(call_of).parameters)[4:]
 
 
 def asked_logprobs(asked: bool | str | None) -> str | None:
-    """`Request.return_logprobs` where `asked` is given: True for processed ones, as in transformers; or the name."""
+    """`Request.return_logprobs` for `asked`: True means processed ones, as in transformers; else a name or None."""
     if asked not in (None, False, True, "processed", "raw"):
         raise ValueError(f'return_logprobs is {asked!r}; expected True, "processed", "raw" or None.')
     return "processed" if asked is True else asked or None
 
 
 def check_known(unknown: Mapping[str, Any], what: str) -> None:
-    """Raise `ValueError` if there are `unknown` settings of a call or a manager, but for what outputs have."""
+    """Raise `ValueError` if a call or a manager has `unknown` settings, except those of outputs."""
     names = sorted(name for name, value in unknown.items() if value is not None and name not in _OUTPUTS)
     if names:
         raise ValueError(f"{', '.join(names)} is no setting of {what}; expected settings of a generation config.")
 
 
 def check_config(settings: ContinuousBatchingConfig) -> None:
-    """Raise `ValueError` if `settings` ask for what continuous batching with a drafter does not have."""
+    """Raise `ValueError` if `settings` ask for what continuous batching with a drafter does not support."""
     most = settings.max_queue_size
     if not isinstance(most, Integral) or most < 0:
         raise ValueError(f"max_queue_size is {most!r}; expected an int of at least 0, which is any number.")
@@ -222,7 +222,7 @@ def check_config(settings: ContinuousBatchingConfig) -> None:
 
 
 def tokens_of(prompt: Any, index: int) -> torch.Tensor:
-    """`prompt`, which is `inputs[index]`, as `[length]` int64 on the host; raises `ValueError` if it is no such."""
+    """`prompt`, which is `inputs[index]`, as `[length]` int64 on the host; raises `ValueError` if it is not one."""
     try:
         tokens = torch.as_tensor(prompt, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -247,7 +247,7 @@ def _check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
 
 
 def check_length(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
-    """Raise `ValueError` if a call states how long texts may be with their prompts, whose lengths differ."""
+    """Raise `ValueError` if a call limits texts including their prompts, since prompts differ in length."""
     places = [kwargs, *(vars(one) for one in (config, model.generation_config) if one is not None)]
     names = ("max_length", "max_new_tokens")
     longest, most_new = (next((one[name] for one in places if one.get(name) is not None), None) for name in names)

@@ -1,4 +1,4 @@
-"""A call of `generate()` with a drafter: checked, and given to the engine that can run it."""
+"""The dispatch of a `generate()` call with a drafter: check it, and pass it to the engine that can run it."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ from .validation import check_cache, check_prompts, check_same_device, check_tok
 
 logger = logging.getLogger(__name__)
 
-# Settings of transformers' own assisted generation that a drafter cannot follow, and why that does no harm. A caller
-# who asks for one is told so. What would change the text, or name another drafter, is refused by `check_call`.
+# Settings of transformers' own assisted generation that have no effect on a drafter, and why that does no harm. Callers
+# who set one are told so. `check_call` refuses settings that would change the text, or name another drafter.
 UNUSED_SETTINGS = {
     "num_assistant_tokens_schedule": "a drafter drafts the same number of tokens in every round",
     "assistant_confidence_threshold": "a drafter drafts all tokens of a round, however sure it is of them",
@@ -71,13 +71,13 @@ _NEUTRAL = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_t
 
 
 def _call_of(call: Call, engine: str, prompts: Sequence[torch.Tensor] | None) -> dict[str, Any]:
-    """What processes that run one model must agree on, by name; `prompts` are those of continuous batching, or None."""
+    """What the ranks of one model must agree on, by name; `prompts` are those of continuous batching, or None."""
     model, config, randomness, own = call.model, call.config, call.randomness, call.prompts
     seeds, state = None, None
     if config.do_sample and randomness.seeds is not None:
         seeds = torch.as_tensor(randomness.seeds)
     elif config.do_sample and engine == "stock" and randomness.generator is None:
-        # transformers draws from the target's device wherever it samples; our seeds are the first process's.
+        # transformers samples with the generator of the target's device; our seeds are those of the first rank.
         on_gpu = model.device.type == "cuda"
         state = torch.cuda.get_rng_state(model.device) if on_gpu else torch.get_rng_state()
     return {
@@ -96,19 +96,19 @@ def _call_of(call: Call, engine: str, prompts: Sequence[torch.Tensor] | None) ->
 
 
 def _fitted_to_static_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Call, str | None]:
-    """`call` as the static engine is to run it, and the reason why it cannot; None if it can."""
+    """`call` prepared for the static engine, and the reason why that cannot run it; None if it can."""
     with _rows_in_state(call):
         found, obstacle = _with_present_hooks(call, model_kwargs, is_continuous)
     if call.adapters is None or obstacle is not None or found.inputs is None:
         return found, obstacle
-    # The target itself runs the prompts, with PEFT's hooks if it has them.
+    # The target itself runs the prompts, with PEFT's hooks if it has any.
     if names_in_hooks(signature_of(call.model).hooked) is None:
         return call, "rows have adapters of their own, but the target itself runs the prompts of this call"
     return _with_present_hooks(replace(call, adapters=None), model_kwargs, is_continuous)
 
 
 def _rows_in_state(call: Call) -> AbstractContextManager[None]:
-    """Context in which the target lacks PEFT's hooks for rows, if `call` has the adapters of its rows itself."""
+    """Context in which the target lacks PEFT's row hooks, if `call` has the adapters of its rows itself."""
     layers = () if call.adapters is None else signature_of(call.model).adapters.layers
     return without_row_hooks(layers)
 
@@ -120,12 +120,12 @@ def row_adapters(model: PreTrainedModel, names: Sequence[str] | None, count: int
 
 
 def _with_present_hooks(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Call, str | None]:
-    """`_fitted_to_static_engine`, for a call that runs with the hooks which modules have now."""
+    """`_fitted_to_static_engine` for a call that runs with the present hooks of modules."""
     model, prompts = call.model, call.prompts
     obstacle = why_not_static(model, call.config, prompts, model_kwargs, is_continuous)
     if obstacle is not None:
         return call, obstacle
-    # Padding that continuous batching makes is not the user's: its rows are what each of them generates by itself.
+    # Padding that continuous batching adds is not the user's: each row must equal what it generates alone.
     is_padded = not is_continuous and any(prompts.padding)
     why_not = functools.partial(why_not_equivalent, model, "static", is_padded=is_padded)
     obstacle = why_not()
@@ -140,7 +140,7 @@ def _with_present_hooks(call: Call, model_kwargs: dict[str, Any], is_continuous:
 
 
 def _choose_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Call, str]:
-    """`call` for the engine that runs it, with the reason, and that engine, `"static"` or `"stock"`; raises
+    """The prepared `call`, with the reason for its engine, and that engine: `"static"` or `"stock"`. Raises
     `ValueError` if the static engine was forced and cannot run it."""
     drafter = call.drafter
     on_static, obstacle = _fitted_to_static_engine(call, model_kwargs, is_continuous)
@@ -153,7 +153,7 @@ def _choose_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool
         libraries = computed_by_libraries(call.model) if obstacle is None else ()
         if libraries:
             reason += f"; {', '.join(libraries)} of it compute as they do by themselves"
-    # Loudly if it is the slow one and nobody asked for it.
+    # A warning if it is the slow engine and nobody asked for that.
     say = logger.warning_once if engine == "stock" and drafter.engine == "auto" else logger.info_once
     say("hf_specdec runs the %s engine: %s", engine, reason)
     if engine == "stock" and drafter.verification != "token":
@@ -192,12 +192,12 @@ def generate_with_drafter(
 ) -> GenerateOutput | torch.Tensor:
     """`GenerationMixin._assisted_decoding` for a `Drafter`: check the call, choose the engine and run it.
 
-    `on_begin` is called when the call was checked, before an engine runs it. A call with a `Drafter` has the keywords
+    `on_begin` is called after the checks, before the engine runs. Calls with a `Drafter` have additional keywords:
     `seeds`, `generator` (see `Randomness`), `return_logprobs` (`"processed"`, `"raw"` or `"both"`, see
-    `SpeculativeOutput.logprobs`), `adapter_names` (as of PEFT's own `generate()`) and `tree` (see `Drafter.configure`)
-    besides. Raises `ValueError` if no engine can run the call, or what was given is wrong.
+    `SpeculativeOutput.logprobs`), `adapter_names` (as in PEFT's own `generate()`) and `tree` (see `Drafter.configure`).
+    Raises `ValueError` if no engine can run the call, or arguments are wrong.
     """
-    # A criterion of the caller takes the place of the limit that the settings state; it is asked after a token.
+    # A criterion of the caller replaces the limit of the settings; it is evaluated after a token.
     limits = [rule.max_length for rule in stopping_criteria if type(rule) is MaxLengthCriteria]
     longest = math.ceil(min(limits, default=generation_config.max_length))
     generation_config.max_length = max(longest, input_ids.shape[1] + 1)
@@ -244,10 +244,10 @@ def generate_with_drafter(
 def _read_inputs(
     model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> tuple[Prompts, torch.Tensor | None, Cache | None]:
-    """The prompts of a call, their mask on the host and the cache that they continue, checked; None for none."""
+    """The prompts of a call, their mask on the host and the cache that they continue, all checked; None if missing."""
     mask = model_kwargs.get("attention_mask")
-    mask = None if mask is None else mask.cpu()  # read several times; the device is waited for once
-    # A cache of states only does not know how many tokens it holds.
+    mask = None if mask is None else mask.cpu()  # read several times, with a single wait for the device
+    # A cache with recurrent states only does not know how many tokens it holds.
     cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
     check_prompts(input_ids, mask, cache, model_kwargs)
     check_cache(cache, config)
@@ -255,7 +255,7 @@ def _read_inputs(
 
 
 def _check_no_static_options(call: Call, **options: Any) -> None:
-    """Raise `ValueError` if a call on the stock engine asks for one of `options`, which the static engine alone has."""
+    """Raise `ValueError` if a call on the stock engine sets one of `options`, which only the static engine has."""
     for name, asked in options.items():
         if asked is not None:
             raise ValueError(
@@ -265,7 +265,7 @@ def _check_no_static_options(call: Call, **options: Any) -> None:
 
 
 def _logprobs(asked: str | None, config: GenerationConfig) -> tuple[str, ...]:
-    """Of which distributions a call returns log-probabilities."""
+    """The distributions whose log-probabilities a call returns."""
     kinds = {None: (), "processed": ("processed",), "raw": ("raw",), "both": ("processed", "raw")}
     if not (asked is None or isinstance(asked, str)) or asked not in kinds:
         raise ValueError(f'return_logprobs is {asked!r}; expected "processed", "raw", "both" or None.')
@@ -286,17 +286,17 @@ def new_call(
     tree: int | str | None = None,
     **others: Any,
 ) -> Call:
-    """The call of `generate()`, or one by continuous batching, with its K and N; `others` are further fields of `Call`.
+    """A call of `generate()`, or of continuous batching, with its K and N; `others` are further fields of `Call`.
 
-    Where one of `all_processors`, of the call and of its requests, reads the text, which is one text, drafts are
-    chains.
+    If one of `all_processors`, of the call and its requests, reads the text, drafts are chains, since a tree is not one
+    text.
     """
     tree = drafter.tree if tree is None else drafter.check_tree(tree)
     readers = [type(one).__name__ for one in all_processors if type(one) not in POINTWISE_PROCESSORS]
     asked = _num_draft_tokens(drafter, config, randomness, is_continuous)
     limit = drafter.most_draft_tokens
     most = max(one for one in CANDIDATES if limit is None or one <= limit) if asked == AUTO else asked
-    # Where chains are verified by rejection sampling, which trees are not, a call keeps to chains.
+    # Trees are not verified by rejection sampling; where chains are, the call keeps to chains.
     is_match = not config.do_sample or drafter.verification == MATCH
     why_chains = ""
     if tree and readers:
@@ -328,14 +328,14 @@ def generate_continuously(
     settings: ContinuousBatching,
     on_begin: Callable[[], object] = bool,
 ) -> list[Request]:
-    """Check a call, and run it by continuous batching on the static engine: a request for each of `prompts`, `[length]`
-    int64 on the host, none if requests arrive. It is checked with a few prompts of its own, for which `model_kwargs`
-    are. Raises `ValueError` if the static engine cannot run it."""
+    """Check a call and run it with continuous batching on the static engine. Each of `prompts`, `[length]` int64 on the
+    host, becomes a request; there are none if requests arrive. The checks use the call's own few prompts, which
+    `model_kwargs` belong to. Raises `ValueError` if the static engine cannot run the call."""
     model = call.model
     with lock_of(model), on_device(model.device), engine_context(), Evaluation(call.drafter), looked_at_once():
         call = on_static_engine(call, model_kwargs, prompts)
         requests: list[Request] = []
-        if prompts:  # those that arrive have seeds
+        if prompts:  # requests that arrive have seeds already
             seeds = from_first_rank(call.randomness.row_seeds(len(prompts), call.temperature), model)
             requests = call.requests(prompts, seeds)
         for one in requests:
@@ -349,7 +349,7 @@ def generate_continuously(
 
 
 def _drop_empty_attentions(call: Call, model_kwargs: dict[str, Any]) -> tuple | None:
-    """What plain `generate()` returns as attention weights of a step if the target computes none; else None."""
+    """The attention weights of a step that plain `generate()` returns if the target computes none; else None."""
     attentions = empty_attentions(call.model, call.config)
     if attentions is not None:
         call.config.output_attentions = False
@@ -358,7 +358,7 @@ def _drop_empty_attentions(call: Call, model_kwargs: dict[str, Any]) -> tuple | 
 
 
 def _check_engine(call: Call, engine: str, prompts: Sequence[torch.Tensor] | None) -> None:
-    """Check that `engine` can run the call now, on all processes that run the target; `prompts` as of `_call_of`."""
+    """Check that `engine` can run the call now, on all ranks of the target; `prompts` as in `_call_of`."""
     model, drafter = call.model, call.drafter
     if drafter.batch_invariant:
         check_batch_invariant(call, engine)
@@ -373,7 +373,7 @@ def _check_engine(call: Call, engine: str, prompts: Sequence[torch.Tensor] | Non
 
 
 def make_call_cache(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Put the cache of the call into `model_kwargs`, which `generate()` has left to be made where it is needed."""
+    """Put the call's cache into `model_kwargs`; `generate()` has left it to be made where it is needed."""
     config._has_drafter = False
     if config._cache_arguments is not None:
         args, kwargs = config._cache_arguments
@@ -381,8 +381,8 @@ def make_call_cache(model: PreTrainedModel, config: GenerationConfig, model_kwar
 
 
 def on_static_engine(call: Call, model_kwargs: dict[str, Any], prompts: Sequence[torch.Tensor] | None) -> Call:
-    """`call` as the static engine runs it, a pass for several texts; raises `ValueError` if it cannot. `prompts` as of
-    `_call_of`."""
+    """`call` prepared for the static engine, for a pass over several texts. Raises `ValueError` if that cannot run it.
+    `prompts` as in `_call_of`."""
     _drop_empty_attentions(call, model_kwargs)
     call, engine = _choose_engine(call, model_kwargs, True)
     if engine != "static":
@@ -403,11 +403,11 @@ def on_static_engine(call: Call, model_kwargs: dict[str, Any], prompts: Sequence
 def _num_draft_tokens(
     drafter: Drafter, config: GenerationConfig, randomness: Randomness, is_continuous: bool
 ) -> int | str:
-    """K of a call with the settings `config`, or `AUTO`; warns of those that have no effect."""
+    """K of a call with the settings `config`, or `AUTO`; warns about settings that have no effect."""
     asked = getattr(config, "_asked", {})
     for setting, why in UNUSED_SETTINGS.items():
         if asked.get(setting) not in (None, _NEUTRAL.get(setting)):
             logger.warning_once("hf_specdec: %s has no effect: %s.", f"{setting}={asked[setting]!r}", why)
-    # Drawn texts depend on K, which "auto" chooses by time: a call with seeds is to be repeatable.
+    # Sampled texts depend on K, which "auto" chooses by time, but a call with seeds should be repeatable.
     is_free = is_continuous and not (config.do_sample and randomness.is_given)
     return drafter.num_draft_tokens(asked.get("num_assistant_tokens"), is_free)

@@ -1,4 +1,4 @@
-"""The logits processors that plain `generate()` has for one prompt."""
+"""The logits processors of plain `generate()` for one prompt."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..host.generation import logits_processors
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
 from .validation import vocabulary_of
 
-# Sampling settings that a request may have of its own if `per_request_processors` is set.
+# Sampling settings that each request may have if `per_request_processors` is set.
 SAMPLING_OPTIONS = ("do_sample", "temperature", "top_k", "top_p")
 
-# Further settings of logits processors, likewise.
+# Other settings of logits processors that each request may have then.
 PROCESSOR_OPTIONS = (
     "bad_words_ids",
     "begin_suppress_tokens",
@@ -55,8 +55,8 @@ def processors_of_prompt(
 ) -> LogitsProcessorList:
     """The processors of `generate()` for a `prompt` `[length]` int64, in its order, on its device.
 
-    Raises `ValueError` if a setting is wrong, also by a token that there is no score for, which else would fail in a
-    round, or if a processor keeps state from one token to the next.
+    Raises `ValueError` if a setting is wrong (including tokens without a score, which would fail in a round), or if a
+    processor keeps state from one token to the next.
     """
     try:
         found = logits_processors(model, config, prompt, max_new_tokens, ends, processors, prefix_allowed_tokens_fn)
@@ -71,7 +71,7 @@ def processors_of_prompt(
 
 
 def _check_scored_tokens(config: GenerationConfig, ends: Collection[int], vocabulary: int) -> None:
-    """Raise `ValueError` if a setting of `config` changes the score of a token that is none of the `vocabulary`."""
+    """Raise `ValueError` if a setting of `config` changes the score of a token outside of the `vocabulary`."""
     names = ("bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias")
     settings = {name: getattr(config, name) for name in names}
     if config.exponential_decay_length_penalty is not None:
@@ -107,13 +107,13 @@ def own_config(
     samples_each: bool,
     processors: LogitsProcessorList | None = None,
 ) -> GenerationConfig | None:
-    """The settings of a request whose scores are processed by themselves; None if they are processed with all rows.
+    """The settings of a request whose scores are processed separately; None if they are processed with all rows.
 
-    Its `options` take the place of settings of `config`; `samples_each`: rows have `SAMPLING_OPTIONS` of their own.
+    Its `options` replace settings of `config`. With `samples_each` rows have their own `SAMPLING_OPTIONS`.
     """
     config = copy.copy(config)
     for name, value in options.items():
-        if isinstance(value, Real) and not isinstance(value, bool):  # of NumPy; transformers asks for Python's
+        if isinstance(value, Real) and not isinstance(value, bool):  # NumPy's; transformers requires Python's
             value = int(value) if isinstance(value, Integral) else float(value)
         if value is not None:
             setattr(config, name, value)

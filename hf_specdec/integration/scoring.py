@@ -1,4 +1,4 @@
-"""`drafter.score(...)`: log-probabilities of given texts by the static engine's own passes."""
+"""`drafter.score(...)`: log-probabilities of given texts, from the static engine's own passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .continuous import call_of
 from .dispatch import on_static_engine
 from .validation import check_tokens
 
-# Tokens of a pass: their logits are in memory at the same time.
+# Tokens of a pass; their logits are in memory at the same time.
 TOKENS_OF_PASS = 2048
 
 
@@ -55,7 +55,7 @@ def score(
             call, model_kwargs = call_of(model, scorer, config, [prompt])
         on_static_engine(call, model_kwargs, None)
         with HostedTarget(model, scorer) as target:
-            # The longest first: texts of a pass have similar lengths.
+            # Longest first: texts of a pass have similar lengths.
             order = sorted(range(len(texts)), key=lambda row: -len(texts[row][1]))
             rows_of_pass = max(1, TOKENS_OF_PASS // longest)
             for first in range(0, len(order), rows_of_pass):
@@ -71,7 +71,7 @@ Drafter._score = score
 
 
 def _texts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and columns, `[length]` int64 each, of the text in each row; all on the host."""
+    """Tokens and columns of the text in each row, `[length]` int64 each; all on the host."""
     if input_ids.dim() != 2 or (attention_mask is not None and attention_mask.shape != input_ids.shape):
         shape = None if attention_mask is None else list(attention_mask.shape)
         raise ValueError(
@@ -91,7 +91,7 @@ def _texts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list
 def _logprobs(
     target: HostedTarget, scorer: Drafter, texts: Sequence[torch.Tensor], temperature: float
 ) -> Iterator[torch.Tensor]:
-    """Of each of `texts` `[length]`: log-probabilities `[length - 1]` of all tokens but the first."""
+    """Log-probabilities `[length - 1]` of all tokens but the first, for each of `texts` `[length]`."""
     width = max(max(map(len, texts)), FEWEST_PADDED_COLUMNS)
     shape = Shape(len(texts), width + 1, 0, is_sampling=False, draft_probs=False, num_ends=0)
     state = scorer.new_state(shape, cache_layers(target.model), texts[0].device)

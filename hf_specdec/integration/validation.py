@@ -22,7 +22,7 @@ def check_prompts(
     input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None, model_kwargs: dict[str, Any]
 ) -> None:
     """Raise `ValueError` unless prompts are `[batch, length]` token ids, with a `mask` of that shape, on the host, or
-    none; the call continues `cache`."""
+    None. `cache` is the cache that the call continues."""
     if model_kwargs.get("inputs_embeds") is not None and input_ids.shape[-1] == 0:
         raise ValueError("The prompt was given as inputs_embeds without input_ids, but a drafter reads token ids.")
     if input_ids.dim() != 2 or input_ids.numel() == 0:
@@ -33,7 +33,7 @@ def check_prompts(
         raise ValueError(f"input_ids is {input_ids.dtype}; expected token ids, torch.int64 or torch.int32.")
     if mask is None:
         return
-    # With a filled cache a mask may also cover the cached text, see `prompts.read_prompts`.
+    # With a filled cache the mask may cover the cached text, too, see `prompts.read_prompts`.
     is_filled = cache is not None and cache.get_seq_length() > 0
     shapes = (tuple(mask.shape[:1]), tuple(input_ids.shape[:1])) if is_filled else (mask.shape, input_ids.shape)
     if mask.dim() != 2 or shapes[0] != shapes[1]:
@@ -46,8 +46,8 @@ def check_prompts(
 
 
 def check_tokens(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
-    """Raise `ValueError` if a token of `[B, P]` prompts is outside the vocabulary, which ends a process on a GPU. All
-    is on the host, and masks are `[B, P or more]`."""
+    """Raise `ValueError` if a token of `[B, P]` prompts is outside the vocabulary, which on a GPU would end the
+    process. Tensors are on the host; the mask is `[B, P or more]`."""
     size = max(model.config.get_text_config().vocab_size, _num_rows(model.get_input_embeddings()))
     tokens = input_ids if attention_mask is None else input_ids.where(attention_mask[:, -input_ids.shape[1] :] != 0, 0)
     lowest, highest = torch.stack(tokens.aminmax()).tolist()
@@ -59,21 +59,21 @@ def check_tokens(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """How many scores the target gives for a token."""
+    """Number of scores that the target gives for a token."""
     return _num_rows(model.get_output_embeddings()) or model.config.get_text_config().vocab_size
 
 
 def _num_rows(module: nn.Module | None) -> int:
-    """Rows of the weight of an embedding or head, 0 where it cannot be told."""
+    """Rows of the weight of an embedding or head; 0 if unknown."""
     weight = tensor_weight(module)
     return 0 if weight is None or weight.dim() != 2 else len(weight)
 
 
 def check_cache(cache: Any, config: GenerationConfig) -> None:
-    """Raise `ValueError` unless the cache of a call is one of transformers', which stores keys and values as they are.
+    """Raise `ValueError` unless the cache of a call is one of transformers' that stores keys and values as they are.
 
-    Drafts that are rejected are taken back from it, and what it does besides, such as rounding or dropping tokens,
-    plain `generate()` would have in its text.
+    Rejected drafts are removed from the cache. If it did more, such as rounding or dropping tokens, that would change
+    the text of plain `generate()`.
     """
     asked = config.cache_implementation
     if asked not in (None, "offloaded") and asked.startswith("offloaded"):
@@ -102,7 +102,7 @@ def check_cache(cache: Any, config: GenerationConfig) -> None:
 
 
 def _is_gathered(model: PreTrainedModel) -> bool:
-    """Whether DeepSpeed (stage 3) has gathered all weights, and no module would give them away in its own pass."""
+    """Whether DeepSpeed (stage 3) has gathered all weights, and no module would release them in its own pass."""
     found = [getattr(one, "ds_status", None) for one in model.parameters()]
     states = {getattr(one, "name", one) for one in found}
     return states == {"AVAILABLE"} and not has_hooks(modules_of(model))

@@ -1,1 +1,1 @@
-"""Memory of rows that follows their texts: pages of a GPU behind fixed addresses."""
+"""Memory of rows that grows with their texts: pages behind fixed addresses."""

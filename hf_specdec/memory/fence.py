@@ -1,4 +1,4 @@
-"""Points in the work of a device that other streams, and the host, wait for."""
+"""Points in the work of a device that other streams and the host can wait for."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 
 class Fence:
-    """A point in the work of `device` for which other streams can wait: a CUDA event; on a CPU nothing."""
+    """A point in the work of `device` that other streams can wait for: a CUDA event; a no-op on a CPU."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._event: torch.cuda.Event | None = None
 
     def set(self) -> None:
-        """Record it after all work submitted to the current stream."""
+        """Set the point after all work submitted to the current stream."""
         if self._device.type == "cuda":
             self._event = torch.cuda.current_stream(self._device).record_event()
 

@@ -1,8 +1,8 @@
-"""Memory for the keys and values of rows: addresses for the longest texts, and memory for the texts that there are.
+"""Memory for keys and values of rows: addresses for the longest texts, but memory only for the texts that there are.
 
-Addresses of all rows are reserved at once, and memory is put behind the leading part of each row as it grows, as
-vAttention (arXiv 2405.04437) does. So buffers keep their addresses, which CUDA graphs and views need. What texts have
-in common is in memory once, where the device can put the same memory behind several addresses (`virtual_pages`).
+The addresses of all rows are reserved at once, and each row gets memory for its leading part as it grows, as in
+vAttention (arXiv 2405.04437). So buffers keep their addresses, which CUDA graphs and views need. A prefix that texts
+share is in memory once, if the device can map the same memory to several addresses (`virtual_pages`).
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from ..device_policy import policy_of
 from ..errors import first_line
 from .virtual_pages import driver_can, granularity_on, pages_on
 
-# Slots that a row gets at once: more cost fewer calls of the driver (50 us each on one H200, whatever the size), fewer
-# leave less memory unused.
+# Slots that a row gets at once. More slots take fewer calls of the driver (50 us each on one H200, whatever the size);
+# fewer slots leave less memory unused.
 STEP_SLOTS = 128
-# Most bytes that are put behind addresses in one piece, which is also shared, and given back, in one.
+# Most bytes of a piece of memory, which is mapped, shared and given back as a whole.
 _MOST_PIECE = 16 << 20
-# Tokens of a row begin at multiples of a page's bytes divided by this, so that as many slots always fill whole pages.
+# Tokens of a row begin at multiples of a page's bytes divided by this, so that this many slots always fill whole pages.
 _MOST_TOKENS_A_PAGE = {"cuda": 4096, "cpu": 64}
-# The part of a GPU's memory that is left to other tensors, such as those of a prefill.
+# Share of a GPU's memory that is left to other tensors, such as those of a prefill.
 _SHARE_LEFT = 1 / 32
-# Token ids of the longest texts may take one part in so many of a device's memory; what goes with them takes more.
+# Token ids of the longest texts may take one part in so many of a device's memory; buffers beside them take more.
 _SHARE_FOR_TOKENS = 16
 
 
 def slot_unit(device: torch.device) -> int:
-    """The slots of a `RowMemory` on `device` are a multiple of this."""
+    """The number of slots of a `RowMemory` on `device` must be a multiple of this."""
     return _MOST_TOKENS_A_PAGE[device.type]
 
 
 def has_virtual_memory(device: torch.device) -> bool:
-    """Whether there can be a `RowMemory` on `device`."""
+    """Whether `device` supports a `RowMemory`."""
     policy = policy_of(device)
     if device.type == "cpu":
         return policy.virtual_memory and sys.platform == "linux"
-    # The references of attention read slots that no query sees.
+    # The references of attention would read slots that no query sees.
     return policy.virtual_memory and policy.triton and device.type == "cuda" and driver_can(device)
 
 
@@ -56,7 +56,7 @@ class _Memory:
 
 
 class _Piece(NamedTuple):
-    """A part of a row, in bytes, which has memory."""
+    """A part of a row that has memory; start and size in bytes."""
 
     start: int
     size: int
@@ -64,7 +64,7 @@ class _Piece(NamedTuple):
 
 
 def _bytes_of(pieces: Iterable[_Piece]) -> int:
-    """Bytes of the memory that is behind `pieces` and behind no others."""
+    """Bytes of the memory that only `pieces` use."""
     users = Counter(piece.memory for piece in pieces)
     sizes = {piece.memory: piece.size for piece in pieces}
     return sum(size for memory, size in sizes.items() if users[memory] == memory.users)
@@ -81,7 +81,7 @@ def committed_bytes(device: torch.device) -> int:
 
 
 def peak_committed_bytes(device: torch.device) -> int:
-    """The most of `committed_bytes` since the start of the process or `reset_peak_committed_bytes`."""
+    """The maximum of `committed_bytes` since the start of the process or `reset_peak_committed_bytes`."""
     return _peak_committed[device]
 
 
@@ -100,13 +100,13 @@ def _uncount(device: torch.device, rows: list[list[_Piece]]) -> None:
     _count(device, -_bytes_of([piece for pieces in rows for piece in pieces]))
 
 
-# What may be taken on a device before it is asked again how much it has, which takes 0.2 ms on an H200.
+# Bytes that may be taken on a device before it is queried again, which takes 0.2 ms on an H200.
 _unasked: dict[torch.device, int] = {}
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that rows on `device` may still get: `DevicePolicy.cache_bytes` limits what they hold together; on a GPU so
-    do what is free, `1 / 32` of its memory left out, and what `torch.cuda.set_per_process_memory_fraction` has left."""
+    """Bytes that rows on `device` may still get. `DevicePolicy.cache_bytes` limits what all rows hold; on a GPU free
+    memory without `1 / 32` of the total, and `torch.cuda.set_per_process_memory_fraction`, are limits, too."""
     found = _within_limit(device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -117,7 +117,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Bytes of memory that `device` has, used or not; `sys.maxsize` where that is not known."""
+    """Bytes of memory of `device`, used or not; `sys.maxsize` if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     if device.type == "cpu" and hasattr(os, "sysconf"):
@@ -136,7 +136,7 @@ def _within_limit(device: torch.device) -> int:
 
 
 def _take_bytes(device: torch.device, wanted: int) -> None:
-    """Take `wanted` of the bytes that are available on `device`; with fewer a `torch.OutOfMemoryError` is raised."""
+    """Take `wanted` bytes of those available on `device`; raises `torch.OutOfMemoryError` if there are fewer."""
     unasked = _unasked.get(device, 0) - wanted
     if unasked < 0 or wanted > _within_limit(device):
         available = available_bytes(device)
@@ -149,17 +149,17 @@ def _take_bytes(device: torch.device, wanted: int) -> None:
 
 
 class RowMemory:
-    """Rows of slots, of which the leading ones of each row have memory; a slot holds a token of all layers.
+    """Rows of slots, of which the leading slots have memory; a slot holds a token of all layers.
 
     Rows may share the memory of leading slots, which none of them writes then. The last slot of each row, the dummy
-    slot, always has memory, on a GPU the same in all rows.
+    slot, always has memory; on a GPU all rows share it.
 
     Args:
-        slots: of each row; a multiple of `slot_unit`.
+        slots: slots of each row; a multiple of `slot_unit`.
         token_bytes: least bytes of a slot.
 
     Attributes:
-        capacity: slots of a row that can have memory.
+        capacity: number of slots of a row that can have memory.
         token_bytes: bytes from one slot to the next.
     """
 
@@ -184,17 +184,17 @@ class RowMemory:
             self._pages.put(starts[0], tail)
             for start in starts[1:]:
                 self._pages.alias(start, tail, starts[0])
-        # Pointers of all layers' tensors begin in the first slot, so that keeps its memory, which is not counted.
+        # The tensors of all layers begin in the first slot of row 0, so it always has memory, which is not counted.
         self._tail, self._floors = tail, [tail] + [0] * (rows - 1)
         self._pages.put(0, tail)
         self._bytes[0] = tail
 
     def view(self, offset: int, dtype: torch.dtype, heads: int, dim: int) -> torch.Tensor:
-        """`[rows, slots, heads, dim]` at `offset` bytes from the begin of each slot."""
+        """`[rows, slots, heads, dim]` at `offset` bytes from the beginning of each slot."""
         width = dtype.itemsize
         strides = (self._row_bytes // width, self.token_bytes // width, dim, 1)
         blank = torch.empty(0, dtype=dtype, device=self._device)
-        # A storage of its own: a compiler of functions that write to views of one storage may copy all of it.
+        # A storage of its own: a compiler may copy a whole storage for functions that write to several views of it.
         return blank.set_(self._pages.storage(offset), 0, (self._rows, self._slots, heads, dim), strides)
 
     def committed_slots(self, row: int) -> int:
@@ -211,12 +211,12 @@ class RowMemory:
         return min(step * -(-slots * self.token_bytes // step), most)
 
     def held(self, rows: Sequence[int]) -> int:
-        """Bytes that `rows` hold, without what others share with them."""
+        """Bytes that `rows` hold, without memory that other rows share with them."""
         return _bytes_of([piece for row in rows for piece in self._pieces[row]])
 
     def commit(self, row: int, slots: int) -> None:
-        """Let the leading `slots` slots of `row` have memory; that is zero on the current stream where it is new. If
-        there is not enough, `OutOfMemoryError` is raised, and the row has what it had."""
+        """Give the leading `slots` slots of `row` memory; new memory is zeroed on the current stream. Raises
+        `OutOfMemoryError` if there is not enough; the row then keeps what it had."""
         assert slots <= self.capacity, f"{slots} of {self.capacity} slots"
         before = self._bytes[row]
         wanted = self.bytes_for(slots) - before
@@ -225,7 +225,7 @@ class RowMemory:
         _take_bytes(self._device, wanted)
         try:
             while wanted > 0:
-                # The first slots of the first row are a piece by themselves, so they are in every row.
+                # The first slots of row 0 are a piece of their own, so they are in every row, too.
                 most = _MOST_PIECE if self._bytes[row] else self._tail
                 wanted -= self._put(row, min(wanted, most))
         except BaseException:
@@ -233,21 +233,21 @@ class RowMemory:
             raise
 
     def trim(self, row: int, slots: int = 0) -> None:
-        """Give back what `row` holds beyond `slots` slots. The device must not use it any more."""
+        """Give back the memory of `row` beyond `slots` slots. The device must not use it any more."""
         self._take(row, self.bytes_for(slots))
 
     def free(self) -> None:
-        """Give back what all rows hold, for good. The device must not use it any more."""
+        """Give back the memory of all rows for good. The device must not use it any more."""
         for row in range(self._rows):
             self._take(row, 0)
 
     def can_share(self, row: int, source: int, slots: int) -> bool:
-        """Whether `row` can have memory of the leading `slots` slots of `source`."""
+        """Whether `row` can share memory of the leading `slots` slots of `source`."""
         return self._pages.can_alias and row != source and bool(self._shareable(row, source, slots))
 
     def share(self, row: int, source: int, slots: int) -> bool:
-        """Let `row`, which then holds nothing else, have memory of up to `slots` leading slots of `source`; returns
-        whether it has, if not, it holds nothing. The device must not use what `row` has held."""
+        """Let `row` share memory of up to `slots` leading slots of `source`, and hold nothing else. Returns False, and
+        leaves `row` empty, if memory is short. The device must no longer use what `row` has held."""
         shared = self._shareable(row, source, slots)
         self._take(row, 0)
         try:
@@ -266,9 +266,9 @@ class RowMemory:
         return True
 
     def unshare(self, row: int, slots: int) -> int:
-        """Let `row` write from `slots` on: a piece that it shares there, and has a part of the leading `slots` slots,
-        becomes a copy of its own, and what lies behind is given back. Without memory for the copy the row gives back
-        all that it shares. The device must not use the row; returns how many of the leading slots it still has."""
+        """Let `row` write from `slots` on. A shared piece there that also has some of the leading `slots` slots becomes
+        the row's own copy, and later pieces are given back. Without memory for the copy, the row gives back all that it
+        shares. The device must not use the row. Returns how many of the leading slots it still has."""
         written = self._shared(row, slots)
         if written:
             first, begin = written[0], self._shared(row)[0].start
@@ -287,7 +287,7 @@ class RowMemory:
         return min(slots, self.committed_slots(row))
 
     def is_shared(self, row: int, slots: int) -> bool:
-        """Whether `row` shares memory from `slots` on."""
+        """Whether `row` shares memory from slot `slots` on."""
         return bool(self._shared(row, slots))
 
     def _shared(self, row: int, slots: int = 0) -> list[_Piece]:
@@ -295,7 +295,7 @@ class RowMemory:
         return [one for one in self._pieces[row] if one.memory.users > 1 and one.start + one.size > end]
 
     def _shareable(self, row: int, source: int, slots: int) -> list[_Piece]:
-        """The pieces of `source` within its leading `slots` slots, behind what `row` always has memory for."""
+        """Pieces of `source` in its leading `slots` slots, except where `row` always has its own memory."""
         end = slots * self.token_bytes
         return [one for one in self._pieces[source] if self._floors[row] <= one.start and one.start + one.size <= end]
 
@@ -321,7 +321,7 @@ class RowMemory:
 
 
 def aligned(size: int) -> int:
-    """`size` bytes rounded up to a multiple of what kernels load at once."""
+    """`size` bytes, rounded up to a multiple of what kernels load at once."""
     return 16 * -(-size // 16)
 
 
@@ -333,9 +333,9 @@ def slots_in_memory(longest: int, device: torch.device) -> int:
 
 @contextmanager
 def allocating(rows: int, slots: int, device: torch.device) -> Iterator[None]:
-    """Context in which buffers for texts, of `rows` times `slots` tokens, are allocated on `device`; raises
-    `OutOfMemoryError` if there is no memory for them, also on a CPU, where torch raises another error or the system
-    gives more than there is."""
+    """Context in which buffers for texts are allocated on `device`, for `rows` times `slots` tokens. Raises
+    `OutOfMemoryError` if there is no memory for them, also on a CPU, where torch raises another error, or the system
+    grants more memory than there is."""
     wanted, available = 8 * rows * slots, total_bytes(device) // _SHARE_FOR_TOKENS
     if wanted > available:
         raise torch.OutOfMemoryError(

@@ -1,7 +1,7 @@
-"""Ranges of addresses on a device, parts of which have memory: the pages behind `virtual_memory.RowMemory`.
+"""Address ranges on a device that are backed by memory in part: the pages of `virtual_memory.RowMemory`.
 
-On a GPU this is CUDA's virtual memory management (CUDA driver API). On a CPU it is a mapping of the operating system,
-whose pages take memory when they are first written.
+A GPU uses CUDA's virtual memory management (CUDA driver API). A CPU uses a mapping of the operating system, whose pages
+take memory when they are first written.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 
 from .fence import Fence
 
-# Linux's MAP_NORESERVE, which Python has had a name for since 3.13.
+# Linux's MAP_NORESERVE, which Python names since 3.13.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 @functools.cache
 def driver_can(device: torch.device) -> bool:
-    """Whether a GPU and its driver have virtual memory management, and Python has the driver's calls."""
+    """Whether a GPU and its driver have virtual memory management, and Python has bindings of the driver."""
     try:
         driver = importlib.import_module("cuda.bindings.driver")
         torch.cuda.init()
@@ -38,7 +38,7 @@ def _index(device: torch.device) -> int:
 
 
 def _checked(driver: Any, result: tuple) -> Any:
-    """The value of a call of the driver; raises `torch.OutOfMemoryError` or `RuntimeError` if it has failed."""
+    """The value of a driver call; raises `torch.OutOfMemoryError` or `RuntimeError` if the call has failed."""
     error, *values = result
     if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
         raise torch.OutOfMemoryError("The CUDA driver has no memory left for keys and values.")
@@ -48,37 +48,37 @@ def _checked(driver: Any, result: tuple) -> Any:
 
 
 class HostPages:
-    """A range of addresses on a CPU: memory of the operating system, which is there, as zeros, when written. It is
-    private to the process, also to one that was forked, so there is no `alias`."""
+    """An address range on a CPU. The operating system provides zeroed memory at the first write. The range is private
+    to the process, also after a fork, so it cannot `alias`."""
 
     can_alias = False
 
     def __init__(self, size: int, device: torch.device):
         try:
             self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-        except OSError as error:  # where the system bounds addresses
+        except OSError as error:  # if the system limits addresses
             raise torch.OutOfMemoryError(
                 f"There are no addresses for {size} bytes of keys and values: {error}."
             ) from error
 
     def put(self, start: int, size: int) -> None:
-        """Put zeroed memory behind `size` bytes from `start`."""
+        """Back `size` bytes from `start` with zeroed memory."""
 
     def alias(self, start: int, size: int, source: int) -> None:
-        """Put the memory behind `source` behind `size` bytes from `start`, too; it was put there in one piece."""
+        """Back `size` bytes from `start` with the memory at `source`, too, which one `put` must have put there."""
         raise NotImplementedError
 
     def take(self, start: int, size: int) -> None:
-        """Take memory from behind addresses that the device does not use any more."""
+        """Remove the memory of addresses that the device no longer uses."""
         self._map.madvise(mmap.MADV_DONTNEED, start, size)
 
     def storage(self, start: int) -> torch.UntypedStorage:
-        """The addresses from `start` on, of which the first have memory; keeps them reserved."""
+        """The addresses from `start` on, of which the leading ones have memory. The storage keeps them reserved."""
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=start).untyped_storage()
 
 
 class _Region:
-    """Addresses of a GPU for `torch.as_tensor`, which keeps them reserved."""
+    """Addresses of a GPU for `torch.as_tensor`. It keeps them reserved."""
 
     def __init__(self, pages: DevicePages, start: int):
         self._pages = pages
@@ -99,7 +99,7 @@ def _allocation_kind(driver: Any, device: torch.device) -> Any:
 
 
 class DevicePages:
-    """As `HostPages`: virtual memory of a GPU."""
+    """An address range in the virtual memory of a GPU; the interface is that of `HostPages`."""
 
     can_alias = True
 
@@ -112,9 +112,9 @@ class DevicePages:
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self.size = size
         self.base = int(_checked(driver, driver.cuMemAddressReserve(size, 0, 0, 0)))
-        # Size and handle by the start of what they are behind. Each is a reference to its memory.
+        # Size and memory handle, by start of the mapped range. Each handle is a reference to its memory.
         self._handles: dict[int, tuple[int, Any]] = {}
-        # Behind what zeroes new memory.
+        # Set after new memory was zeroed.
         self._zeroed = Fence(self._device)
         weakref.finalize(self, _free, driver, self._device, self.base, size, self._handles).atexit = False
 
@@ -126,7 +126,7 @@ class DevicePages:
         self._map(start, size, _checked(self._driver, self._driver.cuMemRetainAllocationHandle(self.base + source)))
 
     def _map(self, start: int, size: int, handle: Any) -> None:
-        """Put the memory of `handle`, which is released if that fails, behind addresses."""
+        """Map the memory of `handle` at `start`; on failure the handle is released."""
         driver, at = self._driver, self.base + start
         try:
             _checked(driver, driver.cuMemMap(at, size, 0, handle, 0))
@@ -145,7 +145,7 @@ class DevicePages:
         self._zeroed.set()
 
     def take(self, start: int, size: int) -> None:
-        self._zeroed.synchronize()  # what a shortage takes back at once may not be zero yet
+        self._zeroed.synchronize()  # memory that was just put, and is taken back at once, may still be written
         driver, (_, handle) = self._driver, self._handles.pop(start)
         _checked(driver, driver.cuMemUnmap(self.base + start, size))
         _checked(driver, driver.cuMemRelease(handle))
@@ -156,12 +156,12 @@ class DevicePages:
 
 
 def granularity_on(device: torch.device) -> int:
-    """Bytes of which starts and sizes of what is put behind addresses of `device` are multiples."""
+    """Starts and sizes of ranges with memory on `device` are multiples of this number of bytes."""
     return mmap.PAGESIZE if device.type == "cpu" else _gpu_granularity(torch.device("cuda", _index(device)))
 
 
 def pages_on(device: torch.device, size: int) -> HostPages | DevicePages:
-    """`size` bytes of addresses of `device`; raises `OutOfMemoryError` if there are not so many."""
+    """An address range of `size` bytes on `device`; raises `OutOfMemoryError` if there is none."""
     return (HostPages if device.type == "cpu" else DevicePages)(size, device)
 
 
@@ -175,7 +175,7 @@ def _gpu_granularity(device: torch.device) -> int:
 
 
 def _free(driver: Any, device: torch.device, base: int, size: int, handles: dict[int, tuple[int, Any]]) -> None:
-    """Give back addresses and what is behind them, when no tensor refers to them any more."""
+    """Free addresses and their memory once no tensor refers to them any more."""
     if not torch.cuda.is_current_stream_capturing():
         with contextlib.suppress(RuntimeError):  # if the device itself has failed
             torch.cuda.synchronize(device)

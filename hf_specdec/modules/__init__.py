@@ -1,1 +1,1 @@
-"""What modules of a model are, what of them is replaced during a call, and which state they are in."""
+"""Modules of models: what they are, which state they are in, and what is replaced in them during a call."""

@@ -1,6 +1,6 @@
-"""LoRA adapters of PEFT's on a model: which layers have them, which are active, and which each row of a call has.
+"""PEFT's LoRA adapters on a model: which layers have them, which are active, and which each row of a call has.
 
-What we touch of PEFT that is not public is named here.
+This file names all that we touch of PEFT's internals.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch.distributed.tensor import DTensor
 from .hidden_states import modules_of
 from .weights import PLAIN_WEIGHTS
 
-# Attributes of a layer that say which of its adapters are active.
+# Attributes of a layer that tell which of its adapters are active.
 ACTIVE_ATTRIBUTES = frozenset({"_active_adapter", "_disable_adapters"})
 
-# Adapters that a row's bits tell apart.
+# Most adapters that the bits of a row can distinguish.
 MOST_ADAPTERS = 63
 
-# In the place of an adapter's name: none.
+# Stands for an adapter's name: no adapter.
 NO_ADAPTER = "__base__"
 
 
 def _of_peft(module: str, name: str) -> Any:
-    """A part of PEFT's; None if PEFT has not been imported, so that no model has its layers."""
+    """A part of PEFT; None if PEFT has not been imported, in which case no model has its layers."""
     return getattr(sys.modules.get(f"peft.tuners.{module}"), name, None)
 
 
@@ -42,7 +42,7 @@ def is_lora_linear(kind: type) -> bool:
 
 
 def base_layer(module: nn.Module) -> nn.Module:
-    """The layer inside of a LoRA layer; `module` itself if it is none."""
+    """The layer inside a LoRA layer; `module` itself if it is not one."""
     return module._modules["base_layer"] if is_lora_linear(type(module)) else module
 
 
@@ -52,10 +52,10 @@ class Adapters:
 
     Attributes:
         layers: PEFT's layers with LoRA on a linear layer.
-        names: of their adapters, sorted; that at place a has bit a.
-        active: bits of those that are active.
-        why_not_by_row: why rows cannot have adapters of their own, so that PEFT's layers run themselves.
-        state: what is active in each layer, to be compared.
+        names: names of their adapters, sorted; the adapter at place a has bit a.
+        active: bits of the active adapters.
+        why_not_by_row: why rows cannot have their own adapters, so that PEFT's layers run themselves; None if they can.
+        state: the active adapters of each layer, for comparison.
     """
 
     layers: Sequence[nn.Module] = ()
@@ -66,7 +66,7 @@ class Adapters:
 
     @classmethod
     def of(cls, modules: Sequence[nn.Module]) -> Adapters:
-        """Those of the model that is the first of `modules`, which are all of its modules."""
+        """The adapters of the model that is the first of `modules`, which are all its modules."""
         tuner = _of_peft("tuners_utils", "BaseTunerLayer")
         kinds = set() if tuner is None else {kind for kind in set(map(type, modules)) if issubclass(kind, tuner)}
         if not kinds:
@@ -90,7 +90,7 @@ class Adapters:
         return found if reason is not None else replace(found, active=found.bits(layers[0].active_adapters))
 
     def bits(self, names: Sequence[str]) -> int:
-        """The bits of adapters, none where they are disabled; names of which no layer has one count for nothing."""
+        """The bits of adapters, 0 if they are disabled; names that no layer has are ignored."""
         if self.layers and self.layers[0]._disable_adapters:
             return 0
         return sum(1 << self.names.index(name) for name in set(names) if name in self.names)
@@ -118,7 +118,7 @@ def _head_of(model: nn.Module) -> nn.Module | None:
 
 
 def _why_not_plain(layer: nn.Module) -> str | None:
-    """Why a layer computes anything but its base layer and low-rank updates; None if it does not."""
+    """Why a layer computes more than its base layer and low-rank updates; None if it does not."""
     attributes = vars(layer)
     if not {"lora_variant", "lora_bias", "cast_input_dtype_enabled"} <= attributes.keys():
         return "this version of PEFT has LoRA layers of another kind"
@@ -156,7 +156,7 @@ def _why_not_weights(layers: Sequence[nn.Module]) -> str | None:
 
 
 def _names_of(hook: Any) -> Sequence[str] | None:
-    """The adapters that PEFT's `hook` gives to each row; None if it is no such hook."""
+    """The adapters that PEFT's `hook` gives to each row; None if it is not such a hook."""
     is_of_rows = isinstance(hook, functools.partial) and hook.func is _of_peft(
         "lora.model", "_adapter_names_pre_forward_hook"
     )
@@ -164,9 +164,9 @@ def _names_of(hook: Any) -> Sequence[str] | None:
 
 
 def names_in_hooks(modules: Sequence[nn.Module]) -> list[str] | None:
-    """The adapter of each row that PEFT's hooks (`adapter_names=` of `generate()`) give to `modules`; None without."""
+    """The adapter of each row that PEFT's hooks (`adapter_names=` of `generate()`) give to `modules`; None if none."""
     for module in modules:
-        # PEFT leaves its hooks where they are if a call fails; the last one counts.
+        # PEFT does not remove its hooks if a call fails; the last hook counts.
         found = [names for hook in module._forward_pre_hooks.values() if (names := _names_of(hook)) is not None]
         if found:
             return list(found[-1])
@@ -185,13 +185,13 @@ def check_adapters(model: nn.Module, names: Sequence[str] | None) -> None:
 def names_of_rows(
     adapters: Adapters, hooked: Sequence[nn.Module], names: Sequence[str] | None, count: int
 ) -> list[str] | None:
-    """The adapter that each of `count` rows of a call is to have, which an engine's state holds then.
+    """The adapter of each of `count` rows of a call, for the engine's state.
 
-    None for those that are active, and where PEFT's own hooks have to be called, as with other `hooked` modules.
-    `names` are those that the call was given; None for those that PEFT has put into hooks.
+    None for the active adapters, and where PEFT's own hooks must be called, as with other `hooked` modules. `names` are
+    those that the call was given; None for those in PEFT's hooks.
 
     Raises:
-        ValueError: there are not as many names as rows, an adapter is unknown, or rows cannot have their own.
+        ValueError: the number of names is not that of rows, an adapter is unknown, or rows cannot have their own.
     """
     is_of_call = names is not None
     names = list(names) if is_of_call else names_in_hooks(hooked)
@@ -208,7 +208,7 @@ def names_of_rows(
 
 @contextmanager
 def without_row_hooks(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Context in which `layers` lack PEFT's hooks that give each row its adapter: an engine's state does."""
+    """Context in which `layers` lack PEFT's hooks that give each row its adapter: the engine's state does that."""
     before = [(vars(layer), layer._forward_pre_hooks) for layer in layers if layer._forward_pre_hooks]
     for attributes, hooks in before:
         kept = ((number, hook) for number, hook in hooks.items() if _names_of(hook) is None)
@@ -222,7 +222,7 @@ def without_row_hooks(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def with_row_hooks(layers: Sequence[nn.Module], names: Sequence[str] | None) -> Iterator[None]:
-    """Context in which hooks of PEFT give `layers` the adapter of each row, of `names`; None for active ones."""
+    """Context in which PEFT's hooks give each row of `layers` its adapter in `names`; None for the active adapters."""
     handles = []
     if names is not None:
         hook = functools.partial(_of_peft("lora.model", "_adapter_names_pre_forward_hook"), adapter_names=list(names))

@@ -1,8 +1,8 @@
-"""Tensors whose elements are computed when something reads them: together with what reads them, where that is an op.
+"""Tensors that are computed when something reads them: together with their reader, if that is an op.
 
-Modules add to the residual stream and norm the sum, or rotate keys and store them, in Python of their own. An op that
-computes both in one kernel takes such a tensor over (`ops.add_rms_norm`, `rotate_and_store`); before anything
-else reads it, torch calls `Deferred.__torch_function__`, which computes it.
+Modules add to the residual stream and then norm the sum, or rotate keys and then store them, in their own Python code.
+An op that computes both in one kernel takes over such a tensor (`ops.add_rms_norm`, `rotate_and_store`). Before
+anything else reads it, torch calls `Deferred.__torch_function__`, which computes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .patch import DTYPES, uses_layer_kernels
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
-# What reads neither elements nor where they are.
+# Functions that read neither elements nor addresses.
 _OF_METADATA = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad")]
     + [getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "is_floating_point")]
@@ -27,13 +27,13 @@ _SUMS = frozenset([torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tens
 
 
 class Deferred(torch.Tensor):
-    """Stands for a tensor that may not be computed yet; sums of one with another tensor are deferred, too.
+    """Stands for a tensor that may not be computed yet; its sum with another tensor is deferred, too.
 
-    Its own memory is that of another tensor of the same shape, dtype and device, and is never read.
+    Its own memory is that of another tensor with the same shape, dtype and device, and is never read.
 
     Attributes:
-        value: the tensor, a plain one; None if it is not computed.
-        pending: what computes it, as `result(index)`; None if it is computed.
+        value: the plain tensor; None if it is not computed yet.
+        pending: computes it, as `result(index)`; None if it is computed.
     """
 
     value: torch.Tensor | None
@@ -42,7 +42,7 @@ class Deferred(torch.Tensor):
 
     @staticmethod
     def of(like: torch.Tensor, value: torch.Tensor | None, pending: Any = None, index: int = 0) -> Deferred:
-        """For `value`, or for what `pending` computes: a tensor like `like`."""
+        """Stands for `value`, or for what `pending` computes: a tensor like `like`."""
         deferred = torch.Tensor._make_subclass(Deferred, like)
         deferred.value, deferred.pending, deferred.index = value, pending, index
         return deferred
@@ -61,7 +61,7 @@ class Deferred(torch.Tensor):
 
 
 def _computed(values: Any) -> Any:
-    """`values`, and those in tuples, lists and dictionaries of them, with plain tensors for deferred ones."""
+    """`values`, with plain tensors in place of deferred ones, also inside tuples, lists and dictionaries."""
     if isinstance(values, Deferred):
         return plain(values)
     if isinstance(values, (list, tuple)):
@@ -73,7 +73,7 @@ def _computed(values: Any) -> Any:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, computed, as no `Deferred`."""
+    """`tensor` as a plain tensor, which is computed if need be."""
     if not isinstance(tensor, Deferred):
         return tensor
     if tensor.value is None:
@@ -82,7 +82,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Sum:
-    """A sum of two tensors, its `terms`, of one shape and dtype."""
+    """The sum of two tensors, its `terms`, of the same shape and dtype."""
 
     def __init__(self, *terms: torch.Tensor):
         self.terms = terms
@@ -92,7 +92,7 @@ class Sum:
 
 
 def _deferred_sum(first: Any, second: Any) -> Deferred | None:
-    """The sum of two tensors, not computed; None where a norm would not compute it."""
+    """The deferred sum of two tensors; None if no norm could compute it."""
     if not all(type(one) is Deferred or type(one) in _PLAIN_TENSORS for one in (first, second)):
         return None
     if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
@@ -104,14 +104,14 @@ def _deferred_sum(first: Any, second: Any) -> Deferred | None:
 
 
 def residual_stream(states: torch.Tensor) -> torch.Tensor:
-    """`states`, sums with which are computed by the norm that reads them, where layers run kernels of their own."""
+    """`states`, marked so that norms compute sums with it, if layers run kernels of their own."""
     if type(states) is not torch.Tensor or states.dtype not in DTYPES or torch.is_grad_enabled():
         return states
     return Deferred.of(states, states) if uses_layer_kernels(states) else states
 
 
 def normed(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind) -> torch.Tensor:
-    """`ops.rms_norm`; computes `inputs`, too, if they are a sum that is not computed."""
+    """`ops.rms_norm`; also computes `inputs` if they are a deferred sum."""
     pending = inputs.pending if isinstance(inputs, Deferred) else None
     if not isinstance(pending, Sum):
         return ops.rms_norm(plain(inputs), weight, eps, kind)
@@ -121,7 +121,7 @@ def normed(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: 
 
 
 class Rotation:
-    """Rotary embedding of query and key, or of one of them; arguments as of `ops.rotary`."""
+    """Rotary embedding of query and key, or of one of them; arguments as in `ops.rotary`."""
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind):
         self._cos, self._sin, self._states, self._kind = cos, sin, states, kind
@@ -136,9 +136,9 @@ class Rotation:
         return self._results[index]
 
     def store(self, index: int, keys: torch.Tensor, values: torch.Tensor, *new: torch.Tensor | None) -> bool:
-        """Compute all but the key, tensor number `index`, which goes to the cache with its value as `ops.write_kv` has
-        it; returns whether it did so: not if anything is computed already, or the cache is of another dtype without
-        scales."""
+        """Compute everything but the key, tensor `index`, which is rotated into the cache, with its value stored as by
+        `ops.write_kv`. Returns False, and does nothing, if something is computed already, or if the cache has another
+        dtype without scales."""
         is_new = index == len(self._results) - 1 and all(one is None for one in self._results)
         is_same = keys.dtype == self._states[-1].dtype and values.dtype == new[0].dtype
         if not is_new or not (is_same or new[2] is not None):
@@ -149,7 +149,7 @@ class Rotation:
 
 
 class Stored:
-    """Keys and values that are stored as float8, which attention reads as they are; others read them dequantised.
+    """Keys and values stored as float8. Attention reads them as they are, others read them dequantised.
 
     Args:
         keys, values: `[B, kv_heads, slots, D]` float8.
@@ -172,7 +172,7 @@ class Stored:
 def read_by_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The query, computed, and keys, values and scales as attention reads them: as stored, if nothing has read them."""
+    """The computed query, and keys, values and scales for attention: as stored if nothing has read them before."""
     if isinstance(query, Deferred):
         query = plain(query)
     if not (isinstance(key, Deferred) or isinstance(value, Deferred)):
@@ -186,7 +186,7 @@ def read_by_attention(
 def rotated(
     cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind
 ) -> list[torch.Tensor]:
-    """`ops.rotary` of query and key, computed when they are read; of keys, by what stores them."""
+    """`ops.rotary` of query and key, computed by their readers; keys by the op that stores them."""
     if torch.is_grad_enabled():
         return ops.rotary(cos, sin, states, kind)
     rotation = Rotation(cos, sin, states, kind)
@@ -201,7 +201,7 @@ def store_kv(
     positions: torch.Tensor,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """`ops.write_kv`; also rotates query and key, if these are a rotation that is not computed."""
+    """`ops.write_kv`; also rotates query and key if these are a deferred rotation."""
     if isinstance(key_states, Deferred):
         pending, value_states = key_states.pending, plain(value_states)
         new = value_states, positions, scales

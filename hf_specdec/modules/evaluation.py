@@ -1,4 +1,4 @@
-"""Evaluation mode for the time of a call."""
+"""Evaluation mode during a call."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .hidden_states import modules_of
 
 
 class Evaluation(AbstractContextManager[None]):
-    """Context in which all modules of `models` are in evaluation mode; afterwards each is in the mode that it was in.
+    """Context in which all modules of `models` are in evaluation mode; on exit each returns to its earlier mode.
 
-    `model.train(before)` would also wake modules that their owner has put into evaluation mode.
+    `model.train(before)` would also switch modules that their owner has put into evaluation mode.
     """
 
     def __init__(self, *models: nn.Module):
@@ -31,7 +31,7 @@ class Evaluation(AbstractContextManager[None]):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Context, within this one, in which modules are in the modes of before; they may be changed there."""
+        """Context, within this one, in which modules are in their earlier modes, which may be changed there."""
         self.__exit__()
         try:
             yield

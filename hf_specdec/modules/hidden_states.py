@@ -1,4 +1,4 @@
-"""Auxiliary hidden states: recording a target's hidden states during its forward passes."""
+"""Auxiliary hidden states: they are recorded during a target's forward passes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def modules_of(*models: nn.Module) -> list[nn.Module]:
 
 
 def text_decoder(model: PreTrainedModel) -> nn.Module:
-    """`get_decoder()`, which goes by names of attributes; the base model where that is the head, so called."""
+    """`get_decoder()`, which goes by attribute names; the base model if an attribute with such a name is the head."""
     decoder = model.get_decoder()
     return model.base_model if decoder is model.get_output_embeddings() else decoder
 
@@ -33,8 +33,8 @@ def text_decoder(model: PreTrainedModel) -> nn.Module:
 def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     """The decoder layers of `model`, first to last; None if they are not found.
 
-    They are `text_decoder(model).layers`, or else the one list in the decoder, not inside of another such list, with as
-    many modules as the configuration has layers.
+    They are `text_decoder(model).layers`, or else the only outermost list in the decoder that has as many modules as
+    the configuration has layers.
     """
     decoder = text_decoder(model)
     layers = getattr(decoder, "layers", None)
@@ -50,7 +50,7 @@ def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
 
 
 def num_decoder_layers(model: PreTrainedModel) -> int:
-    """How many decoder layers `model` runs, 0 if they are not found: its configuration may name fewer than it has."""
+    """Number of decoder layers that `model` runs, 0 if not found: its configuration may name fewer than it has."""
     layers = find_decoder_layers(model) or ()
     return min(len(layers), getattr(model.config.get_text_config(), "num_hidden_layers", len(layers)))
 
@@ -58,7 +58,7 @@ def num_decoder_layers(model: PreTrainedModel) -> int:
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The module whose output the head of `model` reads.
 
-    It is `text_decoder(model)`; where that is a model with a head (Llama 4), the part that has the decoder layers.
+    It is `text_decoder(model)`, or if that is a model with a head (Llama 4), the child with the decoder layers.
     """
     decoder = text_decoder(model)
     if not isinstance(decoder, PreTrainedModel) or decoder.get_output_embeddings() is None:
@@ -68,8 +68,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
-    """The target's decoder layers, first to last; raises `ValueError` if they are not found, see
-    `find_decoder_layers`."""
+    """The target's decoder layers, first to last; raises `ValueError` if `find_decoder_layers` finds none."""
     layers = find_decoder_layers(target)
     if layers is None:
         raise ValueError(
@@ -90,20 +89,20 @@ def device_of_last_layer(target: PreTrainedModel) -> torch.device:
     return next(last.parameters()).device
 
 
-# Key of the decoder's output, after the final norm, among recorded hidden states: it comes after those of all layers.
+# Key of the decoder's output, after the final norm, among recorded hidden states; it sorts after all layer ids.
 LAST_HIDDEN_STATE = sys.maxsize
 
 
 class AuxHiddenStateRecorder:
-    """Context in which forward passes of `target`, of the engine that enters it only, record auxiliary hidden states.
+    """Context in which forward passes of `target`, if run by the engine that enters it, record auxiliary hidden states.
 
     Args:
-        layer_ids: which ones, ascending. Id b is the residual stream that enters layer b, transformers'
+        layer_ids: ids to record, ascending. Id b is the residual stream that enters layer b, transformers'
             `hidden_states[b]`; id n, of n layers, is the stream that leaves the last layer, *before* the final norm.
-        last_hidden_state: record the decoder's output, after the final norm, too, as the last one.
+        last_hidden_state: whether to record the decoder's output, after the final norm, too, as the last one.
 
     Attributes:
-        recorded: the hidden states of the last pass, `[B, n, hidden_size]`, by layer id or as `LAST_HIDDEN_STATE`.
+        recorded: the hidden states of the last pass, `[B, n, hidden_size]`, by layer id or `LAST_HIDDEN_STATE`.
     """
 
     def __init__(self, target: PreTrainedModel, layer_ids: list[int], last_hidden_state: bool = False):
@@ -118,7 +117,7 @@ class AuxHiddenStateRecorder:
 
     @property
     def misses_positions(self) -> bool:
-        """Whether a pass that is asked for the logits of its last tokens only would record some layers at these only:
+        """Whether a pass that returns only the logits of its last tokens would record some layers at these tokens only:
         layers that store no keys of their own leave out the others."""
         return self.records and bool(getattr(self._target.config.get_text_config(), "num_kv_shared_layers", 0))
 
@@ -162,7 +161,7 @@ class AuxHiddenStateRecorder:
         return register(record, with_kwargs=True)
 
 
-# Tokens of the pass that checks the shapes. More than one, since some layers of some models process the last one only.
+# Tokens of the pass that checks shapes. More than one, since some layers of some models run the last token only.
 NUM_PROBE_TOKENS = 3
 
 
@@ -172,11 +171,11 @@ def check_aux_hidden_states(
     """Run `target`, unless it is on the meta device, over a few tokens and check its auxiliary hidden states.
 
     Args:
-        layer_ids, last_hidden_state: as for `AuxHiddenStateRecorder`.
+        layer_ids, last_hidden_state: as in `AuxHiddenStateRecorder`.
         width: size of each hidden state that the drafter `name` expects.
 
     Raises:
-        ValueError: a layer's output is not `[1, tokens, width]`, such as several streams or the last token only.
+        ValueError: a layer's output is not `[1, tokens, width]`, e.g. it has several streams, or the last token only.
     """
     weights = next(target.get_input_embeddings().parameters())
     if weights.device.type == "meta" or not (layer_ids or last_hidden_state):

@@ -1,4 +1,4 @@
-"""Locks of targets: a call with a drafter patches modules, so one thread at a time generates with a target."""
+"""Locks of targets: a call with a drafter patches modules, so only one thread at a time generates with a target."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TargetLock:
         self._guard: Callable[[], None] | None = None
 
     def set_guard(self, guard: Callable[[], None] | None) -> None:
-        """Set what a thread that asks for the lock runs first, which may raise an error; None for nothing."""
+        """Set a function that threads run before they wait for the lock, which may raise an error; None for none."""
         self._guard = guard
 
     @property
@@ -45,7 +45,7 @@ class TargetLock:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Context in which the owner lets others have it; afterwards it waits for its turn."""
+        """Context in which the owner lets other threads have the lock; on exit it waits for its turn."""
         depth = self._depth
         self._release(depth)
         try:
@@ -76,7 +76,7 @@ class TargetLock:
 
 _LOCKS: WeakKeyDictionary[PreTrainedModel, TargetLock] = WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()
-# The threads of which a forked process has the locks are not in it.
+# Threads that held locks do not exist in a forked process.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_LOCKS.clear)
 

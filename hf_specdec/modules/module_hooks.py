@@ -1,4 +1,4 @@
-"""Forward hooks of modules: what they do is the caller's, and may depend on the row of a batch."""
+"""Forward hooks of modules: code of the caller that may depend on the row of a batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 _M = TypeVar("_M", bound=nn.Module)
 
-# Attributes of a module with its forward hooks, and with how they are called.
+# Attributes of a module that hold its forward hooks and how they are called.
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_always_called",
@@ -32,10 +32,10 @@ def has_hooks(modules: Iterable[nn.Module], of_engines: bool = True) -> bool:
 
 
 def hooks_of(modules: Iterable[nn.Module], of_engines: bool = False) -> tuple[int, ...]:
-    """The numbers that torch gives to each forward hook of `modules` or of all modules when it is registered.
+    """The ids that torch has given to the forward hooks of `modules`, and to those of all modules, at registration.
 
-    Hooks of transformers that record hidden states, those of a drafter that learns, and those that ask for gradients do
-    not count: they do nothing in an engine's passes. Those that engines register for a call count if `of_engines`.
+    Some do nothing in an engine's passes and are left out: hooks of transformers that record hidden states, those of a
+    drafter that learns, and those that ask for gradients. Hooks that engines register for a call count if `of_engines`.
     """
     harmless = (output_capturing.__name__, f"{_PACKAGE}.training." if of_engines else f"{_PACKAGE}.")
     hooks = [
@@ -53,16 +53,16 @@ def _ask(module, args, output):
 
 
 def asks_for_gradients(hook: Callable) -> bool:
-    """Whether `hook` only sets `requires_grad` of an output, as transformers' for gradient checkpointing does."""
+    """Whether `hook` only sets `requires_grad` of an output, as transformers' does for gradient checkpointing."""
     code, asking = getattr(hook, "__code__", None), _ask.__code__
     names = ("co_code", "co_consts", "co_names")
     return code is not None and all(getattr(code, name) == getattr(asking, name) for name in names)
 
 
 def without_hooks(model: _M) -> _M:
-    """`model` as it computes without the forward hooks of its modules, of the same weights and configurations.
+    """`model` without the forward hooks of its modules, with the same weights and configurations.
 
-    It is `model` itself if there are none, and if a module has a `forward` attribute that may call other modules of it.
+    It is `model` itself if there are no hooks, or if a module has a `forward` attribute that may call other modules.
     """
     modules = modules_of(model)
     if not any(has_hooks([module]) for module in modules):
@@ -83,7 +83,7 @@ def without_hooks(model: _M) -> _M:
 def _clone(module: _M) -> _M:
     """`module` with the same children, and without hooks."""
     clone = type(module).__new__(type(module))
-    # What `Module.compile` has made runs the module itself.
+    # A compiled call (`Module.compile`) would run the module itself.
     no_hooks = {name: type(vars(module)[name])() for name in _HOOKS}
     vars(clone).update(vars(module) | no_hooks, _buffers=dict(module._buffers), _compiled_call_impl=None)
     return clone

@@ -1,7 +1,7 @@
-"""Replacing attributes of modules and configurations while an engine runs, and telling which thread runs it.
+"""Replacement of attributes of modules and configurations while an engine runs, and which thread runs an engine.
 
 Other code may run the target at the same time: another thread, or the caller's logits processors, stopping criteria and
-streamers. Replaced functions call `runs_engine` and behave as the original ones where it is False.
+streamers. So replaced functions ask `runs_engine`, and behave as the original ones if that is False.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..device_policy import DEFAULT_POLICY, DEVICE_POLICIES
 
 _HOST = torch.device("cpu")
 
-# Stands for the value of an attribute that is not in an object's `__dict__`.
+# Stands for an attribute that is missing in an object's `__dict__`.
 ABSENT = object()
 
 
@@ -29,7 +29,7 @@ class _Thread(threading.local):
     default_device = _HOST
 
 
-# What it runs; what is called for every layer reads `engine` itself, see `runs_engine`.
+# State of this thread. Code that runs in every layer reads `engine` itself, see `runs_engine`.
 this_thread = _Thread()
 
 
@@ -62,9 +62,9 @@ def engine() -> Iterator[None]:
 @contextmanager
 def user_code() -> Iterator[None]:
     """Context, within `engine`, for functions of the user: replaced functions behave as the original ones, and
-    inference mode and the default device are those of where `engine` was entered."""
+    inference mode and the default device are those outside of `engine`."""
     before = this_thread.engine
-    # Tensors that were made in inference mode cannot be modified outside of it.
+    # Tensors made in inference mode cannot be modified outside of it.
     is_left = this_thread.is_inference and not torch.is_inference_mode_enabled()
     this_thread.engine = None
     try:
@@ -75,41 +75,41 @@ def user_code() -> Iterator[None]:
 
 
 def on_host() -> AbstractContextManager[Any]:
-    """Context in which new tensors are on the host unless a device is named, also for the caller's default device."""
+    """Context in which new tensors are on the host unless a device is named, whatever the default device is."""
     return _with_default(_HOST, torch.get_default_device())
 
 
 def _with_default(device: torch.device, now: torch.device) -> AbstractContextManager[Any]:
-    # Every operation takes longer in a context of a device, so there is none where it changes nothing.
+    # A device context slows down every operation, so there is none if it changes nothing.
     return nullcontext() if device == now else device
 
 
-# Dtypes that the ops of layers take, see `ops`.
+# Dtypes that ops of layers take, see `ops`.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def uses_layer_kernels(states: torch.Tensor) -> bool:
     """Whether the layers that compute with `states` run ops of layers, such as `ops.rms_norm`.
 
-    Not in code that is to be compiled: the compiler fuses small operations with their neighbours, residual sums, too.
+    They do not in code to be compiled: the compiler fuses small operations, including residual sums, with neighbours.
     """
     if torch.compiler.is_compiling() or this_thread.engine is None:
         return False
     return DEVICE_POLICIES.get(states.device.type, DEFAULT_POLICY).layer_kernels
 
 
-# By the `id` of an owner and the name of an attribute that contexts have replaced: the owner, the original value, and
-# theirs by context, latest last.
+# Replaced attributes by `id` of the owner and name: the owner, the original value, and the replacements by context,
+# latest last.
 _replaced: dict[tuple[int, str], tuple[object, Any, dict[object, Any]]] = {}
 _lock = threading.Lock()
 
 
 @contextmanager
 def replaced(name: str, values: Iterable[tuple[object, Any]]) -> Iterator[None]:
-    """Context in which the attribute `name` of each owner in `values`, in its `__dict__`, is what is given with it.
+    """Context in which the attribute `name`, in the `__dict__` of each owner in `values`, has the value given there.
 
     `ABSENT` removes it. Contexts may overlap in any order, as those of several threads do: the value of the context
-    entered last applies, and the original value is restored when the last one exits. A value that other code sets
+    entered last applies, and the original value is restored when the last context exits. A value that other code sets
     inside the context stays.
     """
     values, token = list(values), object()
@@ -137,7 +137,7 @@ def _set(owner: object, name: str, value: Any) -> None:
 
 
 def _restore(name: str, values: list[tuple[object, Any]], token: object) -> None:
-    """Leave the `replaced` context of `token`, or what is left of it."""
+    """Leave the `replaced` context of `token`, or what remains of it."""
     with _lock:
         for owner, _ in values:
             _, before, own = _replaced.get((id(owner), name), (owner, ABSENT, {}))
@@ -151,9 +151,9 @@ def _restore(name: str, values: list[tuple[object, Any]], token: object) -> None
 
 
 class Patch(AbstractContextManager[None]):
-    """A context that patches objects which were looked up when it was constructed, and keeps none of them alive.
+    """A context that patches objects which are looked up in the constructor; it does not keep them alive.
 
-    It is entered once; copies (`copy.copy`) share what was looked up and may overlap.
+    It can be entered once. Copies (`copy.copy`) share the lookup and may overlap.
 
     Attributes:
         is_empty: whether there is nothing to patch.
@@ -163,7 +163,7 @@ class Patch(AbstractContextManager[None]):
     _entered: ExitStack
 
     def _enter(self, stack: ExitStack) -> None:
-        """Patch the objects, by contexts that are entered on `stack`."""
+        """Patch the objects, with contexts that are entered on `stack`."""
         raise NotImplementedError
 
     def __enter__(self) -> None:
@@ -176,7 +176,7 @@ class Patch(AbstractContextManager[None]):
 
 
 class Replacements(Patch):
-    """A context in which attributes are `replaced`: each by pairs of an owner and what makes the value from it."""
+    """A `Patch` of `replaced` attributes: by name, pairs of an owner and a function that maps it to the value."""
 
     def __init__(self, values: Mapping[str, Iterable[tuple[object, Callable[[Any], Any]]]]):
         found = {name: [(weakref.ref(owner), make) for owner, make in pairs] for name, pairs in values.items()}
@@ -190,19 +190,19 @@ class Replacements(Patch):
 
 
 def constant(value: Any) -> Callable[[object], Any]:
-    """For `Replacements`: makes `value` from any owner."""
+    """For `Replacements`: maps any owner to `value`."""
     return lambda owner: value
 
 
 def bound(function: Callable, *args: Any) -> Callable[[object], Callable]:
-    """For `Replacements`: makes `function` of an owner and `args`, which come before the arguments of a call."""
-    if not args:  # as of all linear layers: without a call for each
+    """For `Replacements`: maps an owner to `function` with the owner and `args` before the arguments of a call."""
+    if not args:  # as for all linear layers: without a call for each of them
         return functools.partial(functools.partial, function)
     return lambda owner: functools.partial(function, owner, *args)
 
 
 def is_unpatched(owner: object, *functions: Callable, name: str = "forward") -> bool:
-    """Whether `owner` has no attribute `name` but one that contexts of other calls have `bound` to `functions`."""
+    """Whether `owner` has no attribute `name`, except one that contexts of other calls have `bound` to `functions`."""
     value = vars(owner).get(name)
     return value is None or getattr(value, "func", None) in functions
 
@@ -213,7 +213,7 @@ def is_anything_replaced() -> bool:
 
 
 def original(owner: object, name: str) -> Any:
-    """The attribute `name` of `owner` without any `replaced` context; None if its `__dict__` has none."""
+    """The attribute `name` of `owner` outside of any `replaced` context; None if its `__dict__` has none."""
     found = _replaced.get((id(owner), name))
     value = vars(owner).get(name) if found is None else found[1]
     return None if value is ABSENT else value

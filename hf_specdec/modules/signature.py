@@ -1,7 +1,7 @@
-"""What a model is now: whether what was found out about it earlier still holds.
+"""Signatures of models, which tell whether what was found out about a model earlier still holds.
 
-A `Signature` reads a model from one walk over its modules. What was found out by running a model is kept by its `kind`,
-patches and captured graphs by its `Fingerprint`, keys and values of prompts by that and by its `versions`.
+A `Signature` reads a model in one walk over its modules. What was found out by running a model is kept by its `kind`;
+patches and captured graphs by its `Fingerprint`; keys and values of prompts by that and by its `versions`.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from .weights import PLAIN_WEIGHTS, has_zeros, local_shard
 
 _T = TypeVar("_T")
 
-# They compute token by token, whatever their class, unless it has a `forward` of its own: parametrised ones are of
-# classes of their own.
+# Whatever their class, these compute token by token, unless they have a `forward` of their own; parametrised modules
+# have classes of their own.
 _OF_ONE_TOKEN = (nn.Linear, nn.Embedding)
 
 # Attributes of every module. Children, parameters and buffers are compared separately; modules with forward hooks are
 # not captured; other hooks are not called in a forward pass without gradients.
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
-# Values that are compared as they are.
+# Types whose values are compared as they are.
 PLAIN_VALUES = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size}
 )
 
-# Larger or more deeply nested containers are compared by kind and length only; objects nested half as deep by identity.
+# Larger or more deeply nested containers are compared by type and length only; objects nested half as deep by identity.
 _MOST_ENTRIES, _DEEPEST = 1024, 6
 
-# Kinds of which facts are kept, and facts of each: modules may get another `forward`, or hooks, for every call.
+# Most kinds whose facts are kept, and most facts of a kind: modules may get another `forward`, or hooks, in every call.
 MOST_KEPT = 256
 
-# What was found out about models, by their `Signature.kind`.
+# What was found out about models, by `Signature.kind`.
 _facts: dict[Hashable, dict[Hashable, Any]] = {}
 _keeping = threading.Lock()
 
@@ -75,7 +75,7 @@ _thread = _Thread()
 
 @contextmanager
 def looked_at_once() -> Iterator[None]:
-    """Context in which this thread looks once at what each model is: a call. It ignores changes meanwhile."""
+    """Context, e.g. a call, in which this thread reads the signature of each model once, ignoring later changes."""
     before, _thread.signatures = _thread.signatures, {}
     try:
         yield
@@ -83,12 +83,12 @@ def looked_at_once() -> Iterator[None]:
         _thread.signatures = before
 
 
-# Steps of torch's optimizers, which fused ones make without counting them in the versions of the weights.
+# Numbers of the steps of torch's optimizers: fused optimizers do not count theirs in the versions of the weights.
 _step_numbers, _last_step, _watching = itertools.count(1), 0, None
 
 
 def watch_optimizers(is_on: bool) -> None:
-    """Note the steps of all optimizers of this process from now on, or no longer; twice is once."""
+    """Switch on or off that steps of all optimizers of this process are noted; a repeated call changes nothing."""
     global _watching
     if is_on and _watching is None:
         _watching = register_optimizer_step_post_hook(note_step)
@@ -104,15 +104,15 @@ def note_step(*_: Any) -> None:
 
 
 def versions_of(tensors: Iterable[torch.Tensor | None]) -> tuple[int, list[int | None]]:
-    """How often tensors were written to in place; None for tensors of inference mode, which do not count it.
+    """How often tensors were written in place; None for tensors of inference mode, which do not count it.
 
-    Writes through `.data` are not counted; those of fused optimizers are by the first number, another after each step.
+    Writes through `.data` are not counted. Those of fused optimizers are: the first number changes after each step.
     """
     return _last_step, [None if one.is_inference() else one._version for one in tensors if one is not None]
 
 
 def signature_of(model: nn.Module) -> Signature:
-    """The signature of `model` as it is now, or was when `looked_at_once` first asked."""
+    """The signature of `model` as it is now, or as it was when first read inside `looked_at_once`."""
     known = _thread.signatures
     if known is None:
         return Signature(model)
@@ -122,8 +122,8 @@ def signature_of(model: nn.Module) -> Signature:
 
 
 def fact(function: Callable[..., _T]) -> Callable[..., _T]:
-    """Decorator: `function` finds something out about a model, which holds for all of the same `Signature.kind`; it may
-    have further arguments, which are hashable."""
+    """Decorator for a `function` that finds out a fact about a model, which holds for all models of the same
+    `Signature.kind`. Further arguments must be hashable."""
 
     @functools.wraps(function)
     def known(model: PreTrainedModel, *args: Hashable) -> _T:
@@ -134,7 +134,7 @@ def fact(function: Callable[..., _T]) -> Callable[..., _T]:
 
 
 def keep(results: dict[Hashable, _T], key: Hashable, result: _T) -> _T:
-    """Put `result` into `results`, of which the oldest beyond `MOST_KEPT` are dropped; returns it."""
+    """Put `result` into `results` and return it; beyond `MOST_KEPT` the oldest entries are dropped."""
     with _keeping:
         results[key] = result
         while len(results) > MOST_KEPT:
@@ -143,7 +143,7 @@ def keep(results: dict[Hashable, _T], key: Hashable, result: _T) -> _T:
 
 
 class Identity:
-    """Equals another one of the same object, and nothing later; it keeps only objects without weak references alive."""
+    """Equal to another one of the same object, and to nothing later. Keeps alive only what has no weak references."""
 
     def __init__(self, value: Any):
         self._id = id(value)
@@ -164,19 +164,19 @@ class Identity:
 
 def _identities(values: Iterable[Any]) -> tuple[Hashable, ...]:
     values = list(values)
-    # Functions are equal only if they are identical.
+    # Functions are equal only if identical.
     are_functions = {types.FunctionType}.issuperset(map(type, values))
     return tuple(map(weakref.ref if are_functions else Identity, values))
 
 
 class _Code(NamedTuple):
-    """What modules compute with besides weights and attributes, of which nothing is kept alive.
+    """The code that modules compute with, i.e. besides weights and attributes; none of it is kept alive.
 
     Attributes:
-        classes, forwards, calls: of the modules, by first appearance; `forward` and `__call__` of each.
-        own: each `forward` that a module has as an attribute.
-        functions: globals of the files that define the classes.
-        attention: each implementation that a configuration names, and its function if it has one.
+        classes, forwards, calls: classes of the modules, by first appearance; `forward` and `__call__` of each.
+        own: `forward`s that are attributes of modules.
+        functions: functions among the globals of the files that define the classes.
+        attention: the attention implementations that configurations name, and their functions, if any.
     """
 
     classes: tuple[weakref.ref[type], ...]
@@ -188,11 +188,11 @@ class _Code(NamedTuple):
 
 
 class Signature:
-    """What models are at one moment. Parts are read when they are first asked for, while nothing is patched.
+    """A snapshot of models. Parts are read when first accessed, while nothing is patched.
 
     Attributes:
-        modules: of all models, each once; parts that name one model are of the first.
-        attributes: their `__dict__`, not copied.
+        modules: of all models, each once; parts that concern one model are those of the first.
+        attributes: the `__dict__` of each module, not copied.
     """
 
     def __init__(self, *models: nn.Module):
@@ -218,7 +218,7 @@ class Signature:
 
     @property
     def configs(self) -> list[PreTrainedConfig]:
-        """The configurations that modules have, each once."""
+        """The configurations of modules, each once."""
         found = {id(config): config for config in map(dict.get, self.attributes, itertools.repeat("config"))}
         return [config for config in found.values() if isinstance(config, PreTrainedConfig)]
 
@@ -239,8 +239,8 @@ class Signature:
 
     @cached_property
     def kind(self) -> Hashable:
-        """Class, configuration, code and attributes of layers of the model, not its weights: equal for models that are
-        made of the same."""
+        """Class, configuration, code and layer attributes of the model, but not its weights. Equal for models that are
+        built alike."""
         model, code = self.modules[0], self.code
         # Attributes of layers, such as windows, may differ from the configuration's.
         layers = [(vars(one), _layout(type(one), *vars(one))[1]) for one in self.having("layer_idx")]
@@ -258,7 +258,7 @@ class Signature:
 
     @cached_property
     def facts(self) -> dict[Hashable, Any]:
-        """What was found out about models of the same `kind`, for others to add to by `keep`."""
+        """What was found out about models of the same `kind`; add to it with `keep`."""
         with _keeping:
             facts = _facts[self.kind] = _facts.pop(self.kind, {})  # the least recently used kinds are dropped
             while len(_facts) > MOST_KEPT:
@@ -267,11 +267,11 @@ class Signature:
 
     @property
     def behaviour(self) -> tuple:
-        """How modules compute except for their weights: code, names of children and attributes, values of attributes.
+        """How modules compute, except for their weights: code, names of children and attributes, values of attributes.
 
-        Compared by value are numbers, strings and the like, containers of them, and the attributes of objects;
-        functions are compared by identity. A class may list attributes that no forward pass reads in
-        `unread_attributes`. Which adapters are active is in `adapters`.
+        Numbers, strings and the like, containers of them and attributes of objects are compared by value; functions by
+        identity. A class may list attributes that no forward pass reads in `unread_attributes`. Active adapters are in
+        `adapters`.
         """
         contents, kinds = _Contents(), list(map(type, self.modules))
         by_kind: defaultdict[type, list[dict]] = defaultdict(list)
@@ -280,13 +280,13 @@ class Signature:
         values = [_values_of(kind, alike, contents) for kind, alike in by_kind.items()]
         children = list(map(itemgetter("_modules"), self.attributes))
         names = list(chain.from_iterable(children))
-        # A child is among `modules`, which a fingerprint compares by references: the same `id` is the same module.
+        # Children are among `modules`, which a fingerprint compares by reference: an equal `id` is the same module.
         ids = [id(child) for some in children if some for child in some.values()]
         return self.code, kinds, values, list(map(len, children)), names, ids, contents.of_objects
 
     @property
     def weights(self) -> tuple:
-        """Addresses, shapes, strides and dtypes of parameters and buffers: all that a graph has baked in."""
+        """Addresses, shapes, strides and dtypes of parameters and buffers: all that is baked into a graph."""
         owned = [one for one in self._owned if one]
         names = list(chain.from_iterable(owned))
         tensors = list(chain.from_iterable([one.values() for one in owned]))
@@ -303,12 +303,12 @@ class Signature:
 
 
 class Fingerprint(NamedTuple):
-    """What a captured graph has baked in; equal to a later one if none of it has changed. It keeps no part alive.
+    """Everything that is baked into a captured graph; equal to a later one if nothing has changed. Keeps nothing alive.
 
     Attributes:
-        modules, behaviour, weights: of each signature; weak references to modules.
+        modules, behaviour, weights: of each signature; modules as weak references.
         settings: see `torch_settings`.
-        adapters: of each signature, which are active; nothing where each row has its own.
+        adapters: active adapters of each signature; empty if each row has its own.
     """
 
     modules: tuple[tuple[weakref.ref, ...], ...]
@@ -319,7 +319,7 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device, *signatures: Signature, by_row: Signature | None = None) -> Fingerprint:
-        """That of modules on `device`, which are not patched; rows have adapters of their own in those of `by_row`."""
+        """The fingerprint of unpatched modules on `device`; in those of `by_row`, rows have adapters of their own."""
         return cls(
             tuple([tuple(map(weakref.ref, one.modules)) for one in signatures]),
             tuple([one.behaviour for one in signatures]),
@@ -329,21 +329,21 @@ class Fingerprint(NamedTuple):
         )
 
     def is_past(self, now: Fingerprint) -> bool:
-        """Whether no future fingerprint can equal this one: a module is gone, or the same modules have other weights
-        `now`."""
+        """Whether no future fingerprint can equal this one: a module is gone, or `now` the same modules have other
+        weights."""
         if any(module() is None for module in chain.from_iterable(self.modules)):
             return True
         return self.modules == now.modules and self.weights != now.weights
 
 
 def torch_settings(device: torch.device) -> tuple:
-    """Global and thread-local settings of torch that decide which kernels an operation on `device` launches."""
+    """Global and thread-local settings of torch that decide which kernels operations on `device` launch."""
     return (
         torch.is_autocast_enabled(device.type),
         torch.get_autocast_dtype(device.type),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        # Also what `torch.set_float32_matmul_precision` sets; its own getter fails where this one was set.
+        # Also set by `torch.set_float32_matmul_precision`, whose own getter fails after this one was set.
         torch.backends.cuda.matmul.fp32_precision,
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
@@ -363,7 +363,7 @@ def settings_of(config: PreTrainedConfig) -> tuple[Hashable, ...]:
 
 
 def files_of(kinds: Iterable[type]) -> list[ModuleType]:
-    """The files that define the classes `kinds`, but for torch's."""
+    """The files that define the classes `kinds`, except torch's."""
     names = dict.fromkeys([kind.__module__ for kind in kinds])
     return [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
 
@@ -371,13 +371,13 @@ def files_of(kinds: Iterable[type]) -> list[ModuleType]:
 def replacing_functions(
     names: Iterable[str], make: Callable[[str, ModuleType], Any], *models: nn.Module
 ) -> dict[str, list[tuple[ModuleType, Callable[[ModuleType], Any]]]]:
-    """For `Replacements`: what `make` returns in the place of the functions `names` of the files of `models`."""
+    """For `Replacements`: `make` returns the replacements of the functions `names` in the files of `models`."""
     files = files_of(map(type, modules_of(*models)))
     return {name: [(file, functools.partial(make, name)) for file in files if name in vars(file)] for name in names}
 
 
 def code_of(function: Callable) -> types.CodeType | None:
-    """The code of `function` without its decorators; None if it is none of Python."""
+    """The code of `function` without its decorators; None if it is not Python's."""
     return getattr(inspect.unwrap(function), "__code__", None)
 
 
@@ -387,7 +387,7 @@ def names_in(function: Callable) -> tuple[str, ...]:
 
 
 def functions_of(files: Iterable[ModuleType]) -> list[types.FunctionType]:
-    """The functions that `files` have as globals, without what engines replace."""
+    """The functions among the globals of `files`, in the form that they have outside of engines."""
     is_patched, found = is_anything_replaced(), []
     for file in files:
         for name, value in list(vars(file).items()):
@@ -398,10 +398,10 @@ def functions_of(files: Iterable[ModuleType]) -> list[types.FunctionType]:
 
 
 def _values_of(kind: type[nn.Module], attributes: list[dict], contents: _Contents) -> list[Any]:
-    """Names and values of the attributes of modules of class `kind` that a forward pass may read: of each module, or of
-    each attribute where all modules have the same ones, as is so with most classes."""
+    """Names and values of the attributes of modules of class `kind` that a forward pass may read: by module, or by
+    attribute if all modules have the same ones, as in most classes."""
     count, names, values_of = _layout(kind, *attributes[0])
-    # If the number is the same and all names are there, there are no others.
+    # If the number is equal and all names are there, there are no other names.
     try:
         if set(map(len, attributes)) != {count}:
             raise KeyError
@@ -419,23 +419,23 @@ def _values_of(kind: type[nn.Module], attributes: list[dict], contents: _Content
 
 @functools.lru_cache(maxsize=1024)
 def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ...], Callable[[dict], tuple]]:
-    """How to read modules of class `kind` with these `attributes`: their number, the sorted names of those that a
-    forward pass may read, and a function that takes their values from a module's `__dict__` or raises `KeyError`."""
+    """How to read modules of class `kind` with these `attributes`: the number of these; the sorted names that a forward
+    pass may read; a function that gets their values from a module's `__dict__`, or raises `KeyError`."""
     unread = OF_EVERY_MODULE | TRAINING_ATTRIBUTES | getattr(kind, "unread_attributes", frozenset())
     if is_lora_linear(kind):
         unread |= ACTIVE_ATTRIBUTES
     if issubclass(kind, PreTrainedModel):
         unread |= UNREAD_ATTRIBUTES
-        if "forward" not in attributes:  # which may read any; else what a trainer notes on its model is not read
+        if "forward" not in attributes:  # that may read any attribute; a class does not read what trainers add
             unread |= set(attributes) - _mentioned(kind)
     names = sorted(set(attributes) - unread)
-    # Of a single name `itemgetter` would make no tuple. Modules around compiled ones have no `training` of their own.
+    # With a single name `itemgetter` would return no tuple. Modules around compiled ones have no `training` themselves.
     return len(attributes), tuple(names), itemgetter(*names, names[0]) if names else lambda one: ()
 
 
 @functools.cache
 def _mentioned(kind: type[nn.Module]) -> frozenset[str]:
-    """Names and strings in the code of a class and of those that it derives from, and of functions of its files."""
+    """Names and strings in the code of a class, of its base classes, and of the functions in their files."""
     classes = [one for one in kind.__mro__ if one.__module__ != "builtins"]
     functions: list[Any] = functions_of(files_of(classes))
     for value in chain.from_iterable(vars(one).values() for one in classes):
@@ -453,7 +453,7 @@ class _Contents:
     """Comparable stand-ins for values that are not plain.
 
     Attributes:
-        of_objects: identities of the objects that were met, and their attributes; many modules share a configuration.
+        of_objects: identities of the objects found, and their attributes; many modules share a configuration.
     """
 
     def __init__(self) -> None:
@@ -461,7 +461,7 @@ class _Contents:
         self._numbers: dict[int, tuple] = {}  # by `id`, which is unique as modules keep these objects alive
 
     def of(self, value: Any, depth: int = 0) -> Any:
-        """A stand-in that is equal later if `value` has not changed; `depth` is the level of nesting."""
+        """A stand-in that later ones equal as long as `value` has not changed; `depth` is the level of nesting."""
         kind = type(value)  # `isinstance` is slow for some objects
         if kind in PLAIN_VALUES or issubclass(kind, type):
             return value
@@ -476,7 +476,7 @@ class _Contents:
             return kind, self._of_entries((value.func, value.args, value.keywords), depth)
         if issubclass(kind, types.MethodType):
             return kind, Identity(value.__self__), Identity(value.__func__)
-        if issubclass(kind, (int, float, str, bytes)):  # such as the members of some enumerations
+        if issubclass(kind, (int, float, str, bytes)):  # e.g. members of some enumerations
             return kind, value
         if kind is types.FunctionType:
             return weakref.ref(value)
@@ -487,8 +487,8 @@ class _Contents:
         return number
 
     def of_column(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Stand-ins for the values that one attribute has in several modules, some of which are not plain."""
-        if len(set(map(id, values))) == 1:  # such as a configuration
+        """Stand-ins for the values of one attribute in several modules, some of which are not plain."""
+        if len(set(map(id, values))) == 1:  # e.g. a configuration
             return (self.of(values[0]),) * len(values)
         return tuple([value if type(value) in PLAIN_VALUES else self.of(value) for value in values])
 
@@ -502,7 +502,7 @@ class _Contents:
 
 
 def places_of(tensors: list[torch.Tensor]) -> tuple:
-    """Addresses, shapes, strides and dtypes of tensors; of quantised or split ones those of their parts."""
+    """Addresses, shapes, strides and dtypes of tensors; of the parts of quantised or sharded ones."""
     others: list[Any] = []
     if not PLAIN_WEIGHTS.issuperset(map(type, tensors)):
         tensors, others = _plain_parts(tensors)
@@ -516,7 +516,7 @@ def places_of(tensors: list[torch.Tensor]) -> tuple:
 
 
 def _plain_parts(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
-    """The plain tensors that `tensors`, quantised or split ones, consist of; and the rest of what they are."""
+    """The plain tensors that `tensors`, quantised or sharded ones, consist of; and what else defines them."""
     plain: list[torch.Tensor] = []
     others: list[Any] = []
     for tensor in tensors:
@@ -528,7 +528,7 @@ def _plain_parts(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], l
             others += (type(part), len(inner), _Contents().of(settings), has_zeros(part), *more)
             continue
         plain.append(part)
-        if type(part) not in PLAIN_WEIGHTS:  # such as bitsandbytes', which have their scales as attributes
+        if type(part) not in PLAIN_WEIGHTS:  # e.g. bitsandbytes', which have their scales as attributes
             contents = _Contents()
             others += (type(part), contents.of(vars(part)), contents.of_objects)
         if part.data_ptr() == 0 and part.numel() > 0:

@@ -1,7 +1,7 @@
-"""Linear layers of compressed-tensors that stay as they are in the file.
+"""Linear layers of compressed-tensors that keep the format of the file.
 
-transformers loads such a checkpoint as it is, and compressed-tensors makes plain weights of all of it in the first
-pass. `keep_stored` comes before that.
+transformers loads such a checkpoint as it is, and compressed-tensors converts all of it to plain weights in the first
+pass. `keep_stored` must come before that.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..host.quantised import compressor_of
 from ..kernels.types import StoredWeight
 from .weights import is_known, register_weight_kind
 
-# What NVFP4's scales are divided by, as compressed-tensors names it.
+# Name in compressed-tensors of the number that NVFP4's scales are divided by.
 _DIVISOR = "weight_global_scale"
 
 
 class StoredLinear(nn.Linear):
-    """A linear layer with `weight` or `weight_packed`, and `weight_scale`, as compressed-tensors names them.
+    """A linear layer with `weight` or `weight_packed`, and `weight_scale`, named as in compressed-tensors.
 
     Attributes:
         form: `rows`, `group`, `rounds_inputs` and `codes` of its `StoredWeight`.
@@ -37,7 +37,7 @@ class StoredLinear(nn.Linear):
         return super().__getattr__("weight_packed" if is_packed else name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StoredLinear:
-        """Casts leave numbers and scales of 8 bits as they are, which are of no dtype of the model's."""
+        """Casts do not change 8-bit numbers and scales, whose dtypes are not the model's."""
         return super()._apply(
             lambda one: fn(one) if one.itemsize > 1 else fn(one.view(torch.uint8)).view(one.dtype), recurse
         )
@@ -65,9 +65,9 @@ def _stored(layer: nn.Linear, rows: int, group: int, rounds_inputs: bool, codes:
 
 
 def keep_stored(model: PreTrainedModel) -> PreTrainedModel:
-    """Make `StoredLinear`s of the layers of compressed-tensors of `model`, and return it.
+    """Convert the compressed-tensors layers of `model` to `StoredLinear`s, and return it.
 
-    A model with a layer in a form that the kernels do not know, or with a quantised embedding or head, gets plain
+    If a layer has a form that the kernels do not know, or the embedding or head is quantised, the model gets plain
     weights now.
     """
     compressor = compressor_of(model)
@@ -81,13 +81,13 @@ def keep_stored(model: PreTrainedModel) -> PreTrainedModel:
         return model
     for layer, layer.form in zip(layers, forms, strict=True):
         layer.__class__ = StoredLinear
-        del layer.forward  # compressed-tensors' own, for plain weights
+        del layer.forward  # compressed-tensors', for plain weights
     compressor.remove_decompression_hook(model)
     return model
 
 
 def _form_of(layer: nn.Module) -> tuple[int, int, bool, str | None] | None:
-    """The `form` of a layer of compressed-tensors; None if it is no `StoredLinear`."""
+    """The `form` of a compressed-tensors layer; None if it cannot be a `StoredLinear`."""
     scheme = layer.quantization_scheme
     if type(layer) is not nn.Linear or scheme.output_activations is not None:
         return None

@@ -1,7 +1,7 @@
-"""Weights of linear layers: parameters, shards of them, and kinds of quantised weights that the kernels know.
+"""Weights of linear layers: parameters, their shards, and the kinds of quantised weights that the kernels know.
 
-A kind is told by the class that a library gives a layer or its weight, and read from what that holds: the memory stays
-the library's, and there is no second copy. What no kind reads is computed by the library's own `forward`.
+A kind is recognised by the class that a library gives a layer or its weight, and is read from its tensors: the memory
+stays the library's, without a copy. If no kind reads a layer, the library's own `forward` computes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..kernels.types import SCALES_OF_NUMBERS, SCALES_OF_OUTER, StoredWeight
 # Types of weights that are neither quantised nor sharded: parameters, and the local shards that `local_linears` sets.
 PLAIN_WEIGHTS = frozenset({nn.Parameter, torch.Tensor})
 
-# Names in configurations: experts of a layer, and those of them that each token is given.
+# Names in configurations: number of experts of a layer, and number of experts of a token.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
 
@@ -33,23 +33,23 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_weight(module: nn.Module | None) -> torch.Tensor | None:
-    """The `weight` of a module, None without one: that of layers which torch has quantised is a method."""
+    """The `weight` of a module; None if it has none (that of layers which torch has quantised is a method)."""
     weight = getattr(module, "weight", None)
     return weight if isinstance(weight, torch.Tensor) else None
 
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that this rank has of `tensors`, each of which counts once."""
+    """Bytes of `tensors` on this rank; each tensor counts once."""
     return sum(one.numel() * one.element_size() for one in map(local_shard, dict.fromkeys(tensors)))
 
 
 def num_experts(config: PreTrainedConfig) -> int:
-    """Experts of a layer; 0 if it has none."""
+    """Number of experts of a layer; 0 if it has none."""
     return _first_number(config, _EXPERTS)
 
 
 def share_of_experts(config: PreTrainedConfig) -> float:
-    """The share of the experts of a layer that a token is given; 1 if that is not known."""
+    """The share of a layer's experts that a token goes to; 1 if unknown."""
     experts, chosen = num_experts(config), _first_number(config, _EXPERTS_OF_TOKEN)
     return min(chosen / experts, 1.0) if experts and chosen else 1.0
 
@@ -60,7 +60,7 @@ def _first_number(config: PreTrainedConfig, names: Iterable[str]) -> int:
 
 
 def tensors_of(layer: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of `layer` by name; in the place of a subclass of tensors, those that it consists of."""
+    """The parameters of `layer` by name; the parts of a parameter that is a tensor subclass."""
     found = {}
     for name, one in layer._parameters.items():  # `Module.__getattr__` is slow
         if type(one) not in PLAIN_WEIGHTS and is_traceable_wrapper_subclass(one):
@@ -70,7 +70,7 @@ def tensors_of(layer: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-# Weights, whether their zero points were all zero, and the versions of what was looked at.
+# For each weight: the versions of the tensors that were checked, and whether some zero point was not zero.
 _zeros: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 _Reader = Callable[[nn.Module], StoredWeight | None]
@@ -78,14 +78,14 @@ _readers: dict[str, _Reader] = {}
 
 
 def register_weight_kind(name: str) -> Callable[[_Reader], _Reader]:
-    """Decorator: let linear layers of a kind run the project's kernels.
+    """Decorator that lets linear layers of a kind run the project's kernels.
 
     Args:
-        name: package and class, such as `torchao.Int8Tensor`, of a layer that is no `nn.Linear`, or of the weight of
-            one that is.
+        name: package and class, e.g. `torchao.Int8Tensor`: that of the layer if it is no `nn.Linear`, else that of its
+            weight.
 
-    The decorated function returns the weight of a layer, or None if it is of another form. It may run when a pass is
-    captured: what it reads on the host it has read before.
+    The decorated function returns the weight of a layer, or None if it has another form. It may run during a capture;
+    it must have read before whatever it reads on the host.
     """
 
     def register(read: _Reader) -> _Reader:
@@ -119,7 +119,7 @@ def weight_of(module: nn.Module) -> torch.Tensor | StoredWeight | None:
 
 
 def may_round_inputs(module: nn.Module) -> bool:
-    """Whether `module` is a quantised linear layer that rounds its inputs, or of which the kernels do not know it."""
+    """Whether `module` is a quantised linear layer that rounds its inputs, or that the kernels do not know."""
     if quantised_class(module) is None:
         return False
     stored = weight_of(module)
@@ -127,7 +127,7 @@ def may_round_inputs(module: nn.Module) -> bool:
 
 
 def is_known(stored: StoredWeight) -> bool:
-    """Whether the parts of `stored` have the dtypes, shapes and strides that the kernels take."""
+    """Whether the parts of `stored` have dtypes, shapes and strides that the kernels take."""
     values, scales, (*experts, size_out, size_in) = stored.values, stored.scales, stored.shape
     shape = (*experts, -(-size_out // stored.rows), -(-size_in // stored.group))
     dtypes = [torch.float32, torch.bfloat16, torch.float16]
@@ -147,7 +147,7 @@ def is_known(stored: StoredWeight) -> bool:
 
 
 def _of_torchao(quantises_inputs: tuple[str, ...], module: nn.Linear) -> StoredWeight | None:
-    """What torchao stores, unless one of the attributes says that it quantises inputs, too."""
+    """torchao's weight, unless one of the attributes tells that inputs are quantised, too."""
     weight = module.weight
     if any(getattr(weight, name) is not None for name in quantises_inputs) or has_zeros(weight):
         return None
@@ -163,11 +163,11 @@ for _name, _inputs in {
 
 
 def has_zeros(weight: torch.Tensor) -> bool:
-    """Whether a weight of torchao has zero points other than 0, which symmetric configurations have."""
+    """Whether a torchao weight has zero points other than 0; with symmetric quantisation all are 0."""
     zeros = getattr(weight, "zero_point", None)
     if zeros is None:
         return False
-    # What is written to a weight is not counted by its parts.
+    # Writes to a weight are not counted in the versions of its parts.
     versions = [None if one.is_inference() else one._version for one in (weight, zeros)]
     known = _zeros.get(weight)
     if known is None or known[0] != versions:
@@ -185,7 +185,7 @@ def _fine_grained(module: nn.Linear) -> StoredWeight | None:
 
 @register_weight_kind("bitsandbytes.Linear4bit")
 def _of_bitsandbytes(module: nn.Linear) -> StoredWeight | None:
-    """nf4, whose scales may be stored, too ("double quantisation")."""
+    """nf4, whose scales may be stored quantised, too ("double quantisation")."""
     state = getattr(module.weight, "quant_state", None)
     is_other = state is None or state.quant_type != "nf4" or getattr(state, "packing_format_for_cpu", False)
     if is_other or module.in_features % state.blocksize or (state.nested and state.state2.blocksize != SCALES_OF_OUTER):

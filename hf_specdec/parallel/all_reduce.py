@@ -1,7 +1,7 @@
 """Small all-reduces of a tensor-parallel target through torch's symmetric memory.
 
-A round of such a target all-reduces many small tensors, two a layer, whose time through NCCL is latency. In symmetric
-memory every GPU of a host writes its addend to a buffer that the others can read, and sums up the addends of all ranks.
+A round of such a target all-reduces many small tensors, two a layer, whose time through NCCL is latency. With symmetric
+memory every GPU of a host writes its addend to a buffer that the others can read, and sums the addends of all ranks.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from .tensor_parallel import Wrapper, find_differences, tensor_parallel_group, w
 
 logger = logging.getLogger(__name__)
 
-# Size of the largest all-reduce in symmetric memory: 32 rows of 4096 numbers in bfloat16. Larger ones, as in prefill,
-# are not faster than NCCL's, because every GPU reads the whole addends of all others.
+# Largest all-reduce in symmetric memory: 32 rows of 4096 numbers in bfloat16. Larger ones, as in prefill, are not
+# faster than NCCL's, since every GPU reads the whole addends of all others.
 MAX_BYTES = 256 * 1024
 
-# Dtypes of torch's operator, and the number of bytes that sizes must be a multiple of for its widest loads.
+# Dtypes of torch's operator; sizes must be a multiple of this number of bytes for its widest loads.
 DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16
 
 
 def has_nvlink(device: torch.device, count: int) -> bool:
-    """Whether NVLink connects `device` with all devices that this process sees, which are at least `count`.
+    """Whether NVLink connects `device` with all devices that this process sees, of which there must be `count`.
 
-    PCIe does not suffice: it lacks the atomic operations by which GPUs wait for each other.
+    PCIe does not suffice: it lacks the atomic operations with which GPUs wait for each other.
     """
     from torch._C._distributed_c10d import _detect_dma_connectivity
 
@@ -70,7 +70,7 @@ def _without_multicast() -> Iterator[None]:
 
 
 def allocate(size: int, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
-    """A buffer `[size]` uint8 on `device` that all ranks of `group` can read. All ranks call this together."""
+    """A buffer `[size]` uint8 on `device` that all ranks of `group` can read. All ranks must call this together."""
     from torch.distributed import _symmetric_memory
 
     with _without_multicast(), torch.inference_mode(False):
@@ -80,10 +80,10 @@ def allocate(size: int, device: torch.device, group: dist.ProcessGroup) -> torch
 
 
 class SymmetricMemoryBuffer:
-    """Symmetric memory in which the ranks of a `group`, which construct it together, sum up tensors.
+    """Symmetric memory in which the ranks of `group` sum tensors; all ranks must construct it together.
 
-    One buffer serves all-reduces that follow each other: torch's operator waits for the other ranks before it reads,
-    and returns when all have read. Every rank adds the addends in the order of the ranks, so results are bit-identical.
+    One buffer serves successive all-reduces: torch's operator waits for the other ranks before it reads, and returns
+    after all have read. Every rank adds the addends in the order of the ranks, so results are bit-identical.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
@@ -95,11 +95,11 @@ class SymmetricMemoryBuffer:
         return self._buffer[: _num_bytes(shape, dtype)].view(dtype).view(shape)
 
     def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The sum of what all ranks have written to their `buffer`, a new tensor of its shape."""
+        """The sum over all ranks of what they wrote to their `buffer`: a new tensor of its shape."""
         return torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", self._group_name)
 
     def check(self, rank: int, num_ranks: int) -> None:
-        """Raise `RuntimeError` unless three all-reduces of integers, one after the other, give the right sums."""
+        """Raise `RuntimeError` unless three successive all-reduces of integers give the right sums."""
         buffer = self.buffer((MAX_BYTES // 4,), torch.float32)
         numbers = torch.arange(len(buffer), device=buffer.device) % 1000
         for power in range(3):
@@ -118,12 +118,12 @@ def fits(shape: Sequence[int], dtype: torch.dtype) -> bool:
     return dtype in DTYPES and 0 < size <= MAX_BYTES and size % _ALIGNMENT == 0
 
 
-# By process group, and freed with it; None if the group cannot have one.
+# Buffers by process group, freed with it; None if the group cannot have one.
 _buffers: weakref.WeakKeyDictionary[dist.ProcessGroup, SymmetricMemoryBuffer | None] = weakref.WeakKeyDictionary()
 
 
 def symmetric_memory_of(model: PreTrainedModel) -> SymmetricMemoryBuffer | None:
-    """The buffer of the ranks that run `model`; on all of them None if they have none. They call this together."""
+    """The buffer of the ranks of `model`, or None on all of them. All ranks must call this together."""
     group = tensor_parallel_group(model)
     if group is None or not policy_of(model.device).symmetric_memory:
         return None
@@ -139,7 +139,7 @@ def _set_up(model: PreTrainedModel, group: dist.ProcessGroup) -> SymmetricMemory
         if not has_nvlink(model.device, group.size()):
             raise RuntimeError("NVLink does not connect the devices that this process sees")
 
-    # After each step ranks tell each other whether it failed: the next one would wait for ranks that do not take part.
+    # After each step ranks exchange whether it failed: the next step would wait for ranks that do not take part.
     steps: tuple[Callable[[], Any], ...] = (
         require_nvlink,
         lambda: made.append(SymmetricMemoryBuffer(group, model.device)),
@@ -171,7 +171,7 @@ def _buffer_of(group_name: str) -> SymmetricMemoryBuffer:
     return _buffers[_resolve_process_group(group_name)]
 
 
-# Custom ops are opaque to torch.compile. They mutate no argument and return new tensors; it need not know the buffer.
+# Custom ops are opaque to torch.compile. They mutate no argument and return new tensors, so it need not see the buffer.
 @torch.library.custom_op("hf_specdec::all_reduce", mutates_args=(), schema="(Tensor addend, str group) -> Tensor")
 def _all_reduce(addend: torch.Tensor, group: str) -> torch.Tensor:
     memory = _buffer_of(group)
@@ -201,7 +201,7 @@ def _(input: torch.Tensor, weight: torch.Tensor, group: str) -> torch.Tensor:
 def _row_parallel_forward(
     layer: nn.Linear, wrapper: Wrapper, group_name: str
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`forward` of a row-parallel linear layer: the matmul writes its output straight to the symmetric memory."""
+    """`forward` of a row-parallel linear layer whose matmul writes its output directly to symmetric memory."""
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         weight, bias = layer.weight, layer.bias
@@ -231,7 +231,7 @@ def _experts_forward(module: nn.Module, wrapper: Wrapper, group_name: str) -> Ca
 
 
 def _all_reducing_forward(group_name: str, module: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """`forward` of `module` with small all-reduces in symmetric memory; None if it has no all-reduce known here."""
+    """`forward` of `module` with small all-reduces in symmetric memory; None if it has no known all-reduce."""
     wrapper = wrapper_of(module)
     if wrapper is None:
         return None
@@ -248,10 +248,10 @@ def _all_reducing_forward(group_name: str, module: nn.Module) -> Callable[..., t
 
 
 def symmetric_memory_all_reduce(model: PreTrainedModel) -> Replacements:
-    """Context in which small all-reduces (see `fits`) of `model` go through its `symmetric_memory_of`; others, and
-    those of other modules than row-parallel linear layers and experts, go through the process group.
+    """Context in which small all-reduces (see `fits`) of `model` go through its `symmetric_memory_of`. Larger ones, and
+    those of modules other than row-parallel linear layers and experts, go through the process group.
 
-    All ranks enter it together, within `local_linears` and without gradients.
+    All ranks must enter it together, within `local_linears` and without gradients.
     """
     if symmetric_memory_of(model) is None:
         return Replacements({})

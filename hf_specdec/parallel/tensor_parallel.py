@@ -1,4 +1,4 @@
-"""Tensor parallelism: the ranks that run one model together, and what each has of its weights."""
+"""Tensor parallelism: the ranks that run one model together, and the part of its weights on each rank."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ..modules.weights import PLAIN_WEIGHTS
 
 
 def num_processes() -> int:
-    """How many processes torchrun or accelerate started together with this one, itself included."""
+    """Number of processes that torchrun or accelerate started together, including this one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first_process() -> bool:
-    """Whether this process has rank 0, which alone prints and writes files."""
+    """Whether this process has rank 0; only that one prints and writes files."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -52,7 +52,7 @@ def is_first_rank(model: PreTrainedModel) -> bool:
 
 
 def from_first_rank(tensor: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
-    """`tensor` of the first of the ranks that run `model`, by a broadcast; its shape is the same on all ranks."""
+    """The first rank's `tensor`, by a broadcast to the ranks of `model`; its shape must be the same on all ranks."""
     group = tensor_parallel_group(model)
     if group is None:
         return tensor
@@ -65,7 +65,7 @@ class Wrapper(NamedTuple):
     """The wrapper that transformers has put around the `forward` of a module of a tensor-parallel model.
 
     Attributes:
-        forward: the wrapped `forward`, which the module has as an attribute.
+        forward: the wrapping `forward`, an attribute of the module.
         style, mesh: how the module is sharded, and over which devices.
         wrapped: the `forward` of the module without the wrapper.
     """
@@ -77,7 +77,7 @@ class Wrapper(NamedTuple):
 
 
 def wrapper_of(module: nn.Module) -> Wrapper | None:
-    """The wrapper around the `forward` of `module`; None if it has none, or one that is not of transformers."""
+    """The wrapper around the `forward` of `module`; None if there is none, or if it is not transformers'."""
     forward = vars(module).get("forward")
     if not inspect.isfunction(forward):
         return None
@@ -99,16 +99,16 @@ def _only_splits(module: nn.Module) -> bool:
 
 
 def _shard_without_view(parameter: nn.Parameter) -> torch.Tensor:
-    """As `local_shard`, which returns a view: if the shard is moved, `parameter` has to follow."""
+    """The local shard itself instead of a view of it, so that `parameter` follows if the shard is moved."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 class local_linears(Replacements):
     """Context in which sharded linear layers of `model` have this rank's shards of their weights as plain tensors.
 
-    Without gradients transformers computes with these shards too, but extracts them from the `DTensor`s in every call,
+    Without gradients transformers computes with these shards, too, but extracts them from the `DTensor`s in every call,
     which costs time on the host and in a compiler. Wrappers of column-parallel layers whose outputs stay sharded are
-    removed: they have nothing left to do.
+    removed, since they have nothing left to do.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -134,10 +134,10 @@ class local_linears(Replacements):
 
 
 def find_differences(model: PreTrainedModel, values: dict[str, Any]) -> list[str]:
-    """Names of `values` that differ between the ranks that run `model`, the same list on all, by one all-gather of
+    """Names of `values` that differ between the ranks of `model`; the same list on all ranks, from one all-gather of
     hashes.
 
-    `values` are tensors, or objects that are equal if their `repr` is, by names that are the same on all ranks.
+    `values` are tensors, or objects that are equal if their `repr` is. Their names must be the same on all ranks.
     """
     group = tensor_parallel_group(model)
     if group is None:
@@ -150,9 +150,8 @@ def find_differences(model: PreTrainedModel, values: dict[str, Any]) -> list[str
 
 
 def check_same_call(model: PreTrainedModel, criteria: StoppingCriteriaList, values: dict[str, Any]) -> None:
-    """Check that all ranks that run `model` make the same call; with different ones they would hang. Raises
-    `ValueError` if the arguments `values` differ, or `criteria` have a time limit, which ranks would reach at different
-    tokens."""
+    """Check that all ranks of `model` make the same call; with different calls they would hang. Raises `ValueError` if
+    the arguments `values` differ, or if `criteria` have a time limit, which ranks would reach at different tokens."""
     if any(isinstance(rule, MaxTimeCriteria) for rule in criteria):
         raise ValueError(
             f"max_time is set, but {type(model).__name__} is split over processes (tensor parallel) whose clocks "
@@ -167,7 +166,7 @@ def check_same_call(model: PreTrainedModel, criteria: StoppingCriteriaList, valu
 
 
 def check_same_tokens(model: PreTrainedModel, sequences: torch.Tensor) -> None:
-    """Raise `RuntimeError` unless all ranks that run `model` generated the same `sequences`."""
+    """Raise `RuntimeError` unless all ranks of `model` generated the same `sequences`."""
     if find_differences(model, {"tokens": sequences}):
         raise RuntimeError(
             f"The processes that {type(model).__name__} is split over (tensor parallel) generated different tokens, so "
@@ -182,10 +181,10 @@ def _digest(value: Any) -> int:
 
 
 class RankAgreement:
-    """A process group of the CPUs of the ranks that run `model`, which one thread of each uses.
+    """A process group on the CPUs of the ranks of `model`, used by one thread of each rank.
 
-    All ranks make one at the same time, and call the same methods in the same order. A rank waits for another one for
-    `timeout` seconds; None for torch's own number.
+    All ranks make it at the same time, and call the same methods in the same order. A rank waits `timeout` seconds for
+    the others; None for torch's default.
 
     Attributes:
         is_first: whether this is the first of the ranks.
@@ -199,18 +198,18 @@ class RankAgreement:
             ranks,
             timeout=None if timeout is None else timedelta(seconds=timeout),
             backend="gloo",
-            # Other ranks of the world run other copies of the model, or none.
+            # Other ranks of the world run other replicas of the model, or none.
             use_local_synchronization=len(ranks) < dist.get_world_size(),
         )
 
     def most(self, values: Sequence[int]) -> list[int]:
-        """The largest that any rank has of each of `values`."""
+        """The maximum over all ranks of each of `values`."""
         shared = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
         return shared.tolist()
 
     def from_first(self, value: Any) -> Any:
-        """A copy of the first rank's `value`, which can be pickled; `value` itself on that rank."""
+        """A copy of the first rank's `value`, which must be picklable; on that rank `value` itself."""
         holder = [value if self.is_first else None]
         dist.broadcast_object_list(holder, src=self._first, group=self._group, device=torch.device("cpu"))
         return value if self.is_first else holder[0]

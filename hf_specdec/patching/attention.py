@@ -38,9 +38,9 @@ def ragged_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention interface over a `RaggedCache`.
 
-    `attention_mask` is `RaggedCache.attention_mask`: positions, int64, which are passed on to every layer unchanged. A
-    call with any other mask, or with none, does not come from an engine: it runs the attention that the module has
-    otherwise.
+    `attention_mask` is `RaggedCache.attention_mask`: positions, int64, which every layer gets unchanged. A call with
+    any
+    other mask, or with none, does not come from an engine: it runs the attention that the module has otherwise.
 
     Args:
         query: `[B, heads, n, head_dim]`.
@@ -49,7 +49,7 @@ def ragged_attention_forward(
         options: see `_attend`; others are ignored.
 
     Returns:
-        `[B, n, heads, head_dim]`, and None in the place of attention weights.
+        `[B, n, heads, head_dim]`, and None instead of attention weights.
     """
     if attention_mask is None or attention_mask.dtype != torch.int64:
         return _original_attention(module)(_Original(module), query, key, value, attention_mask, **options)
@@ -68,11 +68,11 @@ def masked_attention_forward(
     indices: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `ragged_attention_forward`, for models that are given masks: the attention that the module has otherwise.
+    """`ragged_attention_forward` for models that get masks: it runs the attention that the module has otherwise.
 
     Args:
-        attention_mask: `[B, 1, n, slots]`, to be added to scores, see `slot_mask`; bool in passes of others that had
-            made their masks before the target was patched.
+        attention_mask: `[B, 1, n, slots]`, to be added to scores, see `slot_mask`; bool in passes of other code that
+            made its masks before the target was patched.
         indices: `[B, n, k]`, the slots that an indexer chose; others are not seen.
     """
     if indices is not None and attention_mask is not None:
@@ -97,7 +97,7 @@ def _attend(
     sinks: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """`s_aux` are attention sinks; with `position_bias` (see `relative_bias`) there are `sinks` of each query."""
+    """`s_aux` are attention sinks; with `position_bias` (see `relative_bias`) each query has its own `sinks`."""
     query, key, value, scales = read_by_attention(query, key, value)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
@@ -128,7 +128,7 @@ def _attend(
 def _dequantised(
     key: torch.Tensor, value: torch.Tensor, scales: torch.Tensor | None, live: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `live` slots, as torch attends to them."""
+    """The first `live` slots in the dtype in which torch attends to them."""
     key, value = key[:, :, :live], value[:, :, :live]
     if scales is None:
         return key, value
@@ -136,7 +136,7 @@ def _dequantised(
 
 
 def _causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Attention of `[B, heads, n, D]` queries at the last n of the slots: torch's, which is made for long prompts."""
+    """Attention of `[B, heads, n, D]` queries at the last n slots by torch's function, which is for long prompts."""
     mask = causal_lower_right(query.shape[2], key.shape[2])
     groups = query.shape[1] // key.shape[1]
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=groups > 1)
@@ -156,9 +156,9 @@ class _Original:
 
 
 def _original_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """What `module` runs outside of `ragged_attention`; raises `RuntimeError` for a drafter's, which has none."""
+    """The attention of `module` outside of `ragged_attention`; raises `RuntimeError` for drafters, which have none."""
     name = original(module.config, ATTENTION_ENTRY)
-    if name == MASKED_NAME:  # for good, where eager masks are made
+    if name == MASKED_NAME:  # set for good, with eager masks
         name = "eager"
     if name == ATTENTION_NAME and runs_engine():  # a layer of a drafter's model that attends to no tokens
         name = "eager"
@@ -175,8 +175,8 @@ def _original_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Te
 
 
 def original_mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.Tensor | None:
-    """transformers' mask interface for calls by others while `ragged_attention` is active: the mask of the attention
-    that `config` had before it was patched."""
+    """transformers' mask interface for calls by other code while `ragged_attention` is active: makes the mask for the
+    attention that `config` had before it was patched."""
     name = original(config, ATTENTION_ENTRY)
     if name == ATTENTION_NAME or name not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
@@ -184,10 +184,10 @@ def original_mask(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.
 
 
 def eager_mask_over_slots(*args: Any, config: PreTrainedConfig, **kwargs: Any) -> torch.Tensor | None:
-    """transformers' mask interface for models with attention of their own, outside of the attention interface.
+    """transformers' mask interface for models with their own attention, outside of the attention interface.
 
-    Passes of an engine, recognised by `RaggedCache.get_query_offset`, get `slot_mask`; others the mask of eager
-    attention: modules that read the name of another attention from the configuration do not find it.
+    Passes of an engine, recognised by `RaggedCache.get_query_offset`, get `slot_mask`. Others get the mask of eager
+    attention: modules that read the name of their attention from the configuration do not find it there.
     """
     slots = kwargs.get("q_offset")
     if isinstance(slots, torch.Tensor) and slots.dim() == 2:
@@ -201,9 +201,9 @@ def slot_mask(
     """The mask for attention of a modeling file, as transformers' `eager_mask` makes it for other caches.
 
     Args:
-        slots: `[B, n]` int64, of the queries.
-        span: leading slots of the cache that are the keys.
-        mask_function: of transformers, whether a query sees a key; called with slots.
+        slots: `[B, n]` int64, slots of the queries.
+        span: number of leading slots of the cache that are the keys.
+        mask_function: transformers' function that tells whether a query sees a key; called with slots.
         seen: `[B, span]` bool, false for slots that no query of the row sees.
 
     Returns:
@@ -217,7 +217,7 @@ def slot_mask(
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, original_mask)
-# Models with attention of their own may have others inside, such as towers of images.
+# Models with their own attention may contain others, e.g. in vision towers.
 ALL_ATTENTION_FUNCTIONS.register(MASKED_NAME, masked_attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(MASKED_NAME, eager_mask_over_slots)
 
@@ -226,8 +226,8 @@ def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.
     """An `Attend` (see `drafters.layers`) that stores keys and values in `cache` and attends to its live slots.
 
     Args:
-        cache: of which `advance` was called with `slots`.
-        slots: `[B, n]` int64, those of the keys. If there are m < n queries, they are at the last m slots.
+        cache: `advance` must have been called with `slots`.
+        slots: `[B, n]` int64, slots of the keys. If there are m < n queries, they are at the last m slots.
         ends: for each layer, the last slot that each query sees, `[B, m]` int64, or None for its own. None: so for all.
     """
 
@@ -246,7 +246,7 @@ def cached_attend(cache: RaggedCache, slots: torch.Tensor, ends: Sequence[torch.
 def set_ragged_attention(
     model: PreTrainedModel, rules: Sequence[tuple[torch.nn.Module, MaskRule]] | None = None
 ) -> None:
-    """What `ragged_attention` does, for good: for the `model` of a drafter; `rules` are found if they are not given."""
+    """`ragged_attention` for good, for the `model` of a drafter; `rules` are looked up if not given."""
     name = _name_for(model)
     for module, rule in _rules_of(model) if rules is None else rules:
         vars(module)[_RULE] = rule
@@ -255,7 +255,7 @@ def set_ragged_attention(
 
 
 def ragged_attention(target: PreTrainedModel) -> Replacements:
-    """Context in which `target` runs on a `RaggedCache`: its attention layers run `ragged_attention_forward` by the
+    """Context in which `target` runs on a `RaggedCache`. Its attention layers run `ragged_attention_forward` with the
     rules of their masks; those outside of transformers' attention interface run as they are, with `slot_mask`."""
     make_name = constant(_name_for(target))
     return Replacements(

@@ -1,8 +1,8 @@
-"""Passes of which the bits of a row's results depend on that row only.
+"""Passes in which the bits of a row's results depend on that row only.
 
-Linear layers, experts and attention of an engine run kernels of the project. All else goes through `batch_invariant`, a
-dispatch mode of torch: products and reductions run kernels that add in one order, operations on each element, copies
-and exact ones run as they are, and others are refused by name. The user's own calls of torch are not changed.
+Linear layers, experts and attention of an engine run kernels of the project. Everything else goes through the torch
+dispatch mode of `batch_invariant`: products and reductions run kernels that add in one order; elementwise operations,
+copies and exact operations run as they are; others are refused by name. The user's own torch calls are not changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..ops import row_cumsum, row_softmax, row_sum
 _aten = torch.ops.aten
 _Result = torch.Tensor | tuple[torch.Tensor, ...]
 
-# Operations, besides those on each element and views, that copy elements or find exact results; also in place.
+# Operations, besides elementwise ones and views, that copy elements or have exact results; also in place.
 _EXACT_NAMES = """
 _local_scalar_dense _pin_memory _to_copy _unsafe_index _unsafe_view alias all amax amin aminmax any arange argmax
 argmin bucketize cat clone complex constant_pad_nd contiguous copy cummax cummin detach embedding empty empty_like
@@ -42,7 +42,7 @@ _EXACT = frozenset(_EXACT_NAMES.split())
 
 @functools.cache
 def _is_exact(function: torch._ops.OpOverload) -> bool:
-    """Whether `function` computes every element of its result by itself, or exactly."""
+    """Whether `function` computes every element of its result independently, or exactly."""
     if function.namespace == "hf_specdec":
         return True
     if function.namespace not in ("aten", "prim", "prims"):
@@ -52,7 +52,7 @@ def _is_exact(function: torch._ops.OpOverload) -> bool:
 
 
 def _is_exact_with(function: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """`_is_exact`, and not an `index_put` that adds to what is there, in any order."""
+    """`_is_exact`, except for an `index_put` that accumulates, in any order."""
     if not _is_exact(function):
         return False
     return "index_put" not in function._schema.name or not kwargs.get("accumulate", args[3] if len(args) > 3 else False)
@@ -63,7 +63,7 @@ def _is_floating(values: Any) -> bool:
 
 
 def _with_rows(values: torch.Tensor) -> torch.Tensor:
-    """`[n, k]` whose rows have unit stride: a view, or a copy."""
+    """`[n, k]` with rows of unit stride: a view, or a copy."""
     return values if values.stride(1) == 1 else values.contiguous()
 
 
@@ -82,7 +82,7 @@ def _addmm(
 
 
 def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    if left.shape[2] == 1:  # such as the angles of RoPE
+    if left.shape[2] == 1:  # e.g. the angles of RoPE
         return left * right
     return torch.stack([_mm(*pair) for pair in zip(left, right, strict=True)])
 
@@ -145,7 +145,7 @@ def _cumsum(values: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None)
 
 
 def _along(values: torch.Tensor, dim: int, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """`function` of the rows along dimension `dim` of `values`, `[rows, size]`, which gives as many elements."""
+    """`function` of the rows `[rows, size]` along dimension `dim` of `values`; it returns as many elements."""
     if not values.numel() or not values.dim():
         return function(values.reshape(-1, 1)).view(values.shape) if values.numel() else values.clone()
     moved = values.movedim(dim, -1)
@@ -155,7 +155,7 @@ def _along(values: torch.Tensor, dim: int, function: Callable[[torch.Tensor], to
 def _topk(
     values: torch.Tensor, k: int, dim: int = -1, largest: bool = True, is_sorted: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # Among equal elements torch.topk may take any.
+    # torch.topk may choose any of several equal elements.
     ordered, indices = values.sort(dim=dim, descending=largest, stable=True)
     return ordered.narrow(dim, 0, k), indices.narrow(dim, 0, k)
 
@@ -172,7 +172,7 @@ def _normalised(
     eps: float,
     has_mean: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norm of the last dimensions, of sizes `shape`, in float32; and means and scales, for a dimension of 1 each."""
+    """Norm over the last dimensions, of sizes `shape`, in float32; also means and scales, with sizes 1 there."""
     rows = inputs.reshape(-1, math.prod(shape)).float()
     mean = _mean(rows, [1], True) if has_mean else torch.zeros_like(rows[:, :1])
     rows = rows - mean
@@ -194,7 +194,7 @@ def _rms_norm(
     return out, scale
 
 
-# What takes the place of an operation; `NotImplemented` for arguments that it is not made for.
+# Replacements of operations; they return `NotImplemented` for arguments that they do not support.
 _REPLACED: dict[torch._ops.OpOverload, Callable[..., _Result]] = {
     _aten.mm.default: _mm,
     _aten.addmm.default: _addmm,
@@ -241,7 +241,7 @@ class _BatchInvariantMode(TorchDispatchMode):
                 result = replacement(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
-            # Integers are added exactly.
+            # Sums of integers are exact.
             elif _is_exact_with(function, args, kwargs) or not _is_floating((args, kwargs)):
                 return function(*args, **kwargs)
             elif function.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
@@ -258,10 +258,10 @@ class _BatchInvariantMode(TorchDispatchMode):
 
 @contextmanager
 def batch_invariant() -> Iterator[None]:
-    """Context in which what this thread's engine runs is batch-invariant, in 16-bit types and float32.
+    """Context in which this thread's engine runs batch-invariantly, in 16-bit types and float32.
 
     Raises, inside:
-        ValueError: an operation is not known to be; names it, and the module that calls it.
+        ValueError: an operation is not known to be batch-invariant; names it, and the module that calls it.
     """
     with ops.batch_invariant(), _BatchInvariantMode():
         yield

@@ -21,20 +21,19 @@ from ..modules.weights import PLAIN_WEIGHTS
 EXPERTS_NAME = "hf_specdec"
 BATCHED_NAME = "hf_specdec_batched"
 
-# Limits on the average number of tokens an expert gets: up to the first, blocks have 16 rows, above it 64; up to the
-# second, bfloat16 is computed by the Triton kernel, above it by torch's grouped matmul. Measured on one H200,
-# microseconds of both linears of 128 experts of Qwen3-MoE's width, 8 experts a token; in brackets grouped matmul with
-# the sorting around it: 4 tokens 76 (133); 128 tokens 288 (933); 512 tokens 313 in blocks of 64 rows, 417 in blocks of
-# 16 (488).
+# Limits on the average number of tokens of an expert. Up to the first, blocks have 16 rows, beyond 64; up to the
+# second, the Triton kernel computes bfloat16, beyond torch's grouped matmul. Measured on one H200, microseconds of both
+# linears of 128 experts of Qwen3-MoE's width, 8 experts a token; in brackets grouped matmul with the sorting around it:
+# 4 tokens 76 (133); 128 tokens 288 (933); 512 tokens 313 in blocks of 64 rows, 417 in blocks of 16 (488).
 MAX_TOKENS_OF_SMALL_BLOCKS = 8
 MAX_TOKENS_OF_KERNEL = 64
 
-# Implementations that transformers picks by itself, where the user has set none.
+# Implementations that transformers chooses by itself if the user has set none.
 DEFAULTS = ("eager", "grouped_mm")
 
 
-# What MXFP4 has in the place of a weight `[experts, out, in]`: `[experts, out, in / 32, 16]` uint8 and the exponents of
-# groups, `[experts, out, in / 32]` uint8.
+# Suffixes of MXFP4's parts of a weight `[experts, out, in]`: blocks `[experts, out, in / 32, 16]` uint8, and exponents
+# of groups `[experts, out, in / 32]` uint8.
 BLOCKS, SCALES = "_blocks", "_scales"
 GROUP = 32
 
@@ -54,13 +53,13 @@ def experts_forward(
     """transformers' experts interface: outputs of the routed experts for every token, weighted and summed.
 
     Of transformers' implementations "eager" synchronizes with the device, "batched_mm" copies weights for every token,
-    "grouped_mm" sorts tokens in a dozen launches. This one reads the weights of the routed experts once, in three
+    and "grouped_mm" sorts tokens in a dozen launches. This one reads the weights of the routed experts once, in three
     launches besides the activation and the sum.
 
     Args:
         module: of a class decorated with transformers' `use_experts_implementation`.
         hidden_states: `[n, H]`.
-        top_k_index: `[n, k]` int64, the experts of each token; one of at least the number of experts adds nothing.
+        top_k_index: `[n, k]` int64, the experts of each token; numbers from the number of experts on add nothing.
         top_k_weights: `[n, k]`.
 
     Returns:
@@ -73,7 +72,7 @@ def experts_forward(
     if is_many and not ops.is_batch_invariant():
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
     rows = 16 if num_pairs <= MAX_TOKENS_OF_SMALL_BLOCKS * num_experts else 64
-    if is_stored:  # which has twice as many results in registers
+    if is_stored:  # it keeps twice as many results in registers
         rows //= 2
     plan = ops.plan_experts(top_k_index, num_experts, rows)
 
@@ -93,7 +92,7 @@ def experts_forward(
 
 
 def _for_engines(implementation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`implementation` when an engine runs the experts; their original implementation when other code does."""
+    """`implementation` if an engine runs the experts; their original implementation if other code does."""
 
     def forward(module: nn.Module, *args: torch.Tensor) -> torch.Tensor:
         return (implementation if runs_engine() else _original_experts(module))(module, *args)
@@ -114,7 +113,7 @@ ALL_EXPERTS_FUNCTIONS.register(BATCHED_NAME, _for_engines(ALL_EXPERTS_FUNCTIONS[
 
 
 def _is_suitable(model: PreTrainedModel) -> bool:
-    """Whether `experts_forward` can compute with the experts' weights in `model`: none is quantised, or as MXFP4."""
+    """Whether `experts_forward` can compute with the experts' weights in `model`: none is quantised but as MXFP4."""
     # Experts' weights are stacked, [experts, out, in]; the hidden state of a mask token, [1, 1, width], is no weight.
     modules = (one for one in modules_of(model) if f"down_proj{BLOCKS}" not in one._parameters)
     parameters = (one for module in modules for one in module._parameters.values() if one is not None)
@@ -128,16 +127,16 @@ def original_experts_implementation(model: PreTrainedModel) -> str | None:
 
 
 def _with_experts(name: str, models: Iterable[PreTrainedModel], entry_of: Callable[[Any, str], Any]) -> Replacements:
-    """Context in which the implementation `name` takes the place of `DEFAULTS`, where `entry_of` gives those."""
+    """Context in which the implementation `name` replaces those of `DEFAULTS`; `entry_of` reads the present ones."""
     configs = (config for model in models for config in signature_of(model).configs)
     chosen = (config for config in configs if entry_of(config, EXPERTS_ENTRY) in DEFAULTS)
     return Replacements({EXPERTS_ENTRY: [(config, constant(name)) for config in chosen]})
 
 
 def triton_experts(*models: PreTrainedModel) -> Replacements:
-    """Context in which mixture-of-experts layers in `models` compute by `experts_forward`.
+    """Context in which mixture-of-experts layers in `models` compute with `experts_forward`.
 
-    Models keep their implementation if the user has set another one than `DEFAULTS`, or if a weight is quantised.
+    A model keeps its implementation if the user has set one that is not in `DEFAULTS`, or if a weight is quantised.
     """
     return _with_experts(EXPERTS_NAME, filter(_is_suitable, models), original)
 
@@ -150,7 +149,7 @@ def copies_experts(*models: PreTrainedModel) -> bool:
 def capturable_experts(*models: PreTrainedModel) -> Replacements:
     """Context, within `triton_experts`, in which mixture-of-experts layers in `models` can be captured in a CUDA graph.
 
-    "eager", and "grouped_mm" in any dtype but bfloat16, synchronize with the device: where `experts_forward` cannot be
-    used, "batched_mm" takes their place.
+    "eager", and "grouped_mm" in dtypes other than bfloat16, synchronize with the device: where `experts_forward` cannot
+    be used, "batched_mm" replaces them.
     """
     return _with_experts(BATCHED_NAME, models, getattr)

@@ -1,4 +1,4 @@
-"""Linear layers of one input as one matmul: query, key and value; gate and up; inputs of linear attention."""
+"""Linear layers with the same input as one matmul: query, key and value; gate and up; inputs of linear attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..modules.patch import Patch, replaced, runs_engine
 from ..modules.weights import tensors_of, weight_of
 from .linear import computes, linear, runs_linear
 
-# Names of children of one module that are called with the same input, in the order in which they are called.
+# Names of children of a module that are called with the same input, in the order in which they are called.
 GROUPS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -33,11 +33,11 @@ GROUPS = (
 
 
 class FusedLinear:
-    """Several linear layers of one input as one matmul; each layer returns its slice of the output when it is called.
+    """Several linear layers of one input as one matmul; a call of a layer returns its slice of the output.
 
     The layers, in the order in which they are called, have adjacent storages (see `adjacent_storages`): `weight`
-    `[sum of out, in]` is the memory of all weights, `bias` `[sum of out]` that of all biases, if they have some.
-    `sizes` are the outputs of each, under tensor parallelism of this rank's shards.
+    `[sum of out, in]` is the memory of all weights, `bias` `[sum of out]` that of all biases, if there are any. `sizes`
+    are the output sizes; under tensor parallelism those of this rank's shards.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class FusedLinear:
     ):
         self.layers = layers
         self.weight, self.bias, self._sizes = weight, bias, sizes
-        # Adds to outputs `[..., sum of out]` of inputs `[..., in]` what `low_rank_updates` do; None if there are none.
+        # Adds the low-rank updates of inputs `[..., in]` to outputs `[..., sum of out]`; None if there are none.
         self.update: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-        # One attribute, so that a thread never sees the input of one thread's call with the outputs of another's.
+        # A single attribute, so that a thread never pairs the input of one call with the outputs of another's.
         self._last: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = None, ()
 
     def forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -63,7 +63,7 @@ class FusedLinear:
             if index == 0:
                 self._last = inputs, self._outputs(inputs)
             last_input, outputs = self._last
-            if last_input is not inputs:  # the module called its layers with different inputs, or in another order
+            if last_input is not inputs:  # layers are called with different inputs, or in another order
                 weight = weight_of(layer)
                 is_alone = self.update is None and computes(inputs, weight)
                 return linear(inputs, weight, layer.bias) if is_alone else self._outputs(inputs)[index]
@@ -84,12 +84,12 @@ class FusedLinear:
         return out.split(self._sizes, -1)
 
     def computes(self, *layers: nn.Module) -> bool:
-        """Whether its layers are `layers`, in that order, and have equal sizes."""
+        """Whether its layers are `layers`, in that order, with equal sizes."""
         return len(set(self._sizes)) == 1 and list(map(id, self.layers)) == list(map(id, layers))
 
 
 def fused_parameters(gate: nn.Module, up: nn.Module) -> tuple[torch.Tensor | StoredWeight, torch.Tensor | None] | None:
-    """Weight `[2 N, in]` and bias of the matmul that computes `gate` and then `up`, which may be one layer; or None."""
+    """Weight `[2 N, in]` and bias of the matmul of `gate` and then `up`, which may be one layer; None if not fused."""
     if gate is up:
         weight = weight_of(gate) if runs_linear(gate) and not has_hooks([gate]) else None
         return None if weight is None else (weight, gate.bias)
@@ -124,7 +124,7 @@ _fused_storages = _FusedStorages()
 
 
 def _find_fused(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The memory of `tensors` as one tensor, if an earlier call of `_move` made them adjacent and they still are."""
+    """The memory of `tensors` as one tensor, if an earlier `_move` made them adjacent and they still are; else None."""
     first = tensors[0]
     storage = _fused_storages.starting_at(first.data_ptr())
     if storage is None or storage.device != first.device:
@@ -146,24 +146,24 @@ def _num_references(tensor: torch.Tensor) -> int:
 
 
 def _is_movable(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` alone uses its storage, and may have another: it is not shared, nor another library's."""
+    """Whether `tensor` is the only user of its storage and may get another: not shared, nor another library's."""
     if not tensor.is_contiguous() or tensor.is_inference():
         return False
     storage = tensor.untyped_storage()
     is_whole = storage.data_ptr() == tensor.data_ptr() and storage.nbytes() == tensor.nbytes > 0
     is_foreign = not storage.resizable() and not _fused_storages.contain(tensor)
     is_shared = storage.device.type == "cpu" and storage.is_shared()
-    del storage  # a reference, which would be counted
+    del storage  # it would count as a reference
     has_views = _num_references(tensor) != _num_references(torch.empty(1))
     return is_whole and not is_foreign and not is_shared and not has_views
 
 
 def adjacent_storages(*groups: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """The memory of each group's tensors, which have equal trailing shapes, as one tensor; those that are not adjacent
-    yet are moved. None, with nothing moved, if a tensor shares its memory with others (see `_is_movable`).
+    """The memory of each group's tensors, which have equal trailing shapes, as one tensor; tensors that are not
+    adjacent yet are moved. None, with nothing moved, if a tensor shares its memory with others (see `_is_movable`).
 
-    Tensors stay the same objects. Each gets a storage of its own, a slice of the common memory that keeps that alive:
-    saving, copying or moving one tensor does so with its slice only.
+    Tensors stay the same objects. Each gets its own storage, a slice of the common memory that keeps it alive: saving,
+    copying or moving a tensor affects its slice only.
     """
     found = [_find_fused(tensors) for tensors in groups]
     missing = [tensors for tensors, fused in zip(groups, found, strict=True) if fused is None]
@@ -175,7 +175,7 @@ def adjacent_storages(*groups: Sequence[torch.Tensor]) -> list[torch.Tensor] | N
 
 def _move(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     parts = [tensor.detach() for tensor in tensors]
-    # As bytes, since torch does not concatenate all types of 8 bits on all devices.
+    # As bytes, since torch cannot concatenate all 8-bit types on all devices.
     fused = torch.cat([part.view(torch.uint8) if part.itemsize == 1 else part for part in parts]).view(parts[0].dtype)
     storage, start = fused.untyped_storage(), 0
     for tensor in tensors:
@@ -223,8 +223,8 @@ class _Group:
 
     Attributes:
         layers: in the order in which they are called.
-        sizes: outputs of each.
-        names: of the tensors of a layer (see `tensors_of`) that are the parts of its weight, and of its bias.
+        sizes: output size of each layer.
+        names: names of a layer's tensors (see `tensors_of`) that are the parts of its weight, and its bias.
         form: the first layer's weight on the meta device; None if weights are plain.
     """
 
@@ -235,8 +235,8 @@ class _Group:
 
     @classmethod
     def of(cls, layers: Sequence[nn.Linear]) -> _Group | None:
-        """None if weights are stored in several forms, by blocks that end in another layer, or with scales of scales,
-        or are no whole tensors of the layers."""
+        """None if weights have different forms, blocks that cross layers, or scales of scales, or if their parts are
+        not whole tensors of the layers."""
         weights, biases = [weight_of(layer) for layer in layers], () if layers[0].bias is None else ("bias",)
         found = tuple(map(weakref.ref, layers)), tuple(weight.shape[0] for weight in weights)
         if not isinstance(weights[0], StoredWeight):
@@ -259,12 +259,12 @@ class _Group:
         return cls(*found, (*names.pop(), *biases), forms[0])
 
     def tensors(self, layers: Sequence[nn.Linear]) -> list[list[torch.Tensor]]:
-        """Of each name those of all layers."""
+        """For each name, the tensors of all layers."""
         found = [tensors_of(layer) for layer in layers]
         return [[one[name] for one in found] for name in self.names]
 
     def fused(self) -> FusedLinear | None:
-        """None if a layer is no more, or their memory is not adjacent."""
+        """None if a layer no longer exists, or if their memory is not adjacent."""
         layers = [layer() for layer in self.layers]
         if None in layers:
             return None
@@ -284,15 +284,15 @@ class _Group:
 class fused_linears(Patch):
     """Context in which each group of layers (`GROUPS`) of `models` computes as one matmul.
 
-    The weights of such layers, of LoRA layers those of the base layers, are moved next to each other when it is
-    constructed, and stay there (see `adjacent_storages`); those of quantised layers with their scales, where the
-    kernels know how they are stored. Other layers and those with hooks are left as they are.
+    The constructor moves the weights of such layers (the base layers of LoRA layers) next to each other, where they
+    stay (see `adjacent_storages`). Quantised weights are moved with their scales, if the kernels know their format.
+    Other layers, and those with hooks, are left as they are.
     """
 
     def __init__(self, *models: nn.Module):
         groups = list(_groups(models))
         uses = Counter(id(layer.weight) for layers in groups for layer in layers)
-        # A tied weight can be adjacent to one group only.
+        # A tied weight can be adjacent in one group only.
         groups = [layers for layers in groups if all(uses[id(layer.weight)] == 1 for layer in layers)]
         found = ((layers, _Group.of(layers)) for layers in groups)
         self._groups = [

@@ -1,4 +1,4 @@
-"""Norms and gated MLPs whose small operations run as one kernel each, an op of layers; so do sums before norms."""
+"""Norms and gated MLPs whose small operations run as one kernel, an op of layers; so do sums before norms."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ _FORWARDS = (_norm_forward, _mlp_forward, _embedding_forward, _angles_forward)
 def layer_kernels(*models: nn.Module) -> Replacements:
     """Context in which norms and gated MLPs of `models` run ops of layers, on devices whose policy says so.
 
-    Sums of outputs of embeddings and MLPs with other tensors, the residual stream, are computed by the norms that read
-    them. Modules are recognised by what they compute, see `layer_probes`; those with hooks or a `forward` attribute,
-    and norms whose weight is quantised or sharded, are left as they are.
+    Norms also compute the sums of the residual stream that they read, i.e. of outputs of embeddings and MLPs with other
+    tensors. Modules are recognised by what they compute, see `layer_probes`. Modules with hooks or a `forward`
+    attribute, and norms whose weight is quantised or sharded, are left as they are.
     """
     modules = modules_of(*models)
     if not any_has_layer_kernels(modules):

@@ -1,7 +1,7 @@
-"""Which modules are norms, gated MLPs and rotary embeddings: found out by running them on a few random values.
+"""Recognition of norms, gated MLPs and rotary embeddings, by running modules on a few random values.
 
-A module is copied without its weights, given random ones, and run on a CPU in bfloat16, where every rounding shows. It
-is one of a kind if its outputs are those of that kind's reference.
+A module is copied without its weights, gets random ones, and runs on a CPU in bfloat16, where every rounding shows. It
+is of a kind if its outputs are those of that kind's reference.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ NORM_KINDS = [
     for centered, (cast_first, offset) in itertools.product((False, True), ((True, 0.0), (False, 0.0), (False, 1.0)))
 ]
 
-# Width of the rows on which norms without weight and MLPs are tried.
+# Width of the rows on which norms without weight and MLPs are probed.
 _WIDTH = 64
-# Magnitudes of rows: norms with small ones depend on epsilon, MLPs that clamp change large ones.
+# Magnitudes of rows: norms of small ones depend on epsilon, and MLPs that clamp change large ones.
 _NORM_SCALES, _MLP_SCALES = (1e-3, 1.0, 30.0), (0.1, 1.0, 30.0, 3000.0)
-# Share of elements of a norm that may differ in their last bit: 1 / sqrt is computed in several ways in float32.
+# Share of a norm's elements that may differ in the last bit: there are several ways to compute 1 / sqrt in float32.
 _ROUNDED_OTHERWISE = 0.005
 
 
 class Norm(NamedTuple):
-    """A norm over the last dimension, with the parameter `weight` or none: see `ops.rms_norm`."""
+    """A norm over the last dimension, with or without the parameter `weight`; see `ops.rms_norm`."""
 
     eps: float
     kind: NormKind
@@ -49,9 +49,9 @@ class GatedMlp(NamedTuple):
     """A module that computes `down(activation(gate(inputs)) * up(inputs))`.
 
     Attributes:
-        gate, up, down: names of its children; gate and up are the same if one child computes both.
+        gate, up, down: names of its children; gate and up are equal if one child computes both.
         activation: see `ops.gated_activation`.
-        gate_first: of a child that computes both, whether the gate is the first half of its output.
+        gate_first: for a child that computes both, whether the gate is the first half of its output.
     """
 
     gate: str
@@ -63,7 +63,7 @@ class GatedMlp(NamedTuple):
     def gate_and_up(
         self, children: Mapping[str, Callable[[torch.Tensor], torch.Tensor]], inputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the children give of `inputs` `[..., H]`: gate and up, `[..., N]` each."""
+        """Gate and up, `[..., N]` each, from the children's outputs for `inputs` `[..., H]`."""
         if self.gate != self.up:
             return children[self.gate](inputs), children[self.up](inputs)
         first, second = children[self.gate](inputs).chunk(2, dim=-1)
@@ -71,14 +71,14 @@ class GatedMlp(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """A rotary embedding, with frequencies in a buffer: see `ops.rotary_angles`."""
+    """A rotary embedding with frequencies in a buffer; see `ops.rotary_angles`."""
 
     buffer: str
     kind: AnglesKind
 
 
 class Probes:
-    """Tries modules, each kind of them once: class, shapes, and the values of attributes."""
+    """Probes modules, each kind once; kinds differ in class, shapes or values of attributes."""
 
     def __init__(self) -> None:
         self._found: dict[Hashable, Any] = {}
@@ -107,8 +107,8 @@ class Probes:
         return self._try(module, (*sizes.items(), *children, *settings), lambda: _find_gated_mlp(module, sizes))
 
     def angles(self, module: nn.Module) -> dict[str | None, Angles]:
-        """The rotary embeddings that `module` is, by the `layer_type` that it is called with; None where it has none.
-        Those whose frequencies depend on the positions are left out."""
+        """The rotary embeddings that `module` is, by the `layer_type` argument of a call; None if it has no such
+        argument. Those whose frequencies depend on positions are left out."""
         buffers = {name: one for name, one in module._buffers.items() if one is not None}
         has_others = module._modules or any(one is not None for one in module._parameters.values())
         is_plain = all(one.dim() == 1 and one.dtype in DTYPES for one in buffers.values())
@@ -126,14 +126,14 @@ class Probes:
     def _try(
         self, module: nn.Module, others: tuple[Hashable, ...], find: Callable[[], Any], count: int | None = 1
     ) -> Any:
-        """What `find` gives of the first module with these settings and `others`; None if it needs another `count`."""
+        """The result of `find` for the first module like it; None if its `forward` does not need `count` arguments."""
         key = (*_settings(module), *others)
         return tried(self._found, key, lambda: find() if count is None or _needs(module, count) else None)
 
 
 def tried(found: dict[Hashable, Any], key: Hashable, find: Callable[[], Any]) -> Any:
-    """The entry `key` of `found`; if there is none, first what `find` returns without gradients and kernels, or None if
-    it fails: a module may raise anything, such as on a CPU."""
+    """The entry `key` of `found`. If missing, it is set to the result of `find` without gradients and kernels; to None
+    if that fails, since a module may raise anything, for example on a CPU."""
     if key not in found:
         try:
             with torch.no_grad(), ops.references():
@@ -156,26 +156,26 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_function(module: nn.Module) -> bool:
-    """Whether `module`, such as an activation, has no parameters, buffers, children, hooks or `forward` of its own."""
+    """Whether `module`, e.g. an activation, has no parameters, buffers, children, hooks or `forward` of its own."""
     has_content = module._parameters or module._buffers or module._modules
     return not (has_content or "forward" in vars(module) or has_hooks([module]))
 
 
 def _settings(module: nn.Module) -> tuple[Hashable, ...]:
-    """What the outputs of `module` may depend on besides its parameters and children; objects by identity."""
+    """Everything that outputs of `module` may depend on besides parameters and children; objects by identity."""
     names = sorted(vars(module).keys() - OF_EVERY_MODULE)
     return type(module), type(module).forward, *((name, _stand_in(vars(module)[name])) for name in names)
 
 
 def _stand_in(value: Any) -> Hashable:
-    if isinstance(value, functools.partial):  # such as the functions of activations
+    if isinstance(value, functools.partial):  # e.g. the functions of activations
         named = ((name, _stand_in(one)) for name, one in value.keywords.items())
         return value.func, *map(_stand_in, value.args), *named
     return value if type(value) in PLAIN_VALUES else id(value)
 
 
 def copied(module: nn.Module, **changes: dict[str, Any]) -> nn.Module:
-    """A copy of `module` itself, with its children, and with other parameters or children."""
+    """A copy of `module` itself, with the same children, and with `changes` of parameters or children."""
     clone = copy.copy(module)
     vars(clone).update(changes)
     return clone
@@ -215,7 +215,7 @@ def _layer_types(module: nn.Module) -> list[str]:
     return sorted(one for one in set(types) if isinstance(one, str)) if isinstance(types, (list, tuple, set)) else []
 
 
-# Of tokens: any rotary embedding that depends on the length of a text does so at the last ones.
+# Positions of tokens; a rotary embedding that depends on the length of a text does so at the last ones.
 _POSITIONS = ((0, 1, 5), (7, 300, 2**20))
 
 
@@ -229,7 +229,7 @@ def _find_angles(module: nn.Module, sizes: dict[str, tuple[int, torch.dtype]], l
         for name, repeats, scaling in itertools.product(buffers, ("halves", "pairs", "once"), sorted(scalings))
     ]
     for dtype in (torch.bfloat16, torch.float32):
-        # Copies: a module may write to its buffers, or register others.
+        # Clones, since a module may write to its buffers, or register others.
         clone = copied(module, _buffers={name: one.clone() for name, one in buffers.items()})
         found = clone(_draw(2, 3, 8, seed=9, dtype=dtype), positions, **options)
         if not isinstance(found, tuple) or len(found) != 2:

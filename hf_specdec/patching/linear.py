@@ -18,9 +18,9 @@ from ..modules.patch import Replacements, bound, is_unpatched, this_thread
 from ..modules.signature import fact
 from ..modules.weights import quantised_class, weight_of
 
-# Rows up to which `linear` computes the transposed matmul.
+# Up to this many rows `linear` computes the transposed matmul.
 MAX_TRANSPOSED_ROWS = 16
-# Elements of a weight from which on: smaller ones stay in a core's cache, and transposing takes longer than the matmul.
+# Least elements of a weight for that: smaller ones stay in a core's cache, so transposing takes longer than it saves.
 MIN_TRANSPOSED_WEIGHT = 128 * 128
 
 
@@ -30,17 +30,17 @@ def _linear(
     weight: torch.Tensor | StoredWeight | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`inputs @ weight.T + bias`, `[..., in]` by `[out, in]`: of a plain `module` its `forward`, which outside of an
-    engine's passes computes as it always does.
+    """`inputs @ weight.T + bias`, `[..., in]` by `[out, in]`. With a plain `module` it is its `forward`, which outside
+    of an engine's passes computes as always.
 
-    A few rows in 16-bit floating point on a GPU, and all where the pass is batch-invariant, are computed by
-    `ops.linear`, a few float32 rows on a CPU by a large weight as `(weight @ inputs.T).T`. A stored weight is one that
-    it `computes` by.
+    `ops.linear` computes a few rows in 16-bit floating point on a GPU, and all rows of batch-invariant passes. A few
+    float32 rows on a CPU with a large weight are computed as `(weight @ inputs.T).T`. A stored weight must be one that
+    `computes` allows.
 
     On a CPU, matmuls that are bound by reading the weight run about twice as fast when transposed: on two cores the
     linear layers of a 135M-parameter model take 31 ms instead of 71 ms at 5 rows (torch 2.13, SmolLM2 shapes). One row
-    is computed as two for the same reason. Rows are flattened first: else `F.linear` may run one matmul for each of the
-    B batch rows.
+    is computed as two for the same reason. Rows are flattened first: otherwise `F.linear` may run one matmul for each
+    of the B batch rows.
     """
     if module is not None:
         if not torch.compiler.is_compiling() and this_thread.engine is None:
@@ -65,12 +65,12 @@ def _linear(
     return out.reshape(*inputs.shape[:-1], out.shape[-1])
 
 
-# Of inputs, a weight and maybe a bias.
+# Takes inputs, a weight and perhaps a bias.
 linear = functools.partial(_linear, None)
 
 
 def computes(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:
-    """Whether `linear` computes `[..., in]` by `weight`, as always if that is plain; else its library does."""
+    """Whether `linear` computes `[..., in]` by `weight`, which it always does for plain ones; else its library does."""
     if not isinstance(weight, StoredWeight):
         return True
     policy = DEVICE_POLICIES.get(inputs.device.type, DEFAULT_POLICY)
@@ -80,7 +80,7 @@ def computes(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:
 
 
 def _stored_linear(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
-    """As `_linear`, of a module with a quantised weight: what `linear` does not compute its library does."""
+    """`_linear` for a module with a quantised weight; its library computes what `linear` does not."""
     if not torch.compiler.is_compiling() and this_thread.engine is None:
         return type(module).forward(module, inputs)
     weight = weight_of(module)
@@ -92,7 +92,7 @@ def _stored_linear(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
 def gated_linear(
     inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor:
-    """`activation(gate) * up` of `[..., in]`, with gate and up the halves of what `linear` gives, `[..., N]`."""
+    """`activation(gate) * up` of `[..., in]`; gate and up are the halves of the output of `linear`, `[..., N]` each."""
     flat = inputs.reshape(-1, inputs.shape[-1])
     policy = DEVICE_POLICIES.get(inputs.device.type, DEFAULT_POLICY)
     if policy.few_row_linear and ops.has_gated_linear(flat, weight):
@@ -102,29 +102,29 @@ def gated_linear(
 
 
 def runs_linear(module: nn.Module) -> bool:
-    """Whether a forward pass of `module` is one of `linear` with its weight and bias."""
+    """Whether the `forward` of `module` runs `linear` with its weight and bias."""
     return "forward" in vars(module) and is_unpatched(module, _linear, _stored_linear)
 
 
 @fact
 def _quantised_classes(model: PreTrainedModel) -> frozenset[tuple[str, bool]]:
-    """Package and class of the quantised linear layers of `model`, each with whether kernels know such a layer."""
+    """Package and class of the quantised linear layers of `model`, each with whether the kernels know such a layer."""
     classes = ((quantised_class(one), one) for one in model.modules() if isinstance(one, nn.Linear))
     return frozenset((name, weight_of(one) is not None) for name, one in classes if name is not None)
 
 
 def computed_by_libraries(model: PreTrainedModel) -> list[str]:
-    """Package and class of the quantised linear layers of `model` that are not computed by `linear`, by their names."""
+    """Package and class of the quantised linear layers of `model` that `linear` does not compute, sorted."""
     has_kernels = policy_of(model.device).few_row_linear
     return sorted({name for name, is_known in _quantised_classes(model) if not (is_known and has_kernels)})
 
 
 def patched_linear(*models: nn.Module) -> Replacements:
-    """Context in which the linear layers of `models` compute by `linear`; on devices without a way of its own the
-    heads.
+    """Context in which the linear layers of `models` compute with `linear`; only the heads on devices without a way of
+    their own.
 
-    Layers whose weights are sharded or quantised in a way that the kernels do not know, and layers with a `forward`
-    attribute, are left as they are.
+    Layers with sharded weights, with weights quantised in a way that the kernels do not know, or with a `forward`
+    attribute are left as they are.
     """
     modules = modules_of(*models)
     heads = {id(module.get_output_embeddings()) for module in modules if isinstance(module, PreTrainedModel)}

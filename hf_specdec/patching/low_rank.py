@@ -1,4 +1,4 @@
-"""LoRA layers of PEFT's whose low-rank updates are those of the adapters that each row has, see `ops.add_low_rank`."""
+"""PEFT's LoRA layers with low-rank updates of the adapters of each row, see `ops.add_low_rank`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..modules.signature import signature_of
 
 
 class RowAdapters:
-    """The adapters of the tokens that a pass of the target runs.
+    """The adapters of the tokens in a pass of the target.
 
     Attributes:
         bits: `[B, n]` int64, contiguous, see `DecodeState.adapters`; None outside of a pass.
-        is_by_row: whether all tokens of a row have the same.
+        is_by_row: whether all tokens of a row have the same adapters.
     """
 
     def __init__(self) -> None:
@@ -31,8 +31,8 @@ class RowAdapters:
         self.is_by_row = True
 
     def of(self, inputs: torch.Tensor) -> torch.Tensor:
-        """`[tokens]` int64 of what a layer is given, `[B, m, in]`: of all tokens of the pass, or of some of each row;
-        raises `ValueError` for other tokens."""
+        """`[tokens]` int64 for the inputs of a layer, `[B, m, in]`: all tokens of the pass, or some of each row; raises
+        `ValueError` for other tokens."""
         bits, shape = self.bits, inputs.shape[:-1]
         if shape != bits.shape and self.is_by_row and len(shape) == 2 and shape[0] == len(bits):
             bits = bits[:, :1].expand(shape).contiguous()
@@ -46,22 +46,22 @@ class RowAdapters:
 
 
 class low_rank_updates(Patch):
-    """Context in which the LoRA layers of `model` add, in a pass of the target, the updates of its rows' adapters.
+    """Context in which the LoRA layers of `model`, in a pass of the target, add the updates of the rows' adapters.
 
-    The kernel is given the addresses of PEFT's weights, so what trains them in place counts at once. Layers whose base
-    layers are fused are updated together.
+    The kernel gets the addresses of PEFT's weights, so in-place training of these takes effect at once. Layers whose
+    base layers are fused are updated together.
 
     Attributes:
-        rows: which adapters they add; what an engine's pass sets.
+        rows: the adapters of the rows; an engine's pass sets them.
     """
 
     def __init__(self, model: PreTrainedModel):
         adapters = signature_of(model).adapters
         layers = () if adapters.why_not_by_row is not None else adapters.layers
-        # Where all adapters were deleted PEFT leaves the layer, which computes its base layer.
+        # If all adapters were deleted, PEFT leaves the layer, which computes its base layer.
         self._layers = [weakref.ref(layer) for layer in layers if len(layer.lora_A)]
         self._names, self.is_empty, self.rows = adapters.names, not self._layers, RowAdapters()
-        # Addresses and scales on the device, by the layers of a group; graphs that were captured read them.
+        # Addresses and scales on the device, by the layers of a group; captured graphs read them.
         self._tables: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _enter(self, stack: ExitStack) -> None:
@@ -79,7 +79,7 @@ class low_rank_updates(Patch):
     def _update_of(
         self, key: tuple[int, ...], layers: list[nn.Module | None], sizes: list[int]
     ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """What adds the updates of `layers` with the same inputs to their outputs; None stands for one without LoRA."""
+        """Adds the updates of `layers` with the same inputs to their outputs; None stands for a layer without LoRA."""
         like = next(layer for layer in layers if layer is not None)
         empty = next(iter(like.lora_A.values())).weight.detach()
         down, up, scales = [], [], []
@@ -96,7 +96,7 @@ class low_rank_updates(Patch):
 
 
 def _groups(layers: dict[int, nn.Module]) -> Iterator[tuple[Any, list[nn.Module]]]:
-    """The base layers of `layers`, those of a `FusedLinear` together with it; others alone, with None."""
+    """The base layers of `layers`: those of a `FusedLinear` together with it, others alone, with None."""
     seen = set()
     for layer in layers.values():
         fused = getattr(vars(layer.base_layer).get("forward"), "fused", None)
@@ -108,7 +108,7 @@ def _groups(layers: dict[int, nn.Module]) -> Iterator[tuple[Any, list[nn.Module]
 
 
 def _add(rows: RowAdapters, group: tuple, out: torch.Tensor, inputs: torch.Tensor) -> None:
-    """Add the updates of a group of layers to what its base layers give, `[..., sum of out]` of `[..., in]`."""
+    """Add the updates of a group of layers to the outputs `[..., sum of out]` of its base layers for `[..., in]`."""
     if rows.bits is not None:
         ops.add_low_rank(out.view(-1, out.shape[-1]), inputs.reshape(-1, inputs.shape[-1]), rows.of(inputs), *group)
 

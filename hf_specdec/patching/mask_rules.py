@@ -1,7 +1,7 @@
-"""Which keys a query sees in each attention layer, learnt from the masks that a model has transformers make.
+"""Rules about which keys a query sees in each attention layer, found from the masks that transformers makes for it.
 
 A layer may state its sliding window when it calls attention; other windows, and chunks, are in its mask only. So a pass
-over a few tokens, in which attention does nothing, tells which mask every layer is given, and what it was made of.
+over a few tokens, with an attention that does nothing, finds which mask each layer gets, and how it was made.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTION
 from ..modules.signature import fact
 from .support import cache_windows, registered_attention
 
-# Lengths of prompts, unequal so that wrong treatment of padding shows.
+# Lengths of prompts, unequal so that wrong handling of padding shows.
 PROMPT_LENGTHS = (7, 4)
 PROBE_NAME = "hf_specdec_probe"
-# A position beyond every sliding window, and distances at which it is asked what it sees.
+# A position beyond every sliding window, and distances from it at which visibility is tested.
 _FAR = 1 << 30
 _DISTANCES = tuple(distance for power in range(20) for distance in (1 << power, (1 << power) + 1))
 
 
 class MaskRule(NamedTuple):
-    """Which keys a query sees: those up to its own position t; with a sliding window those s with t - s < window, with
-    chunks of positions those with s // chunk == t // chunk."""
+    """Which keys s a query at position t sees: s <= t; with a sliding window t - s < window; with chunks of positions
+    s // chunk == t // chunk."""
 
     window: int | None = None
     chunk: int | None = None
@@ -41,7 +41,7 @@ class MaskRule(NamedTuple):
         return key <= query and is_near and (self.chunk is None or key // self.chunk == query // self.chunk)
 
     def edges(self, query: int) -> tuple[int, ...]:
-        """The first position that a query sees and the one before it; none without a window or chunk."""
+        """The first position that a query sees, and the one before it; empty without a window or chunk."""
         if self.window is None and self.chunk is None:
             return ()
         first = query - self.window + 1 if self.chunk is None else query // self.chunk * self.chunk
@@ -49,7 +49,7 @@ class MaskRule(NamedTuple):
 
 
 def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:
-    """`count` tokens of the vocabulary of `model` without special ones, whose embeddings may be zero."""
+    """`count` tokens of the vocabulary of `model`, none of them special, since embeddings of those may be zero."""
     size = model.config.get_text_config().vocab_size
     special = {
         value
@@ -57,9 +57,9 @@ def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:
         for name, value in vars(config).items()
         if "token" in name and isinstance(value, int)
     }
-    if special.issuperset(range(size)):  # of a vocabulary of a few tokens
+    if special.issuperset(range(size)):  # in a vocabulary of a few tokens
         special = set()
-    # Neighbours in a vocabulary are often alike; these are spread over it.
+    # Neighbours in a vocabulary are often alike, so tokens are spread over it.
     spread = (number * 7919 % size for number in range(1, 10 * (size + count)))
     return list(itertools.islice((token for token in spread if token not in special), count))
 
@@ -84,7 +84,7 @@ class _Mask(NamedTuple):
 
 
 class _Attention(NamedTuple):
-    """A call of attention: the layer, the sliding window that it states, and transformers' mask or another."""
+    """A call of attention: the layer, its stated sliding window, and its mask: transformers', or whether another."""
 
     module: nn.Module
     window: int | None
@@ -92,7 +92,7 @@ class _Attention(NamedTuple):
     has_own_mask: bool
 
 
-# Calls of attention and masks of the pass that this thread probes.
+# Calls of attention and masks during this thread's probing pass.
 _probe = threading.local()
 
 
@@ -113,7 +113,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probing_mask)
 
 
 def _rule_of(mask: _Mask, is_causal: bool) -> MaskRule | None:
-    """The rule by which `mask` was made, among the tokens of the prompt, too, if `is_causal`; None if it is unknown."""
+    """The rule of `mask`, if `is_causal` also among the tokens of the prompt; None if unknown."""
     size = mask.window
     known = [MaskRule()] if size is None else [MaskRule(window=size), MaskRule(chunk=size), MaskRule()]
     return next((rule for rule in known if _follows(mask, rule, is_causal)), None)
@@ -130,17 +130,17 @@ def _follows(mask: _Mask, rule: MaskRule, is_causal: bool) -> bool:
     try:
         far = (_FAR + 1, _FAR, 0, *(_FAR - distance for distance in _DISTANCES))
         return all(is_as_expected(_FAR, key) for key in (*far, *rule.edges(_FAR)))
-    except IndexError:  # a mask function that looks up tokens, such as image tokens, knows those of the call only
+    except IndexError:  # a mask function that looks up tokens, e.g. image tokens, knows only those of the call
         return rule == MaskRule(window=mask.window)
 
 
 class _Rules(NamedTuple):
-    """What is told of the attention layers of a model.
+    """What is known of the attention layers of a model.
 
     Attributes:
-        by_name: the rules that differ from the windows that layers state, by the layers' names.
-        kept: the fewest keys, the query's own included, that transformers' cache keeps of a layer whose queries would
-            see more; None if there is no such layer.
+        by_name: rules that differ from the windows that layers state, by the layers' names.
+        kept: the smallest number of keys, the query's own included, that transformers' cache keeps of a layer whose
+            queries would see more; None if there is no such layer.
     """
 
     by_name: dict[str, MaskRule]
@@ -149,7 +149,7 @@ class _Rules(NamedTuple):
 
 @fact
 def _rules(model: PreTrainedModel) -> tuple[_Rules | str, _Rules | str]:
-    """Rules of attention layers, or why they cannot be told: of causal masks, and of masks causal after the prompt."""
+    """Rules of attention layers, or why they are unknown: for causal masks, and for masks causal after the prompt."""
     _probe.calls, _probe.masks = [], []
     try:
         with torch.no_grad(), registered_attention(model, PROBE_NAME):
@@ -188,14 +188,14 @@ def _rules_of(model: PreTrainedModel, calls: Sequence[_Attention], is_causal: bo
 
 
 def why_not_rules(model: PreTrainedModel, is_causal: bool = True) -> str | None:
-    """The reason why it cannot be told which keys the queries of `model` see; None if it can. With `is_causal` the
-    tokens of a prompt, too, must see none after them: not if the target itself runs prompts."""
+    """The reason why it is unknown which keys the queries of `model` see; None if it is known. With `is_causal` tokens
+    of a prompt must not see later ones, either, which does not matter if the target itself runs prompts."""
     rules = _rules(model)[0 if is_causal else 1]
     return rules if isinstance(rules, str) else None
 
 
 def rules_by_module(model: PreTrainedModel) -> list[tuple[nn.Module, MaskRule]]:
-    """The attention layers of `model` whose rule is not the window that they state; none if that cannot be told."""
+    """The attention layers of `model` whose rule differs from the window that they state; empty if that is unknown."""
     rules = "there are no weights" if model.device.type == "meta" else _rules(model)[1]
     if isinstance(rules, str):
         return []
@@ -203,10 +203,10 @@ def rules_by_module(model: PreTrainedModel) -> list[tuple[nn.Module, MaskRule]]:
 
 
 def why_not_kept(model: PreTrainedModel, columns: int | None) -> str | None:
-    """The reason why texts of `model` of up to `columns` (None: any number) depend on how many tokens it runs at once.
+    """The reason why texts of `model` of up to `columns` (None: any number) depend on how many tokens run at once.
 
-    In some classes the configuration has a window that the cache heeds and attention does not. A prompt then sees all
-    of itself, and later passes what the cache has kept, which is more for the last tokens of a block.
+    In some classes the cache obeys a window of the configuration and attention does not. A prompt then sees all of
+    itself, and later passes see what the cache has kept, which is more for the last tokens of a block.
     """
     if not any(cache_windows(model)):
         return None

@@ -1,8 +1,8 @@
 """Whether attention of a modeling file, outside of transformers' attention interface, can run on a `RaggedCache`.
 
-Such attention is given a mask over slots (`attention.slot_mask`), and may still have a rule of its own, made of the
-numbers of queries and keys: GPT-Neo's is that queries are the last of the keys. One pass with many more slots than
-tokens, and tokens in another order, shows it.
+Such attention gets a mask over slots (`attention.slot_mask`), but may also have a rule of its own that depends on the
+numbers of queries and keys: in GPT-Neo queries are the last of the keys. A pass with many more slots than tokens, and
+tokens in another order, shows that.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from .attention import ragged_attention
 from .mask_rules import ordinary_tokens
 from .support import cache_layers, cache_name, difference_of_logits, parts, stated_positions
 
-# Slots of the pass: as many as the model states positions, which is more than any window, but no more than the second
-# number, since keys and values of one layer take memory; the first number where it states none.
+# Slots of the pass: as many as the model states positions, which exceeds any window, but at most the second number,
+# since the keys and values of a layer take memory; the first number if it states none.
 FEWEST_SLOTS, MOST_SLOTS = 512, 4096
-# Tokens of each row, at most: differences that grow with the distance of tokens, as wrong ALiBi would, are to show.
+# Most tokens of a row, enough to show differences that grow with the distance of tokens, e.g. of wrong ALiBi.
 NUM_TOKENS = 64
 
 
 @torch.no_grad()
 def why_not_masked(model: PreTrainedModel, limit: float) -> str | None:
-    """The reason why the attention of `model`, which is not patched, does not follow a mask over slots; None if it
-    does. Logits of a few tokens may differ by `limit`, relative to their spread."""
+    """The reason why the attention of the unpatched `model` does not follow a mask over slots; None if it does. Logits
+    of a few tokens may differ by `limit`, relative to their spread."""
     is_training = model.training
     model.eval()
     try:
@@ -45,7 +45,7 @@ def why_not_masked(model: PreTrainedModel, limit: float) -> str | None:
 def _compare(model: PreTrainedModel, limit: float) -> str | None:
     device = model.device
     span = min(stated_positions(model) or FEWEST_SLOTS, MOST_SLOTS)
-    # One row at the end of the slots, one at their beginning; windows of tokens are counted from slot 0.
+    # One row at the end of the slots, one at their beginning; windows of tokens count from slot 0.
     kinds = cache_layers(model)
     count = min(NUM_TOKENS + kinds.longest_window, span - 1)
     starts = torch.tensor([0, 0] if kinds.longest_window else [span - count, 1], device=device)
@@ -54,12 +54,12 @@ def _compare(model: PreTrainedModel, limit: float) -> str | None:
     mask = torch.ones_like(tokens)
     expected = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits.double()
 
-    # Their order in a pass does not matter where slots determine what a token sees; it does to windows and recurrences.
+    # The order of tokens in a pass matters to windows and recurrences, not where slots determine what a token sees.
     order = slice(None) if not kinds.is_by_slot else torch.arange(count - 1, -1, -1, device=device)
     tokens, steps = tokens[:, order], steps[:, order]
     slots = starts[:, None] + steps
     cache = RaggedCache(kinds, span + 1, starts + count, starts)
-    cache.keeps_keys = False  # so those of one layer at a time take memory
+    cache.keeps_keys = False  # so that only one layer's take memory at a time
     cache.restart()
     cache.advance(slots, span)
     with ExitStack() as stack:

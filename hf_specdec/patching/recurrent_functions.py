@@ -1,7 +1,7 @@
 """Recurrences and short convolutions of transformers' models over a `RaggedCache`.
 
-transformers' mixers call functions that are globals of their modeling file. Inside `recurrent_functions` they are
-replaced by ones that run the engine's ops where they are given what a `RecurrentLayer` hands out.
+transformers' mixers call functions that are globals of their modeling file. Inside `recurrent_functions`, replacements
+of these run the engine's ops if their arguments come from a `RecurrentLayer`.
 """
 
 from __future__ import annotations
@@ -49,14 +49,12 @@ from ..modules.patch import Replacements, bound, is_unpatched, original
 from ..modules.signature import files_of, names_in, replacing_functions
 from .plugins.former_inputs import former_inputs
 
-# Mixers of Mamba-1 hand their state to the function for a single token only. While such a layer runs over a
-# `RaggedCache`, the function over several tokens finds its state here.
-# Functions over several tokens that are given no state.
+# Functions over several tokens that get no state: mixers of Mamba-1 pass it to the function for a single token only.
 STATELESS = frozenset(RECURRENCES["mamba"][:1])
 
 
 class _Running(threading.local):
-    """The recurrent state of the layer that this thread runs, or None, and how many functions have taken it."""
+    """The state of the running layer, or None, for functions that get no state, and how many have taken it."""
 
     state: RecurrentState | None = None
     calls: int = 0
@@ -66,7 +64,7 @@ _running = _Running()
 
 
 def _next_state() -> RecurrentState | None:
-    """The state for a function that is given none, of its head in the layer; None outside of a `RaggedCache`."""
+    """The state for a function that gets none, of the next head of the layer; None outside of a `RaggedCache`."""
     state, head = _running.state, _running.calls
     if state is None:
         return None
@@ -85,7 +83,7 @@ def _running_layer(module: nn.Module) -> Callable[..., Any]:
 
 
 def _run_layer(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a layer by its own `forward`, with its state where functions find it."""
+    """Run a layer by its own `forward`, while functions can find its state."""
     cache = next((one for one in (*args, *kwargs.values()) if isinstance(one, RaggedCache)), None)
     if cache is None:
         return forward(*args, **kwargs)
@@ -97,7 +95,7 @@ def _run_layer(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwa
 
 
 def _where(name: str, kind: type) -> Callable[[Callable], Callable]:
-    """Decorator of a replacement: it runs where the argument `name` is of `kind`, else its first argument does."""
+    """Decorator of a replacement: it runs if the argument `name` is of `kind`; otherwise its first argument runs."""
 
     def decorate(run: Callable) -> Callable:
         names = tuple(inspect.signature(run).parameters)[1:]
@@ -120,7 +118,7 @@ def _delta_rule(function, query, key, value, g, beta, *, initial_state, use_qk_l
     """
 
     def chunked(is_token: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # A column without decay and without update leaves the state as it is.
+        # A column without decay and update leaves the state unchanged.
         is_live = is_token[..., None]
         g_of_tokens = torch.where(is_live if g.dim() == 3 else is_live[..., None], g, 0)
         options = {**rest, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "output_final_state": True}
@@ -134,8 +132,8 @@ def _delta_rule(function, query, key, value, g, beta, *, initial_state, use_qk_l
 def _time_steps(
     state: RecurrentState, dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool, limits: tuple[float, float]
 ) -> torch.Tensor:
-    """Time steps `[B, n, H]` float32 of a state-space model, bounded for tokens of the prompt only, as transformers
-    does in passes over several tokens (transformers issue #48989)."""
+    """Time steps `[B, n, H]` float32 of a state-space model. They are bounded for tokens of the prompt only, as by
+    transformers, which bounds them in passes over several tokens (transformers issue #48989)."""
     steps = dt.float() if bias is None else dt.float() + bias.float()
     if softplus:
         steps = F.softplus(steps)
@@ -150,14 +148,14 @@ def _time_steps(
 def _mamba2_scan(
     function, hidden_states, dt, A, B, C, *, initial_states, D=None, dt_bias=None, dt_softplus=False, **rest
 ):
-    """Mamba-2 (arXiv 2405.21060) over several tokens, as in mamba_ssm: hidden states `[B, n, H, P]`, dt `[B, n, H]`, A,
-    D and bias `[H]`, B and C `[B, n, groups, N]`."""
+    """Mamba-2 (arXiv 2405.21060) over several tokens, as in mamba_ssm: hidden states `[B, n, H, P]`, dt `[B, n, H]`; A,
+    D and bias `[H]`; B and C `[B, n, groups, N]`."""
     returns_states = rest.pop("return_final_states", False)
     initial_states.step_limits = tuple(rest.pop("dt_limit", UNBOUNDED))
     steps = _time_steps(initial_states, dt, dt_bias, dt_softplus, initial_states.step_limits)
 
     def chunked(is_token: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # A step of 0 leaves the state as it is. transformers keeps it transposed.
+        # A step of 0 leaves the state unchanged. transformers stores it transposed.
         inert = torch.where(is_token[..., None], steps, 0.0)
         before = state.transpose(-1, -2).contiguous()
         out, final = function(hidden_states, inert, A, B, C, initial_states=before, return_final_states=True, **rest)
@@ -169,9 +167,9 @@ def _mamba2_scan(
 
 @_where("state", RecurrentState)
 def _mamba2_step(function, state, hidden_states, dt, A, B, C, D=None, *, z=None, dt_bias=None, dt_softplus=False, **_):
-    """Mamba-2 of one token: hidden states, dt `[B, H, P]`, A `[H, P, N]`, B, C `[B, groups, N]`, D, bias `[H, P]`."""
+    """Mamba-2 over one token: hidden states, dt `[B, H, P]`, A `[H, P, N]`, B, C `[B, groups, N]`, D, bias `[H, P]`."""
     bias = None if dt_bias is None else dt_bias[:, 0]
-    # A pass over several tokens, which names the limits, has come before: a prefill has two columns at least.
+    # An earlier pass over several tokens has set the limits: a prefill has at least two columns.
     steps = _time_steps(state, dt[:, None, :, 0], bias, dt_softplus, state.step_limits)
     out = _state_space(
         state, hidden_states[:, None], steps, A[:, 0, 0], B[:, None], C[:, None], None if D is None else D[:, 0]
@@ -180,14 +178,14 @@ def _mamba2_step(function, state, hidden_states, dt, A, B, C, D=None, *, z=None,
 
 
 def _state_space(state, hidden_states, steps, A, B, C, D, chunked=None):
-    """Outputs `[B, n, H, P]` of a state-space model; `steps` `[B, n, H]` float32, the others as of `_mamba2_scan`."""
+    """Outputs `[B, n, H, P]` of a state-space model; `steps` `[B, n, H]` float32, the others as in `_mamba2_scan`."""
     decay = steps * A.float()
     out = state.run(C, B, hidden_states, decay, steps, chunked, StateForm.VALUES_FIRST)
     return out if D is None else (out + hidden_states * D[:, None]).to(hidden_states.dtype)
 
 
 def _mamba_scan(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Mamba-1 (arXiv 2312.00752) over several tokens, from the state of the layer that runs, as in mamba_ssm."""
+    """Mamba-1 (arXiv 2312.00752) over several tokens, from the state of the running layer, as in mamba_ssm."""
     state = _next_state()
     return function(*args, **kwargs) if state is None else _scan(state, *args, **kwargs)
 
@@ -197,22 +195,22 @@ def _scan(state, hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, de
     gate = None if z is None else z.transpose(1, 2)
     inputs, dt, B, C = (part.transpose(1, 2) for part in (hidden_states, dt, B, C))
     out = _selective_state_space(state, inputs, dt, A, B, C, D, gate, delta_bias, delta_softplus).transpose(1, 2)
-    # Models stack what they are given for the final states of heads: nothing, as these are in their place.
+    # Models stack the final states of heads, which are empty here, since the states were updated in place.
     return (out, out.new_empty(0)) if rest.get("return_last_state") else out
 
 
 @_where("state", RecurrentState)
 def _mamba_step(function, state, hidden_states, dt, A, B, C, D=None, *, z=None, dt_bias=None, dt_softplus=False, **_):
-    """Mamba-1 over a single token: `hidden_states`, `dt` and `z` `[B, P]`, `B` and `C` `[B, N]`; see `_scan`."""
+    """Mamba-1 over one token: `hidden_states`, `dt` and `z` `[B, P]`, `B` and `C` `[B, N]`; see `_scan`."""
     gate = None if z is None else z[:, None]
     inputs, dt, B, C = (part[:, None] for part in (hidden_states, dt, B, C))
     return _selective_state_space(state, inputs, dt, A, B, C, D, gate, dt_bias, dt_softplus)[:, 0]
 
 
 def _selective_state_space(state, hidden_states, dt, A, B, C, D, gate, bias, softplus):
-    """Outputs `[B, n, P]` of Mamba-1: `hidden_states`, `dt` and `gate` likewise, `B` and `C` `[B, n, N]`."""
+    """Outputs `[B, n, P]` of Mamba-1; `hidden_states`, `dt` and `gate` `[B, n, P]`, `B` and `C` `[B, n, N]`."""
     steps = _time_steps(state, dt, bias, softplus, state.step_limits)
-    # One head; the logarithm of a factor is step * A, of another A for each element of the state.
+    # One head; the log of a decay factor is step * A, with its own A for each element of the state.
     decay, updates, key, query = (part[:, :, None] for part in (steps, steps * hidden_states.float(), B, C))
     rates = A.float().t().contiguous()[None]
     out = state.run(query, key, updates, decay, None, form=StateForm.CHANNELS, rates=rates)[:, :, 0]
@@ -223,7 +221,7 @@ def _selective_state_space(state, hidden_states, dt, A, B, C, D, gate, bias, sof
 
 @_where("hidden_states", ConvolutionInputs)
 def _convolution(function, hidden_states, weight, bias=None, activation=None, **_):
-    """Depthwise causal convolution, as in causal_conv1d, of `[B, C, n]` by a weight `[C, W]` and a bias `[C]`."""
+    """Depthwise causal convolution, as in causal_conv1d, of `[B, C, n]` with weight `[C, W]` and bias `[C]`."""
     cache, ring, is_silu = hidden_states.cache, hidden_states.ring, activation in ("silu", "swish")
     inputs = hidden_states.inputs.transpose(1, 2)
     out = ops.short_conv(inputs, ring, cache.positions, cache.dummy_slot, weight, bias, is_silu).transpose(1, 2)
@@ -232,13 +230,13 @@ def _convolution(function, hidden_states, weight, bias=None, activation=None, **
 
 @_where("conv_state", ConvolutionState)
 def _convolution_step(function, hidden_states, conv_state, weight, bias=None, activation=None, **_):
-    """Depthwise causal convolution of a single token, `hidden_states` `[B, C, 1]`; the others as of `_convolution`."""
+    """Depthwise causal convolution of one token, `hidden_states` `[B, C, 1]`; the others as in `_convolution`."""
     inputs = conv_state.layer.update_conv_state(hidden_states, conv_state.index, weight.shape[-1])
     return _convolution(function, inputs, weight, bias, activation)
 
 
 class _ExtendedInputs(NamedTuple):
-    """What a convolution that is no function of its file is given as a cache: one that hands out tensors."""
+    """The cache for a convolution that is not a function of its file: it returns tensors."""
 
     cache: Cache
 
@@ -249,7 +247,7 @@ class _ExtendedInputs(NamedTuple):
 
 
 def _own_convolution(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The `forward` of a module that takes the inputs of a convolution from the cache and convolves them itself."""
+    """The `forward` of a module that reads the inputs of a convolution from the cache and convolves them itself."""
     index = getattr(module, "layer_idx", None)
     cache = given_cache(kwargs)
     if cache is not None and isinstance(cache.layers[index], RecurrentLayer):
@@ -272,7 +270,7 @@ _REPLACEMENTS: dict[str, Callable] = {
 
 
 def _token_mask(function: Callable, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Which columns recurrent layers read, `[B, n]` bool, None for all; `function` reads the mask on the host."""
+    """The columns that recurrent layers read, `[B, n]` bool, None for all; `function` reads the mask on the host."""
     cache, mask = given_cache(kwargs), kwargs.get("attention_mask")
     if not isinstance(cache, RaggedCache) or mask is None or mask.dim() != 2:
         return function(*args, **kwargs)
@@ -300,7 +298,7 @@ def _over_original(name: str, file: ModuleType) -> Callable:
 
 @functools.cache
 def _over(replacement: Callable, function: Callable) -> Callable:
-    """`replacement` of `function`; the same object for the same two, since compiled code depends on it."""
+    """`replacement` of `function`; the same object for the same arguments, since compiled code depends on it."""
     return functools.partial(replacement, function)
 
 
@@ -310,7 +308,7 @@ class Recurrent(LayerKind):
     """States of linear attention and state-space models, and inputs of short convolutions; perhaps keys, too.
 
     Attributes:
-        num_states: how many recurrent states, and as many convolutions.
+        num_states: number of recurrent states, and of convolutions.
         stores_keys: see `LayerKind`.
     """
 

@@ -1,7 +1,7 @@
 """Rotary embeddings of transformers' attention layers as one kernel, see `ops.rotary`.
 
-Attention layers call a function that is a global of their modeling file. Which pairs it rotates, and how it rounds, is
-found by running it on a few random values on a CPU; it is replaced where it computes the bits of the op's reference.
+Attention layers call a function that is a global of their modeling file. Running it on a few random values on a CPU
+finds which pairs it rotates, and how it rounds; it is replaced if it computes the bits of the op's reference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .layer_probes import same_bits
 _ALL_KINDS = (RotaryKind(*flags) for flags in itertools.product((False, True), repeat=len(RotaryKind._fields)))
 ROTARY_KINDS = [kind for kind in _ALL_KINDS if kind.shared_angles or not kind.half_angles]
 
-# Rows, columns, and heads of query and key that functions are tried on.
+# Rows, columns, and heads of query and key, on which functions are probed.
 _BATCH, _COLUMNS, _HEADS = 2, 3, (2, 1)
 
 _states = itertools.count()
@@ -38,7 +38,7 @@ _states = itertools.count()
 
 def _rotary(function: Callable, state: int, count: int, *args: torch.Tensor, **kwargs: Any) -> Any:
     """`function`, the model's own, of `count` tensors `[B, heads, n, D]`, or `[B, n, heads, D]` if `unsqueeze_dim` is
-    2, and cosines and sines. `state` tells what functions it may call."""
+    2, and of cosines and sines. `state` identifies the functions that it may call."""
     heads_dim = kwargs.get("unsqueeze_dim", 1)
     is_understood = len(args) == count + 2 and kwargs.keys() <= {"unsqueeze_dim"} and heads_dim in (1, 2)
     if not is_understood or not uses_layer_kernels(args[0]):
@@ -81,7 +81,7 @@ def _kind_of(
     angles: int,
     options: tuple[tuple[str, Any], ...],
 ) -> RotaryKind | None:
-    """What `function` does with heads of `size` elements and `angles`, given `options`; None if not known."""
+    """What `function` does with heads of `size` elements and `angles`, given `options`; None if unknown."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -106,7 +106,7 @@ def _kind_of(
 
 
 def rotary_functions(*models: nn.Module) -> Replacements:
-    """Context in which attention layers of `models` rotate query and key by `ops.rotary`, on devices whose policy
+    """Context in which attention layers of `models` rotate query and key with `ops.rotary`, on devices whose policy
     says so; other models are not affected."""
     if not any_has_layer_kernels(modules_of(*models)):
         return Replacements({})
@@ -121,13 +121,13 @@ def _over_original(name: str, file: ModuleType) -> Callable:
 
 @functools.lru_cache(maxsize=256)
 def _state_of(called: frozenset[weakref.ref]) -> int:
-    """A number for the functions of a file: another one if any was replaced, such as `rotate_half`."""
+    """A number for the functions of a file; it changes if any, e.g. `rotate_half`, is replaced."""
     return next(_states)
 
 
 @functools.lru_cache(maxsize=256)
 def _over(function: Callable, state: int) -> Callable:
-    """What replaces `function`: itself if its arguments are not understood; the same object every time."""
+    """The replacement of `function`; `function` itself if its arguments are unknown. The same object every time."""
     try:
         names = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):

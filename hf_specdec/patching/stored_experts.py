@@ -1,4 +1,4 @@
-"""Mixtures of experts in MXFP4 that stay as they are in the file, where transformers would make bfloat16 of them."""
+"""Mixtures of experts in MXFP4 that keep the format of the file, where transformers would convert them to bfloat16."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _QUANTIZER = "hf_specdec_mxfp4"
 
 
 class Mxfp4Config(transformers.Mxfp4Config):
-    """`quantization_config` of `from_pretrained` for checkpoints in MXFP4, such as gpt-oss, on any device and without
-    kernels of the Hub: experts keep the numbers of the file.
+    """`quantization_config` of `from_pretrained` for MXFP4 checkpoints, such as gpt-oss, on any device and without
+    kernels from the Hub: experts keep the numbers of the file.
 
-    transformers compares the name of its class with that of the checkpoint's configuration.
+    The class has the name of transformers' own, which is compared with the checkpoint's configuration.
     """
 
     def get_loading_attributes(self) -> dict[str, Any]:
@@ -34,11 +34,11 @@ class Mxfp4Config(transformers.Mxfp4Config):
 
 
 class StoredExperts(nn.Module):
-    """Experts of a class decorated with transformers' `use_experts_implementation`, all computed by `experts_forward`.
+    """Experts of a class decorated with transformers' `use_experts_implementation`, computed by `experts_forward`.
 
-    In the place of `gate_up_proj` they have `gate_up_proj_blocks`, `[experts, out, in / 32, 16]` uint8 with two numbers
-    of e2m1 each, the first one in its low half, and `gate_up_proj_scales`, `[experts, out, in / 32]` uint8, exponents
-    of 2 plus 127; `down_proj` likewise.
+    Instead of `gate_up_proj` they have `gate_up_proj_blocks`, `[experts, out, in / 32, 16]` uint8 with two e2m1 numbers
+    each, the first one in the low half, and `gate_up_proj_scales`, `[experts, out, in / 32]` uint8, exponents of 2 plus
+    127. `down_proj` is stored alike.
     """
 
     forward = experts_forward
@@ -50,7 +50,7 @@ def _stored_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _store(experts: nn.Module) -> None:
-    """Make `StoredExperts` of experts without numbers yet."""
+    """Convert experts without numbers yet to `StoredExperts`."""
     for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
         weight = experts._parameters.pop(name)
         count, size_out, size_in = (weight.mT if experts.is_transposed else weight).shape
@@ -59,7 +59,7 @@ def _store(experts: nn.Module) -> None:
             part = torch.empty(one, dtype=torch.uint8, device=weight.device)
             experts.register_parameter(f"{name}{suffix}", nn.Parameter(part, requires_grad=False))
     experts.__class__ = _stored_class(type(experts))
-    setattr(experts, IS_INITIALIZED, True)  # their class would draw the parameters that they have no more
+    setattr(experts, IS_INITIALIZED, True)  # their class would initialise parameters that they no longer have
 
 
 @register_quantizer(_QUANTIZER)
@@ -67,11 +67,11 @@ class _StoredMxfp4Quantizer(Mxfp4Quantizer):
     serialized_names: dict[str, list[str]] = {}
 
     def __init__(self, quantization_config: transformers.Mxfp4Config, **kwargs: Any):
-        quantization_config.quant_method = QuantizationMethod.MXFP4  # which is saved with the model
+        quantization_config.quant_method = QuantizationMethod.MXFP4  # the name that is saved with the model
         super().__init__(quantization_config, **kwargs)
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is needed."""
+        """Do nothing: no kernels or other packages are needed."""
 
     def param_needs_quantization(self, *args: Any, **kwargs: Any) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""Whether the static engine supports a model: whether it can run on a `RaggedCache`."""
+"""Whether the static engine supports a model, i.e. whether it can run on a `RaggedCache`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _EAGER = "eager_attention_forward"
 
 
 def _layers_of_cache(model: PreTrainedModel) -> list[Any]:
-    """The layers of transformers' cache for `model`; none if no cache is described, or one is refused."""
+    """The layers of transformers' cache for `model`; empty if its configuration describes no cache or a refused one."""
     try:
         return DynamicCache(config=model.config.get_text_config()).layers
     except (AttributeError, ValueError):
@@ -49,47 +49,47 @@ def _layers_of_cache(model: PreTrainedModel) -> list[Any]:
 
 @fact
 def configured_layers(model: PreTrainedModel) -> LayerKinds:
-    """The kinds of the layers of transformers' cache for `model`; none if its configuration describes no cache."""
+    """The kinds of the layers of transformers' cache for `model`; empty if its configuration describes no cache."""
     return LayerKinds(detect(_layers_of_cache(model)))
 
 
 @fact
 def cache_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
-    """How many keys, that of the query included, each layer of transformers' cache for `model` keeps; None for all."""
+    """Number of keys, the query's own included, that each layer of transformers' cache keeps; None for all."""
     return tuple(getattr(layer, "sliding_window", None) for layer in _layers_of_cache(model))
 
 
 @fact
 def cache_layers(model: PreTrainedModel) -> LayerKinds:
-    """The kinds of the layers of a cache of `model`; a decoder layer may have more than one."""
+    """The kinds of the layers of a cache of `model`; a decoder layer may have several."""
     kinds = configured_layers(model) or attention_layers(len(decoder_layers(model)))
     return LayerKinds(kinds.layers, takes_mask=not uses_attention_interface(model))
 
 
 @fact
 def parts(model: PreTrainedModel) -> list[type[PlugIn]]:
-    """The plug-ins that may have something to say about `model`, and the kinds of its layers."""
+    """The plug-ins that may concern `model`, and the kinds of its layers."""
     return parts_of(configured_layers(model))
 
 
 @fact
 def why_not_used(model: PreTrainedModel, use: Use) -> str | None:
-    """The reason why the memory of the layers of `model` does not allow `use`."""
+    """The reason why the memory of the layers of `model` does not allow `use`; None if it does."""
     reasons = (part.why_not_used(model, use) for part in plug_ins())
     return cache_layers(model).why_not(use) or first_reason(reasons)
 
 
 def position_markers(model: PreTrainedModel) -> list[PositionMarker]:
-    """What position ids pass through before `model`, which is patched, is given them."""
+    """The functions that position ids pass through before the patched `model` gets them."""
     return [mark for part in parts(model) if (mark := part.position_marker(model)) is not None]
 
 
 @fact
 def uses_attention_interface(model: PreTrainedModel) -> bool:
-    """Whether attention layers of `model` look their function up in transformers' attention interface and read no mask.
+    """Whether attention layers of `model` look up their function in transformers' attention interface and read no mask.
 
-    Indexers read one, to choose among the tokens that a query sees; compressors add columns to it. Few classes state
-    that all layers use the interface; of others some name it, and the equivalence check finds whether these are all.
+    Indexers read a mask, to choose among the tokens that a query sees; compressors add columns to it. Few classes state
+    that all layers use the interface. In others some layers name it; the equivalence check finds whether all use it.
     """
     kinds = configured_layers(model)
     if kinds and not kinds.stores_keys:
@@ -103,12 +103,12 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
 
 
 def cache_name(model: PreTrainedModel) -> str:
-    """The parameter of `forward` of `model` that takes its cache, one of `CACHE_NAMES`."""
+    """The `forward` parameter of `model` that takes its cache, one of `CACHE_NAMES`."""
     return model_cache_name(type(model)) or OUTPUT_NAME
 
 
 def stated_positions(model: PreTrainedModel) -> int | None:
-    """How many positions the configuration of `model` states; None if it states none."""
+    """Number of positions that the configuration of `model` states; None if it states none."""
     text = model.config.get_text_config()
     stated = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
     return next((value for value in stated if isinstance(value, int)), None)
@@ -116,7 +116,7 @@ def stated_positions(model: PreTrainedModel) -> int | None:
 
 @fact
 def num_positions(model: PreTrainedModel) -> int | None:
-    """Size of the table of position embeddings of `model`, learned or fixed; None if it has none, such as with RoPE."""
+    """Size of the table of position embeddings of `model`, learned or fixed; None without a table, as with RoPE."""
     stated = stated_positions(model)
     decoder, tokens = text_decoder(model), model.get_input_embeddings()
     if stated is None:
@@ -126,7 +126,7 @@ def num_positions(model: PreTrainedModel) -> int | None:
         for module in modules_of(decoder)
         if isinstance(module, nn.Embedding) and module is not tokens
     )
-    # Fixed ones are as wide as hidden states, or as the part of a head that is rotated.
+    # Fixed tables are as wide as hidden states, or as the rotated part of a head.
     fixed = (
         len(tensor)
         for module in modules_of(decoder)
@@ -143,7 +143,7 @@ def _why_not_hosted(model: PreTrainedModel) -> str | None:
 
 
 def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str | None:
-    """The reason why `model`, which is called by its `role`, cannot run on a `RaggedCache`; None if it can."""
+    """The reason why `model`, called by its `role`, cannot run on a `RaggedCache`; None if it can."""
     if (reason := why_broken()) is not None:
         return reason
     text, layers = model.config.get_text_config(), find_decoder_layers(model)
@@ -168,8 +168,8 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
 
 @fact
 def why_not_known_attention(model: PreTrainedModel) -> str | None:
-    """The reason why it is not known which attention `model` runs; None if it is transformers' own, or its class's.
-    What any other function computes with a longer text, a short one need not show."""
+    """The reason why it is unknown which attention `model` runs; None if it is transformers' own, or its class's. Other
+    functions may compute something else for longer texts, which a short text does not show."""
     signature = signature_of(model)
     names = {original(config, ATTENTION_ENTRY) for config in signature.configs}
     chosen = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in names if isinstance(name, str)}
@@ -192,7 +192,7 @@ def _not_own(name: str, function: Callable) -> str:
 def _file_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
-    # Decorators copy `__module__`.
+    # Decorators copy `__module__`, but not globals.
     return getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or "unknown"
 
 
@@ -207,11 +207,11 @@ def registered_attention(model: PreTrainedModel, name: str) -> Replacements:
 
 
 def runs_flash_attention(model: PreTrainedModel) -> bool:
-    """Whether the text model of `model` runs flash attention outside of `registered_attention`; it is given no mask."""
+    """Whether the text model of `model` runs flash attention outside of `registered_attention`; that gets no mask."""
     return "flash" in str(original(model.config.get_text_config(), ATTENTION_ENTRY))
 
 
 def difference_of_logits(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference of logits `[B, n, V]` of a token, relative to their spread."""
+    """The largest difference of a token's logits `[B, n, V]`, relative to their spread."""
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-12)
     return float(((found - expected).norm(dim=-1) / spread).max())

@@ -1,4 +1,4 @@
-"""Logits processors, which also work in `generate()` without a drafter."""
+"""Logits processors that also work in `generate()` without a drafter."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ __all__ = ["DraftVocabularyLogitsProcessor", "MaskTokenLogitsProcessor", "Penalt
 
 
 def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """`values` of any shape divided by `by`, `[]` or for broadcasting, of the same dtype.
+    """`values` of any shape divided by `by`, which is `[]` or broadcasts, of the same dtype.
 
-    Equal bit for bit to `values / float(by)` of torch, which on a GPU multiplies by the reciprocal of a Python number
-    (`div_true_kernel_cuda`).
+    The result equals torch's `values / float(by)` bit for bit, which on a GPU multiplies by the reciprocal of a Python
+    number (`div_true_kernel_cuda`).
     """
     return values * by.reciprocal() if values.is_cuda else values / by
 
 
 def certain(scores: torch.Tensor) -> torch.Tensor:
-    """Scores, as large as `scores` `[..., V]`, of which only greedy decoding's token can be drawn, NaN or not."""
+    """Scores `[..., V]` with which only the token of greedy decoding by `scores` can be drawn, also with NaN."""
     is_best = torch.arange(scores.shape[-1], device=scores.device) == scores.argmax(-1, keepdim=True)
     return torch.zeros_like(scores).masked_fill(~is_best, float("-inf"))
 
 
 class DraftVocabularyLogitsProcessor(LogitsProcessor):
-    """Maps scores over a draft vocabulary to scores over the target's; tokens that are not in it get -inf.
+    """Maps scores over a draft vocabulary to scores over the target's; tokens outside of it get -inf.
 
-    With it, a model whose head scores a part of its vocabulary only, such as an EAGLE-3 drafter, generates the target's
+    With it, a model whose head scores only part of its vocabulary, such as an EAGLE-3 drafter, generates the target's
     token ids in `generate()`.
 
     Args:
@@ -54,7 +54,7 @@ class DraftVocabularyLogitsProcessor(LogitsProcessor):
         self.draft_ids = invert_draft_vocabulary(target_ids, vocab_size)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores `[..., V]` from `scores` `[..., V_d]`, whatever `input_ids`; raises `ValueError` for other widths."""
+        """Scores `[..., V]` from `scores` `[..., V_d]`; ignores `input_ids`. Raises `ValueError` for other widths."""
         if scores.shape[-1] != self.size:
             raise ValueError(
                 f"The scores are of {scores.shape[-1]} tokens, but the draft vocabulary has {self.size}; expected "
@@ -85,11 +85,11 @@ class MaskTokenLogitsProcessor(LogitsProcessor):
 
 
 class PenaltyLogitsProcessor(LogitsProcessor):
-    """Lowers the scores of tokens that were generated since the prompt, by the penalties of OpenAI's API.
+    """Lowers the scores of tokens generated since the prompt, by the penalties of OpenAI's API.
 
     Args:
-        prompt_length: tokens before the new ones.
-        presence: subtracted once from the score of every new token.
+        prompt_length: number of tokens before the new ones.
+        presence: subtracted once from the score of every token that was generated.
         frequency: subtracted as often as a token was generated.
     """
 
@@ -104,12 +104,12 @@ class PenaltyLogitsProcessor(LogitsProcessor):
 
 
 class RowTemperature(LogitsProcessor):
-    """Divides the scores of each row of the batch by the row's own temperature, on top of `generate(temperature=)`.
+    """Divides the scores of each row of the batch by the row's own temperature, besides `generate(temperature=)`.
 
-    With a drafter, drafts are drawn at the row's temperature too.
+    With a drafter, drafts are drawn at the row's temperature, too.
 
     Args:
-        temperatures: one for each row of the batch, prompts times `num_return_sequences`; finite and above 0.
+        temperatures: one for each row of the batch (prompts times `num_return_sequences`); finite and above 0.
 
     Raises:
         ValueError: `temperatures` is not a vector of finite numbers above 0.
@@ -122,7 +122,7 @@ class RowTemperature(LogitsProcessor):
             raise ValueError(f"temperatures is {temperatures!r}; expected a number above 0 for each row of the batch.")
 
     def check_rows(self, batch: int) -> torch.Tensor:
-        """The temperatures, `[batch]` float32; raises `ValueError` if there are more or fewer."""
+        """The temperatures, `[batch]` float32; raises `ValueError` if their number differs from `batch`."""
         if len(self.temperatures) != batch:
             raise ValueError(
                 f"RowTemperature has {len(self.temperatures)} temperatures, but the call has {batch} rows (prompts "
@@ -131,17 +131,17 @@ class RowTemperature(LogitsProcessor):
         return self.temperatures
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
-        """`scores` `[B, V]`, divided; `input_ids` is not read."""
+        """`scores` `[B, V]` divided by the temperatures; ignores `input_ids`."""
         return scores / self.check_rows(len(scores)).to(scores.device)[:, None]
 
 
 class RowSampling(LogitsProcessor):
-    """`temperature`, `top_k` and `top_p` of each row, in the order of `generate()`; greedy decoding where `top_k` is 0.
+    """`temperature`, `top_k` and `top_p` of each row, in the order of `generate()`; greedy decoding if `top_k` is 0.
 
     They are in the state of a generation (`DecodeState.row_temperatures` and others), since requests come and go.
 
     Attributes:
-        filters: whether a row has a `top_k` or `top_p`, for which scores are sorted; without, neither is applied.
+        filters: whether some row has a `top_k` or `top_p`, for which scores are sorted; if False neither is applied.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class RowSampling(LogitsProcessor):
     def of_rows(
         self, scores: torch.Tensor, temperatures: torch.Tensor, top_k: torch.Tensor, tail: torch.Tensor
     ) -> torch.Tensor:
-        """`scores` `[B, n, V]` float32 with the settings of each row, `[B]` each; `tail` is 1 - `top_p`."""
+        """`scores` `[B, n, V]` float32 by the settings of each row, `[B]` each; `tail` is 1 - `top_p`."""
         temperatures, top_k, tail = (one[:, None, None] for one in (temperatures, top_k, tail))
         greedy = certain(scores)
         scores = divide(scores, temperatures)

@@ -51,11 +51,11 @@ POINTWISE_PROCESSORS = frozenset(
     }
 )
 
-# Processors that keep state between calls: calling them for drafts that are rejected later would corrupt it.
+# Processors that keep state between calls, which calls for rejected drafts would corrupt.
 STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
 
-# Their processors are known not to mix rows.
+# Packages whose processors are known not to mix rows.
 _OWN_PACKAGES = frozenset({"transformers", __name__.partition(".")[0]})
 
 
@@ -71,14 +71,14 @@ def check_processors(processors: LogitsProcessorList) -> None:
 
 
 def check_rows_are_apart(processors: LogitsProcessorList, input_ids: torch.Tensor, vocabulary: int) -> None:
-    """Check that processors of the caller give a row scores that do not depend on other rows.
+    """Check that the scores which the caller's processors give a row do not depend on other rows.
 
-    Rows of a batch have different lengths while drafts are verified, so that a processor cannot be shown all of them as
-    plain `generate()` does. Each is tried on the prompts `[B, P]` int64 with random scores: those of a row, the first
-    and the last, are processed twice, beside the other rows and beside others with its own text.
+    Rows of a batch have different lengths while drafts are verified, so a processor cannot get all of them as in plain
+    `generate()`. Each processor is tried on the prompts `[B, P]` int64 with random scores: the first and the last row
+    are processed twice, beside the other rows, and beside rows with their own text and other scores.
 
     Raises:
-        ValueError: a processor mixes rows, or returns something else for the same arguments.
+        ValueError: a processor mixes rows, or returns different scores for the same arguments.
     """
     generator = torch.Generator(input_ids.device).manual_seed(0)
     batch = len(input_ids)
@@ -94,7 +94,7 @@ def check_rows_are_apart(processors: LogitsProcessorList, input_ids: torch.Tenso
                 with user_code():
                     beside = processor(input_ids.clone(), scores[0].clone())[row]
                     apart = processor(texts, others)[row]
-            except Exception:  # of a text that this row does not have, such as one outside of its grammar
+            except Exception:  # it may reject a text that the row does not have, e.g. one outside of its grammar
                 continue
             if not torch.allclose(beside, apart, rtol=1e-4, atol=1e-5, equal_nan=True):
                 raise ValueError(
@@ -106,7 +106,7 @@ def check_rows_are_apart(processors: LogitsProcessorList, input_ids: torch.Tenso
 
 def row_temperatures(processors: LogitsProcessorList, batch: int) -> torch.Tensor | None:
     """`[batch]` float32: the temperatures of the `RowTemperature` among `processors`; None if there is none. Raises
-    `ValueError` if there is more than one, or it has not one temperature for each of `batch` rows."""
+    `ValueError` if there is more than one, or if it does not have one temperature for each of `batch` rows."""
     found = [one for one in processors if isinstance(one, RowTemperature)]
     if len(found) > 1:
         raise ValueError(
@@ -117,9 +117,9 @@ def row_temperatures(processors: LogitsProcessorList, batch: int) -> torch.Tenso
 
 
 def processors_of_row(processors: LogitsProcessorList, row: int, batch: int) -> LogitsProcessorList:
-    """`processors` of a call of `batch` rows, for row `row` alone: of `input_ids` `[1, n]` and scores `[1, V]`.
-    Processors that read the text may hold something for each row of the batch, so they are called with the whole of it:
-    all of its rows are that row, and what they return for the others is ignored. Raises as `row_temperatures`."""
+    """`processors` of a call with `batch` rows, for row `row` alone: for `input_ids` `[1, n]` and scores `[1, V]`.
+    Processors that read the text may store something for each row, so they are called with a whole batch of copies of
+    this row, and the other results are ignored. Raises what `row_temperatures` does."""
 
     def of_row(processor: LogitsProcessor) -> LogitsProcessor:
         if type(processor) is RowTemperature:
@@ -127,7 +127,7 @@ def processors_of_row(processors: LogitsProcessorList, row: int, batch: int) -> 
         if type(processor) in POINTWISE_PROCESSORS:
             return processor
         if type(processor) is PrefixConstrainedLogitsProcessor:
-            # A constraint may be one of the row, and fail on the texts of others.
+            # The constraint may depend on the row, and fail on the texts of others.
             allowed_tokens, prompt = allowed_tokens_of(processor), row // rows_of_prompt(processor)
             return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed_tokens(prompt, tokens), num_beams=1)
         return _InBatch(processor, row, batch)
@@ -136,7 +136,7 @@ def processors_of_row(processors: LogitsProcessorList, row: int, batch: int) -> 
 
 
 class _InBatch(LogitsProcessor):
-    """A processor of a batch for one of its rows: see `processors_of_row`."""
+    """A processor of a batch, applied to one of its rows; see `processors_of_row`."""
 
     def __init__(self, processor: LogitsProcessor, row: int, batch: int):
         self._processor, self._row, self._batch = processor, row, batch
@@ -157,18 +157,18 @@ class BlockProcessor:
     their padding, and at each position the tokens before it, drafts included. It must be a function of its arguments. A
     row's positions are processed as far as `generate()` could get: not past the length limit, nor after a draft that
     the processors rule out or that ends the row. Since rows have different lengths, a call covers the rows that have a
-    position at its length; the other rows of `input_ids` are cut or filled to that length, and the scores returned for
-    them are ignored. `prefix_allowed_tokens_fn` is not called for them.
+    position at its length; the other rows of `input_ids` are cut or padded to that length, and their scores are
+    ignored. `prefix_allowed_tokens_fn` is not called for them.
 
-    If no processor reads `input_ids`, all positions are processed at once, and temperatures, those of `RowTemperature`
-    included, are read from the state, so that one captured round serves any temperature.
+    If no processor reads `input_ids`, all positions are processed at once. Temperatures, including those of
+    `RowTemperature`, are then read from the state, so that one captured round serves any temperature.
 
     Args:
         processors: as prepared by `generate()`.
         prompts: `[B, P]` int64, left-padded.
-        padding: padding tokens of each row; -n if the first n tokens of the row are not in `prompts`, and not passed to
-            processors.
-        temperature: of the call, also in `DecodeState.temperature`; None when decoding is greedy.
+        padding: padding tokens of each row; -n if the first n tokens of the row are not in `prompts`, so that
+            processors do not get them.
+        temperature: of the call, also in `DecodeState.temperature`; None for greedy decoding.
     """
 
     def __init__(
@@ -183,8 +183,8 @@ class BlockProcessor:
         self._prompts = prompts
         self._padding = torch.tensor(padding, device=prompts.device)
         self._is_pointwise = all(type(processor) in POINTWISE_PROCESSORS for processor in processors)
-        # Decided once, here: a compiled round that compared temperatures would be recompiled for each of them.
-        # The caller may pass a `TemperatureLogitsWarper` of another temperature in `logits_processor`.
+        # Decided once: a compiled round that compared temperatures would be recompiled for each of them. The caller may
+        # also pass a `TemperatureLogitsWarper` with another temperature in `logits_processor`.
         self._are_in_state = [
             type(one) is RowTemperature or (type(one) is TemperatureLogitsWarper and one.temperature == temperature)
             for one in processors
@@ -201,8 +201,8 @@ class BlockProcessor:
         )
 
     def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
-        """Process the logits `[B, K + 1, V]` of a block `[B, K + 1]` int64, the last committed token and the drafts:
-        float32, or `logits` themselves if there are no processors."""
+        """Process the logits `[B, K + 1, V]` of a block `[B, K + 1]` int64 (the last committed token and the drafts).
+        Returns float32 scores, or `logits` themselves if there are no processors."""
         if not self._processors:
             return logits
         scores = logits.float()
@@ -222,7 +222,7 @@ class BlockProcessor:
         return self._one_length_at_a_time(scores.clone(), block, state)
 
     def _for_current_rows(self, processor: LogitsProcessor) -> LogitsProcessor:
-        # A constraint may fail on texts outside of its grammar, such as rows that are cut or filled to a call's length.
+        # A constraint may fail on texts outside of its grammar, such as rows cut or padded to a call's length.
         if type(processor) is not PrefixConstrainedLogitsProcessor:
             return processor
         allowed_tokens, count = allowed_tokens_of(processor), rows_of_prompt(processor)
@@ -233,9 +233,9 @@ class BlockProcessor:
         return PrefixConstrainedLogitsProcessor(allowed, num_beams=1)
 
     def _one_length_at_a_time(self, scores: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
-        # Rows have different lengths, but a processor takes a rectangular `input_ids`: there is one call for each
-        # length that occurs, and every row uses the calls that match its own positions. This path reads the lengths on
-        # the host, so it is not part of a captured round.
+        # Rows have different lengths, but a processor takes a rectangular `input_ids`. So there is one call for each
+        # length, and every row uses the calls at the lengths of its own positions. Lengths are read on the host, so
+        # this path is not part of a captured round.
         width = block.shape[1]
         texts, lengths = self._texts(block, state)
         for length in range(min(lengths.values(), default=0), max(lengths.values(), default=-width) + width):
@@ -254,7 +254,7 @@ class BlockProcessor:
 
             draft = block[rows, (at + 1).clamp(max=width - 1)]
             is_ruled_out = scores[rows, at, draft].isneginf()
-            if not state.is_sampling:  # where no token is possible, greedy decoding chooses one
+            if not state.is_sampling:  # greedy decoding chooses a token even if all are ruled out
                 is_ruled_out &= scores[rows, at].argmax(dim=1) != draft
             is_over = (draft[:, None] == state.eos[rows]).any(dim=1) | is_ruled_out
             is_over |= self._padding[rows] + state.limits[rows] <= length + 1
@@ -263,7 +263,7 @@ class BlockProcessor:
         return scores
 
     def _texts(self, block: torch.Tensor, state: DecodeState) -> tuple[torch.Tensor, dict[int, int]]:
-        """Rows of prompt, committed tokens and drafts, and the length of each unfinished row without its drafts."""
+        """The texts: prompt, committed tokens and drafts; and the length of each unfinished row without its drafts."""
         batch, width = block.shape
         texts = self._prompts.new_zeros(batch, self._prompts.shape[1] + state.slots + width)
         lengths = {}

@@ -12,11 +12,11 @@ from ..ops import row_seeds
 
 @dataclass
 class Randomness:
-    """The arguments of a call from which its random numbers are derived.
+    """The arguments of a call that its random numbers are derived from.
 
     Attributes:
-        seeds: integers of 64 bits, one for every row; or a single one, from which the seeds of all rows are derived.
-        generator: draws a single seed if `seeds` is None; torch's global CPU generator if None.
+        seeds: 64-bit integers, one for each row; or a single one, from which the seeds of all rows are derived.
+        generator: source of a single seed if `seeds` is None; None for torch's global CPU generator.
     """
 
     seeds: int | Sequence[int] | torch.Tensor | None = None
@@ -27,9 +27,9 @@ class Randomness:
         return self.seeds is not None or self.generator is not None
 
     def row_seeds(self, batch: int, temperature: float | None) -> torch.Tensor:
-        """Keys of the rows' random numbers, `[batch]` int64. Without `seeds` one number is drawn from `generator`; in
-        greedy decoding (`temperature` is None) none. Raises `ValueError` if both were given, or if `seeds` are not
-        integers of 64 bits, one or as many as rows."""
+        """Keys of the rows' random numbers, `[batch]` int64. Without `seeds` one number is drawn from `generator`, or
+        none in greedy decoding (`temperature` is None). Raises `ValueError` if both were given, or if `seeds` are not
+        64-bit integers, a single one or one for each row."""
         if self.seeds is not None and self.generator is not None:
             raise ValueError("Both seeds and generator were given; expected one of them.")
         if self.seeds is None:

@@ -1,4 +1,4 @@
-"""Logits processors of the rows of continuous batching, where a request may have processors of its own."""
+"""Logits processors for rows of continuous batching, where a request may have its own processors."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from .processors import BlockProcessor
 
 logger = logging.getLogger(__name__)
 
-# Where transformers' own processors are, which are defined for every text.
+# The module of transformers' own processors, which are defined for every text.
 _DEFINED_EVERYWHERE = "transformers.generation.logits_process"
 
 
 class RowsProcessor:
-    """The `BlockProcessor` of rows that come and go, some of which have processors of their own.
+    """The `BlockProcessor` of rows that come and go, some of which have their own processors.
 
-    The processors of a row take the place of what all rows share. They get the text of the row alone, as in
-    `generate()` for its prompt: `input_ids` `[1, n]` and scores `[1, V]`, one position of the block after the other,
-    drafts included. They must be functions of their arguments. Positions past the row's length limit are left out;
-    so are, unless transformers' own processors are defined there, those after a draft that is ruled out or ends it.
+    The processors of a row replace those that all rows share. They get the text of the row alone, as in `generate()`
+    for its prompt: `input_ids` `[1, n]` and scores `[1, V]`, for one position of the block after the other, drafts
+    included. They must be functions of their arguments. Positions past the row's length limit are left out. So are
+    those after a draft that is ruled out or ends the row, unless all processors are transformers' own.
 
     Args:
-        shared: of all other rows; it reads no text.
-        fails_alone: whether an error of a row's processors is noted, and not raised.
+        shared: for all other rows; it reads no text.
+        fails_alone: whether an error of a row's processors is recorded instead of raised.
 
     Attributes:
-        own: the processors of the rows that have some, by row.
-        failed: errors that are noted, by row; the scores of such rows mean nothing.
+        own: processors of the rows that have their own, by row.
+        failed: recorded errors, by row; the scores of such rows are meaningless.
     """
 
     def __init__(self, shared: BlockProcessor, fails_alone: bool):
@@ -44,7 +44,7 @@ class RowsProcessor:
 
     @property
     def key(self) -> Hashable | None:
-        """See `BlockProcessor.key`; None while rows have processors of their own."""
+        """See `BlockProcessor.key`; None while rows have their own processors."""
         return None if self.own else self._shared.key
 
     def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
@@ -65,7 +65,7 @@ class RowsProcessor:
                     logger.exception("The logits processors of a request have failed.")
                     self.failed[row] = f"{type(error).__name__}: {first_line(error)}"
                     continue
-                # A greedy request beside sampled ones.
+                # A greedy request in a batch that samples.
                 scores[row, :most] = certain(processed) if state.is_sampling and top_k == 0 else processed
         return scores
 
@@ -73,7 +73,7 @@ class RowsProcessor:
 def _processed(
     processors: LogitsProcessorList, logits: torch.Tensor, text: torch.Tensor, length: int, state: DecodeState, row: int
 ) -> torch.Tensor:
-    """`[n, V]` float32: `logits` `[n, V]` of positions of `row`, after `text` up to `length` and its next tokens."""
+    """Processed `logits` `[n, V]` of positions of `row`, `[n, V]` float32; the first one follows `text[:length]`."""
     scores, is_everywhere = logits.to(torch.float32, copy=True), all(map(_is_defined_everywhere, processors))
     for step in range(len(scores)):
         with user_code():

@@ -1,4 +1,4 @@
-"""Texts of a few tokens by plain `generate()`, how far the logits of two texts differ, and what is known of that."""
+"""Short texts by plain `generate()`, the difference between the logits of two texts, and what is known of targets."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from ..modules.weights import may_round_inputs
 from ..patching.mask_rules import PROMPT_LENGTHS, ordinary_prompts
 from ..patching.support import configured_layers
 
-# Numbers of new tokens: two rounds cover everything on a static cache; caches of the stock engine are cropped after
-# every round, which takes more.
+# Number of new tokens, by engine: two rounds cover everything on a static cache. The stock engine crops its cache after
+# every round, which takes more rounds to cover.
 NUM_NEW_TOKENS = {"static": 5, "stock": 8}
 
-# Largest difference of logits, relative to their spread: rounding errors are below, the effect of a wrong mask is
-# above. In reduced precision ten times the target's own difference between batch sizes is allowed, but at most the
-# third number.
+# Largest difference of logits, relative to their spread, that counts as rounding; a wrong mask exceeds it. In reduced
+# precision ten times the target's own difference between batch sizes is allowed, but at most the third number.
 EXACT_LIMIT, ROUNDED_LIMIT, LARGEST_LIMIT = 1e-3, 0.05, 0.25
 
 Inputs = dict[str, torch.Tensor]
 
 
 class PlainFails(Exception):
-    """Plain `generate()` raised an error, in which case nothing is kept: the next time it may not."""
+    """Plain `generate()` raised an error. This outcome is not kept: the next time it may succeed."""
 
     def __init__(self, what: str, error: Exception):
         super().__init__(f"{what} ({type(error).__name__}: {first_line(error)})")
@@ -41,8 +40,8 @@ class PlainFails(Exception):
 def outcome_of(
     model: PreTrainedModel, key: Hashable, find: Callable[[], str | None], references: bool = True
 ) -> str | None:
-    """What `find` finds out about `model`, once for a class and configuration, dtypes and kind of device, and how
-    inputs are prepared; by the `references` of operations. Or how plain `generate()` fails."""
+    """The outcome of `find` for `model`, run once for a class and configuration, dtypes, kind of device and preparation
+    of inputs; with `references` ops run their references. If plain `generate()` fails, its error."""
     prepare = model.prepare_inputs_for_generation
     by = getattr(prepare, "__func__", prepare)
     facts, key = signature_of(model).facts, (key, by, model.dtype, autocast_dtype(model), model.device.type)
@@ -50,7 +49,7 @@ def outcome_of(
         return facts[key]
     try:
         used = ops.references() if references else nullcontext()
-        # What runs here is not kept for the rest of the call.
+        # What is looked up here is not kept for the rest of the call.
         with torch.no_grad(), used, kept_rope_deltas(model), looked_at_once():
             return keep(facts, key, find())
     except PlainFails as error:
@@ -65,8 +64,8 @@ def autocast_dtype(model: PreTrainedModel) -> torch.dtype | None:
 
 
 def is_exact_arithmetic(model: PreTrainedModel, logits: torch.Tensor) -> bool:
-    """Whether equal computations of `model`, whose `logits` are given, agree up to rounding errors of float32; a
-    `forward` under autocast, as in trainers' mixed precision, rounds whatever the dtype of the weights is."""
+    """Whether equal computations of `model`, which gave `logits`, agree up to rounding errors of float32. Under
+    autocast, as in trainers' mixed precision, a `forward` rounds whatever the dtype of the weights is."""
     if autocast_dtype(model) not in (None, torch.float32):
         return False
     if any(torch.equal(logits, logits.to(dtype).to(logits)) for dtype in (torch.bfloat16, torch.float16)):
@@ -77,13 +76,13 @@ def is_exact_arithmetic(model: PreTrainedModel, logits: torch.Tensor) -> bool:
 
 
 class Generated(NamedTuple):
-    """New tokens `[B, n]` int64 and the logits `[n, B, V]` that they were chosen from."""
+    """New tokens `[B, n]` int64, and the logits `[n, B, V]` that they were chosen from."""
 
     tokens: torch.Tensor
     logits: torch.Tensor
 
     def row(self, number: int) -> Generated:
-        """A row as a batch of its own."""
+        """Row `number` as a batch of one row."""
         return Generated(self.tokens[number : number + 1], self.logits[:, number : number + 1])
 
 
@@ -109,7 +108,7 @@ def generate_greedily(model: PreTrainedModel, inputs: dict[str, Any], count: int
 
 
 def plain_texts(model: PreTrainedModel, count: int, *inputs: Inputs) -> list[Generated]:
-    """What plain `generate()` generates after each of `inputs`; raises `PlainFails` for any error of it."""
+    """The output of plain `generate()` after each of `inputs`; raises `PlainFails` for any error in it."""
     try:
         return [generate_greedily(model, one, count) for one in inputs]
     except torch.OutOfMemoryError:
@@ -119,19 +118,19 @@ def plain_texts(model: PreTrainedModel, count: int, *inputs: Inputs) -> list[Gen
 
 
 def limit_of(alone: Generated, batch: Generated, is_exact: bool) -> float:
-    """The largest difference that is rounding, where `alone` is the first row of `batch`, which has no padding."""
+    """The largest difference that counts as rounding; `alone` is the first row of `batch`, which has no padding."""
     noise = difference_of(alone, batch.row(0), is_exact)
     return max(EXACT_LIMIT if is_exact else ROUNDED_LIMIT, min(10 * noise, LARGEST_LIMIT))
 
 
 def difference_of(generated: Generated, expected: Generated, is_exact: bool) -> float:
-    """Difference of logits relative to their spread, over the steps that follow the same tokens.
+    """Difference of logits relative to their spread, over the steps after equal tokens.
 
-    The maximum over steps and rows if arithmetic `is_exact`; otherwise the median, as rounding may route a token to
-    other experts. Where rounds are wrong, texts differ from the second step on, and the first step, which follows the
-    prompt, is right: of an even number the larger one in the middle counts if it is no rounding.
+    It is the maximum over steps and rows if arithmetic `is_exact`; otherwise the median, since rounding may route a
+    token to other experts. Where rounds are wrong, texts differ from the second step on, while the first step, after
+    the prompt, is right. So of an even number of steps the larger one in the middle counts if it is no rounding.
     """
-    # Logits are compared up to the first token that differs, which may be a tie.
+    # Logits are compared up to the first different token, which may be due to a tie.
     agree = (generated.tokens == expected.tokens).long().cumprod(dim=1)
     counts = torch.cat([torch.ones_like(agree[:, :1]), agree[:, :-1]], dim=1).bool().t()
     ours, theirs = (
@@ -148,8 +147,8 @@ def difference_of(generated: Generated, expected: Generated, is_exact: bool) -> 
 
 
 def few_tokens(model: PreTrainedModel, is_padded: bool = True) -> tuple[Inputs, Inputs, Inputs]:
-    """Prompts longer than any window of tokens of which `model` keeps keys: a batch, of which the last row is padded or
-    all are as short; its first row; its last row without padding."""
+    """Prompts longer than any window of tokens that `model` keeps keys of: a batch, whose last row is padded (or whose
+    rows are all as short); its first row; its last row without padding."""
     batch = ordinary_prompts(model, [configured_layers(model).longest_window + length for length in PROMPT_LENGTHS])
     is_token = batch["attention_mask"][-1].bool()
     if not is_padded:
@@ -180,8 +179,8 @@ def why_not_separate_rows(model: PreTrainedModel, is_padded: bool = True) -> str
 
 
 def why_not_padded_rows(model: PreTrainedModel) -> str | None:
-    """The reason why plain `generate()` of a padded batch differs from that of its rows, each with its padding, such as
-    that one without padding has no mask alone; None if it does not."""
+    """The reason why plain `generate()` of a padded batch differs from that of its rows, each with its padding, e.g.
+    since a row without padding has no mask when alone; None if it does not differ."""
 
     def find() -> str | None:
         checked = without_hooks(model)

@@ -1,4 +1,4 @@
-"""The rows of a batch as calls of one row each, and what they give put together as plain `generate()` returns it."""
+"""The rows of a batch as calls of one row each, and their outputs joined as plain `generate()` returns them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .compared_texts import why_not_padded_rows, why_not_separate_rows
 
 
 class _Ended(StoppingCriteria):
-    """Ends each row at a length of its own: `lengths` `[B]` int64, padding included."""
+    """Ends each row at its own length: `lengths` `[B]` int64, padding included."""
 
     def __init__(self, lengths: torch.Tensor):
         self._lengths = lengths
@@ -43,7 +43,7 @@ class _Ended(StoppingCriteria):
 
 
 def why_not_separate(call: Call, model_kwargs: dict[str, Any]) -> str | None:
-    """The reason why the rows of `call` cannot be run one after the other; None if they can."""
+    """The reason why the rows of `call` cannot run one after the other; None if they can."""
     batch, prompts = call.batch, call.prompts
     if batch == 1:
         return None
@@ -67,7 +67,7 @@ def why_not_separate(call: Call, model_kwargs: dict[str, Any]) -> str | None:
 
 
 def _why_not_split(name: str, value: Any, batch: int) -> str | None:
-    """The reason why the model input `name` has not an entry for each of `batch` rows; None if it has."""
+    """The reason why the model input `name` does not have an entry for each of `batch` rows; None if it does."""
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         row_dim, shape = _row_dim(name), tuple(value.shape)
         if len(shape) < -row_dim or shape[row_dim] != batch:
@@ -90,10 +90,10 @@ def _row_dim(name: str) -> int:
 
 
 def call_of_row(call: Call, model_kwargs: dict[str, Any], row: int) -> tuple[Call, dict[str, Any]]:
-    """One row of a call as a call of its own, and its inputs of the model; a call of one row as it is.
+    """Row `row` of a call as a call of its own, and its model inputs; a call of one row is returned as it is.
 
-    A row of a batch keeps its padding. It has no streamer. Its criteria are those of the batch: `criteria_of_row` are
-    to be asked for when the row begins.
+    The row keeps its padding, and gets no streamer. Its criteria are those of the batch: ask for `criteria_of_row` when
+    the row begins.
     """
     if call.batch == 1:
         return call, model_kwargs
@@ -119,7 +119,7 @@ def call_of_row(call: Call, model_kwargs: dict[str, Any], row: int) -> tuple[Cal
 
 def _input_of_row(name: str, value: Any, row: int) -> Any:
     if isinstance(value, Cache):
-        # Nothing is in it. Streams, which offloaded caches have, cannot be copied.
+        # It is empty. Streams, which offloaded caches have, cannot be copied.
         return copy.deepcopy(value, {id(one): one for one in vars(value).values() if isinstance(one, torch.Stream)})
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
@@ -127,15 +127,15 @@ def _input_of_row(name: str, value: Any, row: int) -> Any:
 
 
 def _is_of_row(rule: StoppingCriteria, call: Call) -> bool:
-    """Whether `rule` can be asked about one row alone, and ends that row only."""
+    """Whether `rule` can be evaluated for one row alone, and ends that row only."""
     waits = call.pad_token_id is not None
     return type(rule) in ((*DECIDED_BY_TOKENS, StopStringCriteria) if waits else (MaxLengthCriteria,))
 
 
 def criteria_of_row(call: Call, row: int) -> StoppingCriteriaList:
-    """The criteria that end one row of a call: those of tokens, stop strings, and of the time; of one row alone all.
+    """The criteria that end one row of a call: tokens, stop strings, the time limit; all criteria if it has one row.
 
-    A time limit is one of the call. What is left of it is shared equally by the rows that are left.
+    The time limit is that of the call; the remaining rows share the remaining time equally.
     """
     if call.batch == 1:
         return call.criteria
@@ -153,13 +153,13 @@ def criteria_of_row(call: Call, row: int) -> StoppingCriteriaList:
 def join_rows(
     call: Call, model_kwargs: dict[str, Any], outputs: list[torch.Tensor | GenerateDecoderOnlyOutput]
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    """What plain `generate()` returns for a batch: sequences `[B, P + new]` or a `GenerateDecoderOnlyOutput`.
+    """Join rows to what plain `generate()` returns: sequences `[B, P + new]` or a `GenerateDecoderOnlyOutput`.
 
-    Stopping criteria that may read the whole batch are asked here, once for each step of it; what a row has beyond the
-    step that they end it at is dropped. The streamer gets the steps, too.
+    Stopping criteria that may read the whole batch are evaluated here, once for each step; tokens of a row after the
+    step at which they end it are dropped. The streamer also gets the steps.
 
-    Hidden states, attention weights and the cache are those of two passes of the target over the finished batch, of its
-    prompts and of what follows: they are then what plain `generate()` returns for padding and finished rows as well.
+    Hidden states, attention weights and the cache come from two passes of the target over the finished batch, one over
+    its prompts and one over the rest. So they are what plain `generate()` returns for padding and finished rows, too.
     """
     prompts, kept = call.prompts, [name for name in ("scores", "logits") if call.keeps(name)]
     texts = [output if isinstance(output, torch.Tensor) else output.sequences for output in outputs]
@@ -188,7 +188,7 @@ def join_rows(
 
 
 def _passes(call: Call, model_kwargs: dict[str, Any], sequences: torch.Tensor) -> dict[str, Any]:
-    """Fill the cache with `[B, P + new]` but the last column: it, hidden states and attention weights, by name."""
+    """Run `[B, P + new]` without the last column; returns the cache, hidden states and attention weights by name."""
     model, width = call.model, call.prompts.width
     after = sequences.shape[1] - width - 1
     with user_code():
@@ -201,7 +201,7 @@ def _passes(call: Call, model_kwargs: dict[str, Any], sequences: torch.Tensor) -
     for name in filter(call.keeps, ("hidden_states", "attentions")):
         found[name] = [passes[0][name]]
         for step in range(after):
-            # A step sees the columns up to its own; layers without attention weights have None.
+            # A step attends to the columns up to its own; layers without attention weights have None.
             columns = width + step + 1 if name == "attentions" else None
             layers = passes[1][name]
             found[name].append(tuple(None if one is None else one[..., step : step + 1, :columns] for one in layers))

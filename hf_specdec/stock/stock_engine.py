@@ -1,7 +1,7 @@
-"""The stock engine: our drafters inside transformers' own `_assisted_decoding`.
+"""The stock engine: our drafters in transformers' own `_assisted_decoding`.
 
-For targets that the static engine cannot host. It is eager, on the cache that the target itself wants. The rows of a
-batch run one after the other: see `separate_rows`.
+It is for targets that the static engine cannot host. It runs eagerly, on the cache that the target itself wants. The
+rows of a batch run one after the other, see `separate_rows`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ logger = logging.getLogger(__name__)
 
 
 class CommittedTextCriteria(StoppingCriteriaList):
-    """The stopping criteria of a call of one row, not evaluated for text which the target has not extended yet.
+    """The stopping criteria of a call of one row. They are not evaluated for text that the target has not extended yet.
 
-    transformers 5.17 evaluates them for blocks without candidates too, before the target has added its token. A time
+    transformers 5.17 also evaluates them for blocks without candidates, before the target has added its token. A time
     limit would then end an output without its first token.
     """
 
@@ -64,9 +64,9 @@ class CommittedTextCriteria(StoppingCriteriaList):
 class DrafterCandidateGenerator(CandidateGenerator):
     """transformers' `CandidateGenerator` for a `Drafter`.
 
-    The loop asks for candidates before the target has run, so the first answer is none. From then on every call follows
-    one verified block, and is one `propose`. A candidate that would end the output by `criteria` is left to the target,
-    so that nothing is accepted beyond the end. `call` is row `row` of the whole one, `counters` are those of all rows.
+    The loop asks for candidates before the target has run, so the first answer is empty. Every later call follows one
+    verified block, and makes one `propose`. A candidate that would end the output by `criteria` is left to the target,
+    so that nothing is accepted beyond the end. `call` is row `row` of the whole call; `counters` count all its rows.
     """
 
     requires_model_outputs = True
@@ -106,7 +106,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
             if longest is not None:
                 self._num_candidates = min(self._num_candidates, longest - own_length)
         if proposal.probs is not None:
-            # A draft of logits that have no softmax is none.
+            # Logits without a softmax give no draft.
             are_laws = proposal.probs[0].isfinite().all(dim=-1)
             self._num_candidates = min(self._num_candidates, int(are_laws.cumprod(dim=0).sum()))
         if self._num_candidates == 0:
@@ -119,7 +119,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
 
     @property
     def seconds(self) -> float:
-        """Since the first round."""
+        """Seconds since the first round."""
         return 0.0 if self._start is None else time.perf_counter() - self._start
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
@@ -129,7 +129,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self._counters.count(self._row, num_matches, num_matches + 1, drafted=self._num_candidates)
 
     def _begin(self, input_ids: torch.Tensor) -> None:
-        # The hidden states of tokens in a cache of the caller are not known: the drafter starts after them.
+        # The hidden states of tokens in the caller's cache are not known, so the drafter starts after these tokens.
         aux_hidden_states = self._aux_hidden_states()
         length = input_ids.shape[1] - self._padding
         num_seen = length - 1
@@ -169,12 +169,12 @@ class DrafterCandidateGenerator(CandidateGenerator):
         self._propose(committed, self._aux_hidden_states())
 
     def _aux_hidden_states(self) -> torch.Tensor | None:
-        # The layers of a target under accelerate hooks may run on other devices than the drafter.
+        # With accelerate's hooks, layers of the target may run on other devices than the drafter.
         aux_hidden_states = self._recorder.aux_hidden_states
         return None if aux_hidden_states is None else aux_hidden_states.to(self._drafter.device)
 
     def _propose(self, committed: int, aux_hidden_states: torch.Tensor | None) -> None:
-        """Draft after a block of which the first `committed` tokens, with hidden states `[1, n, width]`, were kept."""
+        """Draft after a block whose first `committed` tokens were kept, with hidden states `[1, n, width]`."""
         window = None
         if aux_hidden_states is not None:
             window = aux_hidden_states.new_zeros(1, self._num_draft_tokens + 1, aux_hidden_states.shape[-1])
@@ -185,10 +185,10 @@ class DrafterCandidateGenerator(CandidateGenerator):
 
 
 class ReachableProcessors(LogitsProcessorList):
-    """The logits processors of a call of one row, not called for text which they themselves rule out.
+    """The logits processors of a call of one row. They are not called for text that they themselves rule out.
 
     The loop calls them for every prefix of a block of candidates, but a processor such as `prefix_allowed_tokens_fn`
-    may fail for text after a token that it forbids. Scores after such a token are left unprocessed: it is not accepted.
+    may fail for text after a token that it forbids. Scores after such a token stay unprocessed: it is not accepted.
     """
 
     def __init__(self, call: Call):
@@ -201,10 +201,10 @@ class ReachableProcessors(LogitsProcessorList):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
         length = input_ids.shape[1]
-        # Every block begins with an allowed token, so only text that extends the previous one can be ruled out.
+        # Every block begins with an allowed token, so only text that extends the previous text can be ruled out.
         if self._length == length - 1:
             before, token = self._scores[0], input_ids[0, -1]
-            # Where no token is possible, greedy decoding chooses one.
+            # Greedy decoding chooses a token even if all are ruled out.
             is_greedy_choice = self._is_greedy and bool(before.argmax() == token)
             self._is_ruled_out |= bool(before[token].isneginf()) and not is_greedy_choice
         else:
@@ -220,7 +220,7 @@ class ReplayCache(DynamicCache):
     """A `DynamicCache` with recurrent layers that can be cropped.
 
     The last tokens cannot be removed from a recurrent state. So the layers are copied before each forward pass of
-    `target`; `crop` restores the copy and runs the tokens that stay again. It shares the layers of `cache`, if given.
+    `target`; `crop` restores the copy and runs the kept tokens again. It shares the layers of `cache`, if given.
     """
 
     def __init__(self, target: PreTrainedModel, cache: Cache | None):
@@ -257,8 +257,8 @@ class ReplayCache(DynamicCache):
 
 
 def _prepares_rest(model: PreTrainedModel, cached: int) -> Callable:
-    """`prepare_inputs_for_generation`, in whose first call the `cached` tokens of the caller's cache are left out,
-    since transformers' loop would append the whole prompt again."""
+    """`prepare_inputs_for_generation`, whose first call leaves out the `cached` tokens of the caller's cache: otherwise
+    transformers' loop would append the whole prompt again."""
     prepare = model.prepare_inputs_for_generation
 
     @functools.wraps(prepare)
@@ -271,7 +271,7 @@ def _prepares_rest(model: PreTrainedModel, cached: int) -> Callable:
 
 
 def _crop_without(cache: Cache, fixed: set[int]) -> Callable[[int], None]:
-    """`crop` of `cache` that leaves the layers `fixed` alone."""
+    """`crop` of `cache`, except for the layers `fixed`."""
 
     def crop(tokens_to_remove: int) -> None:
         for index, layer in enumerate(cache.layers):
@@ -282,7 +282,7 @@ def _crop_without(cache: Cache, fixed: set[int]) -> Callable[[int], None]:
 
 
 def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
-    # Attention layers replace their tensors at every update, recurrent ones write into those their dicts hold.
+    # Attention layers replace their tensors at every update; recurrent layers write into the tensors in their dicts.
     return {
         name: {key: item.clone() if isinstance(item, torch.Tensor) else item for key, item in value.items()}
         if isinstance(value, dict)
@@ -304,9 +304,9 @@ def _shorten(inputs: dict[str, Any], by: int) -> dict[str, Any]:
 def assist(
     inputs_tensor: torch.Tensor | None, model_kwargs: dict[str, Any], call: Call
 ) -> SpeculativeOutput | torch.Tensor:
-    """Generate through transformers' `_assisted_decoding` with our candidates, row after row.
+    """Generate with transformers' `_assisted_decoding` and our candidates, row after row.
 
-    transformers' loop samples from torch's global generators; where the caller names another source of random numbers,
+    transformers' loop samples from torch's global generators; if the caller names another source of random numbers,
     they are seeded for each row and restored after it. `inputs_tensor` and `model_kwargs` are what `generate()` passes.
     """
     if call.temperature is not None and call.randomness.seeds is not None and any(call.prompts.padding):
@@ -345,7 +345,7 @@ def assist(
 def _assist_row(
     inputs_tensor: torch.Tensor | None, model_kwargs: dict[str, Any], call: Call, row: int, counters: Counters
 ) -> tuple[GenerateDecoderOnlyOutput | torch.Tensor, float]:
-    """Generate one row: what transformers' loop returns for it, and the seconds of its rounds."""
+    """Generate one row; returns the output of transformers' loop, and the seconds of its rounds."""
     model, drafter = call.model, call.drafter
     criteria = CommittedTextCriteria(call.criteria)
     with ExitStack() as stack:
@@ -355,9 +355,9 @@ def _assist_row(
         for patch in patches_of(plug_ins(), drafter):
             stack.enter_context(patch)
         cache = given_cache(model_kwargs)
-        # The loop lets sliding-window layers keep what has left their window.
+        # The loop makes sliding-window layers keep tokens that have left their window.
         stack.callback(set_recording, recording_layers(cache))
-        # Keys of cross-attention are of images, not of tokens that may be rejected.
+        # Keys of cross-attention belong to images, not to tokens that may be rejected.
         fixed = set(getattr(model.config.get_text_config(), "cross_attention_layers", None) or ())
         if fixed and cache is not None:
             stack.enter_context(replaced("crop", [(cache, _crop_without(cache, fixed))]))
@@ -386,7 +386,7 @@ def _assist_row(
 
 
 def check_stock_call(call: Call, model_kwargs: dict[str, Any]) -> None:
-    """Raise `ValueError` if transformers' assisted generation cannot run `call`, or not rightly."""
+    """Raise `ValueError` if transformers' assisted generation cannot run `call`, or not correctly."""
     name, reason, prompts = type(call.model).__name__, call.reason, call.prompts
     if call.drafter.reads_target_cache:
         raise ValueError(
@@ -396,7 +396,7 @@ def check_stock_call(call: Call, model_kwargs: dict[str, Any]) -> None:
         )
     cache, kinds = given_cache(model_kwargs), configured_layers(call.model)
     static = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, StaticLayer)]
-    # Static layers write into their tensors, which `ReplayCache` does not copy.
+    # Static layers write into their tensors, and `ReplayCache` does not copy these.
     is_lost = (kinds.keeps_states and static) or (not kinds.knows_length and is_of_caller(cache))
     if is_lost or any(not getattr(layer, "is_croppable", True) for layer in static):
         what = "recurrent layers" if is_lost else "windows that the text may outgrow"

@@ -1,1 +1,1 @@
-"""Layers and inputs of few models, registered as parts that the engine asks for by interface only."""
+"""Plug-ins for layers and inputs of a few models; engines know only the interface of plug-ins."""

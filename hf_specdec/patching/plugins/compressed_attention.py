@@ -1,7 +1,7 @@
 """Compressors of transformers' models over a `RaggedCache`, see `compressed_layers`.
 
-A compressor makes as many entries as are complete, for all rows the same number. Inside `compressed_attention` it makes
-them by window numbers of each row; its projections, norms, rotary embeddings and scorers are called as they are.
+A compressor makes the complete entries, the same number for all rows. Inside `compressed_attention` it makes them by
+the window numbers of each row; its projections, norms, rotary embeddings and scorers are called as they are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _has(module: nn.Module, names: tuple[str, ...]) -> bool:
 
 
 def _is_compressor(module: nn.Module) -> bool:
-    """Whether `module` is the compressor of an attention layer; those inside of indexers are none."""
+    """Whether `module` is the compressor of an attention layer, not one inside an indexer."""
     return (
         _has(module, COMPRESSOR)
         and not _has(module, COMPRESSOR_INDEXER)
@@ -43,14 +43,14 @@ def _is_compressor(module: nn.Module) -> bool:
 
 
 def compressed_attention(*models: nn.Module) -> Replacements:
-    """Context in which compressors of `models` run on a `RaggedCache`; on other caches they run as they are."""
+    """Context in which compressors of `models` run on a `RaggedCache`; on other caches they run unchanged."""
     return Replacements({"forward": [(one, bound(_forward)) for one in modules_of(*models) if _is_compressor(one)]})
 
 
 def _compress(
     module: nn.Module, layer: CompressedLayer, name: str, hidden_states: torch.Tensor, rotate: Callable
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Store what `[B, n, H]` hidden states complete; all entries `[B, S, D]`, and what a query sees `[B, n, S]`."""
+    """Store entries that `[B, n, H]` hidden states complete. All entries `[B, S, D]`; what queries see `[B, n, S]`."""
     values, gates, width = module.kv_proj(hidden_states), module.gate_proj(hidden_states), module.head_dim
     overlaps = values.shape[-1] == 2 * width
     windows = layer.windows(name, module.compress_rate, overlaps)
@@ -67,7 +67,7 @@ def _compress(
 
 
 def _choose(module, entries, is_seen, hidden_states, q_residual, position_ids, rotate):
-    """Which entries the indexer `module` chooses for each query among those that it sees, `[B, n, S]` bool."""
+    """The entries that the indexer `module` chooses for each query among those that it sees, `[B, n, S]` bool."""
     cos, sin = module.rotary_emb(hidden_states, position_ids=position_ids, layer_type=module.rope_layer_type)
     query = module.q_b_proj(q_residual).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
     query = rotate(query, cos, sin).transpose(1, 2)
@@ -84,7 +84,7 @@ def _forward(
     cache: Any,
     layer_idx: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `forward` of a compressor: entries `[B, 1, S, D]`, and what is added to their scores, `[B, 1, n, S]`."""
+    """The `forward` of a compressor: entries `[B, 1, S, D]`, and the bias on their scores, `[B, 1, n, S]`."""
     if not isinstance(cache, RaggedCache):
         return type(module).forward(module, hidden_states, q_residual, position_ids, cache, layer_idx)
     layer, rotate = cache.layers[layer_idx], _functions_of(module)[ROTATION]
@@ -101,7 +101,7 @@ def _forward(
 class Compressed(LayerKind):
     """Keys and values by slot, and keys of windows of tokens.
 
-    What a compressor keeps of tokens is of the last ones only, so the beginning of a text cannot be taken from another.
+    A compressor keeps the projections of the last tokens only, so a prefix cannot be copied from another text.
     """
 
     window: int = 0

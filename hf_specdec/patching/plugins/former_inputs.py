@@ -1,7 +1,7 @@
-"""Methods of modules that read former inputs from the cache, over a `RaggedCache`.
+"""Methods of modules that read earlier inputs from the cache, on a `RaggedCache`.
 
 N-gram embeddings read the tokens before their own, dilated convolutions the inputs before theirs. Without a cache such
-a method computes the same over the former inputs and its own in one, so on a `RaggedCache` it runs so.
+a method computes the same over the earlier and its own inputs together, so on a `RaggedCache` it runs that way.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ...modules.signature import names_in
 
 
 class _State(NamedTuple):
-    """What a method keeps in the cache.
+    """What a method stores in the cache.
 
     Attributes:
-        layer_idx, index: of the layer, and of the state in it.
-        count: how many inputs before its own a method reads.
-        fill: what it takes for inputs before the first token.
+        layer_idx, index: the layer, and the state in it.
+        count: number of inputs before its own that a method reads.
+        fill: its value for inputs before the first token.
     """
 
     layer_idx: int
@@ -38,7 +38,7 @@ class _State(NamedTuple):
 
 
 class _Finder(Exception):
-    """In the place of a cache: raises itself when a method without inputs stores its `state`."""
+    """Takes the place of a cache: raises itself when a method without inputs stores its `state`."""
 
     state: _State
 
@@ -51,14 +51,14 @@ class _Finder(Exception):
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        # A method that takes anything but zeros for what is before the first token stores it.
+        # A method stores the value for inputs before the first token if that is not zero.
         fill = conv_states.flatten()[0].item() if conv_states.numel() else 0
         self.state = _State(layer_idx, state_idx, conv_kernel_size, fill)
         raise self
 
 
 def _state_of(method: Callable, module: nn.Module) -> _State | None:
-    """What `method` of `module` keeps in the cache; None if that cannot be told."""
+    """What `method` of `module` stores in the cache; None if unknown."""
     for inputs in (torch.zeros(1, 0, dtype=torch.int64), torch.zeros(1, 0, 1)):  # tokens, hidden states
         try:
             method(module, inputs, _Finder())
@@ -83,7 +83,7 @@ def _methods(kind: type, others: frozenset[str]) -> tuple[str, ...]:
 def _run(
     module: nn.Module, name: str, state: _State, inputs: torch.Tensor, cache: Any = None, **named: Any
 ) -> torch.Tensor:
-    """What a method gives of `inputs` `[B, n, ...]`; its cache comes by position, or by one of its names."""
+    """The output of a method for `inputs` `[B, n, ...]`; its cache is given by position, or by one of its names."""
     method, cache = getattr(type(module), name), given_cache({"cache": cache, **named})
     if not isinstance(cache, RaggedCache):
         return method(module, inputs, cache)
@@ -92,8 +92,8 @@ def _run(
 
 
 def former_inputs(others: Collection[str], *models: nn.Module) -> dict[str, list[tuple[nn.Module, Callable]]]:
-    """For `Replacements`: the methods of modules of `models` that read former inputs, and call none of the functions
-    `others`, as they run on a `RaggedCache`. Methods that somebody has replaced are left as they are."""
+    """For `Replacements`: the methods of modules of `models` that read earlier inputs, and call none of the functions
+    `others`, in their form for a `RaggedCache`. Methods that somebody has replaced are left as they are."""
     found: dict[str, list[tuple[nn.Module, Callable]]] = {}
     for module in modules_of(*models):
         for name in _methods(type(module), frozenset(others)):

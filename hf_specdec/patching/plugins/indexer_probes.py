@@ -1,6 +1,6 @@
-"""Which modules are indexers that `pooled_indexers` computes: those that choose the same few random tokens.
+"""Recognition of indexers that `pooled_indexers` computes: they choose the same few random tokens.
 
-An indexer is copied with random weights and a small budget, and run on a CPU in float32, once as it is over a text and
+A copy of an indexer with random weights and a small budget runs on a CPU in float32: once unpatched over a text, and
 once on a `RaggedCache` in two passes.
 """
 
@@ -27,11 +27,11 @@ from ...modules.signature import PLAIN_VALUES, names_in
 from ..layer_probes import RandomLinear, copied, tried
 from .pooled_indexers import Form, PooledIndexer, indexer_forward, kind_of, visible_slots
 
-# Pools of the text and of the budget. Of the text's last tokens, more than half a pool is not in a complete one.
+# Pools of the text, and of the budget. More than half a pool of the text's last tokens is not in a complete pool.
 _NUM_POOLS, _BUDGET = 5, 2
-# Share of queries for which the choice may differ: scores of several pools may be equal, such as zero.
+# Share of queries whose choice may differ, since several pools may have equal scores, e.g. zero.
 _TIES = 0.05
-# Of a head so many elements are rotated.
+# Number of rotated elements of a head.
 _NUM_ANGLES = 4
 
 _found: dict[Hashable, Form | None] = {}
@@ -51,7 +51,7 @@ def pooled_indexers(*models: nn.Module) -> Replacements:
 
 
 def _form_of(module: nn.Module, kind: PooledIndexer) -> Form | None:
-    """What `module` returns, see `indexer_forward`; None if it is not of `kind`. One of equal settings is tried."""
+    """The form of the output of `module`; None if it is not of `kind`. Modules with equal settings are probed once."""
     settings = sorted((name, value) for name, value in vars(module).items() if type(value) in PLAIN_VALUES)
     key = (type(module), *((name, value) for name, value in settings if name not in ("layer_idx", "training")))
 
@@ -79,7 +79,7 @@ def _random_copy(module: nn.Module, kind: PooledIndexer) -> nn.Module:
 
 
 def _with_random_parameters(module: nn.Module) -> nn.Module:
-    """A copy of `module` itself, with its children."""
+    """A copy of `module` itself, with random parameters and its own children."""
     found = module._parameters.items()
     parameters = {name: None if one is None else torch.randn(one.shape, device="cpu") for name, one in found}
     return copied(module, _parameters=parameters)
@@ -110,12 +110,12 @@ def _probe(module: nn.Module, kind: PooledIndexer) -> Form | None:
 
 
 def _of_pass(value: torch.Tensor | tuple[torch.Tensor, ...], first: int, end: int) -> Any:
-    """What an indexer is given for the tokens from `first` to `end`; `value` is for the whole text."""
+    """The argument of an indexer for the tokens from `first` to `end`; `value` is that of the whole text."""
     if not isinstance(value, tuple):
         return value[:, first:end]
     if first == 0:
         return tuple(angles[:, :end] for angles in value)
-    # Angles of slots as of before the pass, and of its columns.
+    # Angles of slots from before the pass, and of its columns.
     return tuple(torch.cat([F.pad(one[:, :first], (0, 0, 0, end - first)), one[:, first:end]], dim=1) for one in value)
 
 
@@ -124,7 +124,7 @@ def _random_inputs(module: nn.Module, kind: PooledIndexer, count: int) -> dict[s
     widths = {name: getattr(module, linear).in_features for name, linear in kind.inputs.items()}
     given: dict[str, Any] = {name: torch.randn(1, count, width, device="cpu") for name, width in widths.items()}
     given["attention_mask"] = torch.ones(1, count, dtype=torch.bool, device="cpu")
-    if "position_embeddings" in kind.arguments:  # it is given those of all tokens, and a mask over them
+    if "position_embeddings" in kind.arguments:  # such indexers get those of all tokens, and a mask over them
         given["position_embeddings"] = tuple(torch.randn(1, count, _NUM_ANGLES, device="cpu") for _ in range(2))
         given["attention_mask"] = torch.full((1, 1, count, count), torch.finfo(torch.float32).min, device="cpu").triu(1)
     return given
@@ -133,7 +133,7 @@ def _random_inputs(module: nn.Module, kind: PooledIndexer, count: int) -> dict[s
 @register
 @dataclass(frozen=True)
 class Indexed(Keys):
-    """Keys and values by slot, and keys of an indexer that chooses which of them a query sees."""
+    """Keys and values by slot, and keys of an indexer that chooses which slots a query sees."""
 
     layer_types = frozenset(LAYER_TYPES["indexed"])
     sources = ()
@@ -153,6 +153,6 @@ class Indexed(Keys):
 
     @classmethod
     def why_not_used(cls, model: PreTrainedModel, use: Use) -> str | None:
-        """Also of models whose configuration does not name such layers, such as a decoder of one layer."""
+        """Also for models whose configuration does not name such layers, e.g. a decoder of one layer."""
         has_indexers = any(UPDATE_INDEXER in names_in(kind.forward) for kind in set(map(type, modules_of(model))))
         return cls.obstacles.get(use) if has_indexers else None

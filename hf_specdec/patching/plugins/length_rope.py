@@ -1,9 +1,9 @@
 """RoPE whose frequencies depend on the length of the text: LongRoPE (arXiv 2402.13753) and dynamic NTK scaling.
 
 transformers chooses the frequencies of a pass by its largest position (`dynamic_rope_update`). In `generate()` without
-a drafter a token of the prompt is rotated as the longest prompt of the batch demands, a later one as the length then
-reached by the longest row demands. So which tokens are rotated by the long factors is known of each token, whatever
-else is in its pass. Inside `length_rope` their position ids are passed as bitwise complements, which are negative.
+a drafter, a token of the prompt is rotated for the longest prompt of the batch, and a later token for the length that
+the longest row has reached then. So it is known for each token whether the long factors rotate it, whatever else is in
+its pass. Inside `length_rope` the position ids of such tokens are bitwise complements, which are negative.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUM_PROBE_TOKENS = 3
 
 @functools.cache
 def _undecorated(kind: type[nn.Module]) -> Callable | None:
-    """`forward` of a class without `dynamic_rope_update`; None if it has none, or does not read its frequencies."""
+    """`forward` of a class without `dynamic_rope_update`; None if not decorated, or if it does not read frequencies."""
     forward = kind.forward
     while hasattr(forward, "__wrapped__") and forward.__globals__ is not dynamic_rope_update.__globals__:
         forward = forward.__wrapped__
@@ -47,17 +47,17 @@ def _undecorated(kind: type[nn.Module]) -> Callable | None:
 
 
 def _types_of(module: nn.Module) -> dict[str | None, str]:
-    """The kinds of RoPE that depend on length of a module, by layer type; None where all layers have the same."""
+    """The kinds of length-dependent RoPE of a module, by layer type; the key is None if all layers have the same."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds if isinstance(kinds, dict) else {None: kinds}
     return {layer_type: kind for layer_type, kind in kinds.items() if kind in LENGTH_DEPENDENT}
 
 
 class RopeLimits(NamedTuple):
-    """Up to which lengths the frequencies of a model are those of short texts; None where they never change.
+    """Lengths up to which a model has the frequencies of short texts; None if they never change.
 
     Attributes:
-        long: beyond it they are those of long texts (LongRoPE).
+        long: beyond it the frequencies are those of long texts (LongRoPE).
         fixed: beyond it they change with every token (dynamic NTK scaling).
         recomputes: see `recomputes_keys`.
     """
@@ -76,7 +76,7 @@ def _limit(module: nn.Module, layer_type: str | None, kind: str) -> int:
 
 
 def _rope_limits(model: PreTrainedModel) -> RopeLimits | str:
-    """The limits of the text model of `model`, or the reason why they cannot be told."""
+    """The limits of the text model of `model`, or the reason why they are unknown."""
     modules = [module for module in signature_of(model).modules if _undecorated(type(module)) is not None]
     limits = {(kind, _limit(module, layer, kind)) for module in modules for layer, kind in _types_of(module).items()}
     if len(limits) > 1:
@@ -91,7 +91,7 @@ def _rope_limits(model: PreTrainedModel) -> RopeLimits | str:
 
 
 def length_limits(model: PreTrainedModel) -> RopeLimits:
-    """Where RoPE of `model` changes with the length of the text; nowhere if that cannot be told."""
+    """The lengths at which RoPE of `model` changes; none if unknown."""
     limits = _rope_limits(model)
     return RopeLimits() if isinstance(limits, str) else limits
 
@@ -103,7 +103,7 @@ def _configured_types(model: PreTrainedModel) -> set[str]:
 
 
 class _Frequencies:
-    """A rotary embedding with other `frequencies` (buffers by name): what its `forward` reads, and that itself."""
+    """A rotary embedding with other `frequencies` (buffers by name): its `forward` and the attributes that it reads."""
 
     def __init__(self, module: nn.Module, frequencies: dict[str, torch.Tensor]):
         self.forward = _undecorated(type(module))
@@ -115,7 +115,7 @@ class _Frequencies:
         return self.forward(self, *args, **kwargs)
 
 
-# Frequencies of rotary embeddings by what they are computed from: captured graphs read them at the same addresses in
+# Frequencies of rotary embeddings, by what they are computed from. Captured graphs read them at the same addresses in
 # later calls.
 _frequencies: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.device, _Frequencies, _Frequencies | None]]]
 _frequencies = weakref.WeakKeyDictionary()
@@ -123,7 +123,7 @@ _frequencies = weakref.WeakKeyDictionary()
 
 @torch.no_grad()
 def _frequencies_of(module: nn.Module) -> tuple[torch.device, _Frequencies, _Frequencies | None]:
-    """The device of a module; its frequencies for short texts; those for long ones, None if none are used."""
+    """The device of a module; its frequencies for short texts, and for long ones, or None if it has none."""
     kinds = _types_of(module)
     prefixes = {layer_type: "" if layer_type is None else f"{layer_type}_" for layer_type in kinds}
     device = getattr(module, f"{next(iter(prefixes.values()))}inv_freq").device
@@ -144,7 +144,7 @@ def _frequencies_of(module: nn.Module) -> tuple[torch.device, _Frequencies, _Fre
 
 
 def _rotate(module, short, long, x, position_ids, *args, **kwargs):
-    """`forward` with the frequencies `short`, and `long`, if any, of complemented `position_ids` `[..., B, n]`."""
+    """`forward` with the frequencies `short`, or `long`, if any, where `position_ids` `[..., B, n]` are complements."""
     if not runs_engine():
         return type(module).forward(module, x, position_ids, *args, **kwargs)
     is_long = position_ids < 0
@@ -159,14 +159,14 @@ def _rotate(module, short, long, x, position_ids, *args, **kwargs):
 
 
 def _chosen(is_long: torch.Tensor, long: torch.Tensor, short: torch.Tensor) -> torch.Tensor:
-    """`long` `[..., B, n, D]` for the tokens that `is_long` `[..., B, n]` tells, elsewhere `short`."""
-    while is_long.dim() >= short.dim():  # sections of M-RoPE, which are merged
+    """`long` `[..., B, n, D]` for the tokens where `is_long` `[..., B, n]`, elsewhere `short`."""
+    while is_long.dim() >= short.dim():  # merged sections of M-RoPE
         is_long = is_long[0]
     return torch.where(is_long[..., None], long, short)
 
 
 def length_rope(*models: nn.Module) -> Replacements:
-    """Context in which RoPE of `models` that depends on length takes position ids of `mark_long`."""
+    """Context in which length-dependent RoPE of `models` takes position ids from `mark_long`."""
     chosen = (module for module in modules_of(*models) if _undecorated(type(module)) is not None and _types_of(module))
     return Replacements({"forward": [(module, _make_forward) for module in chosen]})
 
@@ -179,16 +179,16 @@ def _make_forward(module: nn.Module) -> Callable[..., Any]:
 def mark_long(
     position_ids: torch.Tensor, prompt_lengths: torch.Tensor, prompt_length_gap: torch.Tensor, limit: int
 ) -> torch.Tensor:
-    """See `PositionMarker`: complemented where a text is longer than `limit`, so that the long factors rotate."""
-    # The length reached by the longest row in the pass in which plain `generate()` runs a token.
+    """See `PositionMarker`: complements position ids if a text is longer than `limit`, so that long factors rotate."""
+    # The length of the longest row in the pass in which plain `generate()` runs a token.
     lengths = torch.maximum(position_ids + 1, prompt_lengths[:, None])
     return torch.where(lengths + prompt_length_gap[:, None] > limit, ~position_ids, position_ids)
 
 
 @fact
 def recomputes_keys(model: PreTrainedModel, limit: int) -> bool:
-    """Whether plain `generate()` drops the keys of a text of `limit` tokens, to rotate them anew by the long factors,
-    as `prepare_inputs_for_generation` of Phi-3 does with the first pass over more than `limit` columns."""
+    """Whether plain `generate()` drops the keys of a text of `limit` tokens, in order to rotate them again with the
+    long factors, as Phi-3's `prepare_inputs_for_generation` does at the first pass over more than `limit` columns."""
     tokens = torch.zeros(1, limit + 1, dtype=torch.int64, device=model.device)
     cache = DynamicCache(config=model.config.get_text_config())
     cache.get_seq_length = lambda *args, **kwargs: limit  # it claims to hold keys
@@ -204,7 +204,7 @@ def why_not_marked(model: PreTrainedModel, longest_short: int, limit: float) -> 
     `PlugIn.why_not_same`."""
     tokens = torch.arange(1, 1 + NUM_PROBE_TOKENS, device=model.device)[None]
     positions = tokens - 1 + longest_short
-    # Without a mask transformers would take position ids that do not ascend for those of several texts.
+    # Without a mask transformers would take position ids that do not ascend for several packed texts.
     options = {"attention_mask": torch.ones_like(tokens), "use_cache": False}
     expected = model(input_ids=tokens, position_ids=positions, **options).logits.double()
     with engine(), length_rope(model):
@@ -242,7 +242,7 @@ class LengthRope(PlugIn):
     def why_not_texts(
         cls, model: PreTrainedModel, width: int, longest: int, cached: int, is_chunked: bool
     ) -> str | None:
-        # In columns, which plain `generate()` counts where it recomputes keys, and which are no fewer than tokens.
+        # Lengths in columns, which plain `generate()` counts when it recomputes keys; never fewer than tokens.
         limits = length_limits(model)
         if limits.fixed is not None and longest > limits.fixed:
             outgrown = f"outgrows {limits.fixed}, from where on RoPE changes with every token"

@@ -1,9 +1,9 @@
 """Indexers that choose pools of adjacent tokens, over a `RaggedCache`, without reading anything on the host.
 
-A query sees the tokens of a few pools, those of the highest scores among the complete ones, and the tokens after the
-last complete pool. Pools are counted from the first token of a text. What transformers' indexers look up on the host is
-here a function of positions. A kind of indexer is recognised by the modules and settings that it has, and by what it
-chooses among a few random tokens (see `indexer_probes`).
+A query sees the tokens of a few pools, the complete ones with the highest scores, and the tokens after the last
+complete pool. Pools are counted from the first token of a text. What transformers' indexers look up on the host is a
+function of positions here. A kind of indexer is recognised by its modules and settings, and by what it chooses among a
+few random tokens (see `indexer_probes`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Pools(NamedTuple):
 
     Attributes:
         first: `[B, 1]` int64, the first slot of each row.
-        num_seen: `[B, n]` int64, how many tokens each query sees.
+        num_seen: `[B, n]` int64, number of tokens that each query sees.
     """
 
     size: int
@@ -45,15 +45,15 @@ class Pools(NamedTuple):
         return self.first + self.size * torch.arange(-(-span // self.size), device=self.first.device)
 
     def split(self, states: torch.Tensor) -> torch.Tensor:
-        """`[B, P, size, D]`: `states` `[B, span, D]` of slots by pools. What is behind the last slot is any slot's."""
+        """`states` `[B, span, D]` of slots by pools, `[B, P, size, D]`; behind the last slot values are arbitrary."""
         first = self.first_slots(states.shape[1])
         slots = first[..., None] + torch.arange(self.size, device=first.device)
         at = slots.clamp(max=states.shape[1] - 1).flatten(1)[..., None].expand(-1, -1, states.shape[2])
         return states.gather(1, at).view(*slots.shape, -1)
 
     def choose(self, scores: torch.Tensor, count: int, with_tail: bool = True) -> torch.Tensor:
-        """The slots that queries see, `[B, n, m]` int64 with -1 for none: those of at most `count` complete pools, of
-        the highest `scores` `[B, n, P]`, and `with_tail` those of the tokens behind the last complete one."""
+        """The slots that queries see, `[B, n, m]` int64, -1 for none: those of at most `count` complete pools with the
+        highest `scores` `[B, n, P]`, and `with_tail` those of the tokens after the last complete pool."""
         complete = (self.num_seen // self.size)[..., None]
         is_complete = torch.arange(scores.shape[-1], device=scores.device) < complete
         lowest = torch.finfo(scores.dtype).min
@@ -68,7 +68,7 @@ class Pools(NamedTuple):
 
 
 def visible_slots(chosen: torch.Tensor, span: int) -> torch.Tensor:
-    """`[B, n, span]` bool: whether a slot is among `chosen` `[B, n, m]`, of which negative ones are none."""
+    """`[B, n, span]` bool: whether a slot is among `chosen` `[B, n, m]`; negative entries are ignored."""
     seen = torch.zeros(*chosen.shape[:2], span + 1, dtype=torch.bool, device=chosen.device)
     return seen.scatter_(-1, torch.where(chosen < 0, span, chosen).clamp(max=span), True)[..., :span]
 
@@ -76,7 +76,7 @@ def visible_slots(chosen: torch.Tensor, span: int) -> torch.Tensor:
 def _at_slots(angles: torch.Tensor, slots: torch.Tensor, cache: RaggedCache, span: int) -> torch.Tensor:
     """Cosines or sines at `slots` `[B, P]` int64 among the `span` that `cache` shows, `[B, P, R]`.
 
-    `angles` are `[B, n, R]` of the pass's columns, or `[B, span + n, R]`, with those of slots as of before the pass.
+    `angles` are `[B, n, R]` of the pass's columns, or `[B, span + n, R]`, with those of slots from before the pass.
     """
     batch, columns = cache.positions.shape
     held = angles.shape[1] - columns
@@ -88,8 +88,8 @@ def _at_slots(angles: torch.Tensor, slots: torch.Tensor, cache: RaggedCache, spa
 
 
 def _products(query: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-    """`[B, n, heads, P]` float32: of queries `[B, n, heads, D]` and the keys of pools `[B, P, D]`."""
-    # Heads as further queries: torch would copy the keys for every query.
+    """Products `[B, n, heads, P]` float32 of queries `[B, n, heads, D]` and keys of pools `[B, P, D]`."""
+    # Heads count as further queries, since torch would copy the keys for every query.
     flat = torch.matmul(query.flatten(1, 2).float(), pooled.float().transpose(-1, -2))
     return flat.unflatten(1, query.shape[1:3])
 
@@ -101,7 +101,7 @@ def _choose_by_means(
     attention_mask: torch.Tensor,
     cache: RaggedCache,
 ) -> torch.Tensor:
-    """By the mean of the keys of a pool, normalised and rotated as its first token is; Qwen4's QSA."""
+    """By the mean of a pool's keys, normalised and rotated at its first token; Qwen4's QSA."""
     columns, width = hidden_states.shape[1], module.index_head_dim
     rotate = inspect.unwrap(type(module).forward).__globals__[ROTATION]
     both = module.index_qk_proj(hidden_states)
@@ -127,7 +127,7 @@ def _choose_by_gates(
     attention_mask: torch.Tensor,
     cache: RaggedCache,
 ) -> torch.Tensor:
-    """By the mean of the keys of a pool, weighted by gates; GLM-5-next's. The mask `[B, n]` is stored, too."""
+    """By the mean of a pool's keys, weighted by gates; GLM-5-next's. The mask `[B, n]` is stored, too."""
     query = module.wq_b(q_resid).unflatten(-1, (-1, module.head_dim))
     key = module.k_norm(module.wk(hidden_states))
     gates = F.linear(hidden_states, module.index_kpool_compress_gate)
@@ -149,10 +149,10 @@ class PooledIndexer(NamedTuple):
 
     Attributes:
         choose: the slots that queries see, see `Pools.choose`; it has the arguments of the indexer's `forward`.
-        names: of the modules, parameters and settings that it has.
-        inputs: names of the arguments that are states of tokens, and of the linear layers that read them.
-        size: name of the setting for the tokens of a pool.
-        most_pools, most_tokens: names of the settings for how much a query sees, in pools or in tokens.
+        names: names of its modules, parameters and settings.
+        inputs: arguments that are states of tokens, each with the linear layer that reads it.
+        size: the setting for the number of tokens of a pool.
+        most_pools, most_tokens: the settings for how much a query sees, in pools or in tokens.
     """
 
     choose: Callable[..., torch.Tensor]
@@ -189,7 +189,7 @@ KINDS = (
 
 
 def kind_of(module: nn.Module) -> PooledIndexer | None:
-    """The kind of indexer that `module` may be by what it has; None if it is none."""
+    """The kind of indexer that `module` may be, by its names and arguments; None if it is none."""
     for kind in KINDS:
         names = (*kind.names, kind.size, *kind.most_pools, *kind.most_tokens)
         if all(hasattr(module, name) for name in names) and _arguments(type(module).forward) == kind.arguments:
@@ -202,12 +202,12 @@ def _arguments(function: Callable) -> list[str]:
     return ["cache" if name in CACHE_NAMES else name for name in names]
 
 
-# What an indexer returns: the indices of slots `[B, n, m]` int32, or a mask `[B, 1, n, span]`, bool or to be added.
+# What an indexer returns: indices of slots `[B, n, m]` int32, or a mask `[B, 1, n, span]`, bool or to be added.
 Form = Literal["indices", "mask", "bias"]
 
 
 def indexer_forward(module: nn.Module, kind: PooledIndexer, form: Form, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What the indexer `module`, of `kind`, gives on a `RaggedCache`, in its `form`."""
+    """The output of the indexer `module`, of `kind`, on a `RaggedCache`, in its `form`."""
     given = dict(zip(kind.arguments, args, strict=False)) | kwargs
     cache = given_cache(given)
     if not isinstance(cache, RaggedCache) or not cache.is_by_slot:

@@ -1,7 +1,7 @@
-"""Attention with relative biases of a modeling file over a `RaggedCache` (Inkling).
+"""Attention with relative biases in a modeling file, on a `RaggedCache` (Inkling).
 
-Modeling files add to a score a bias of the query for the distance of the key, for the same distances in all rows.
-Inside `relative_biases` the modules that make them hand on those of each distance, which attention takes by positions.
+Such attention adds to a score the query's bias for the distance of the key, with the same distances in all rows. Inside
+`relative_biases` the modules that make biases return those of each distance, and attention applies them by positions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...modules.patch import Replacements, bound, is_unpatched, runs_engine
 
 
 def _makes_biases(module: nn.Module) -> bool:
-    """Whether `module` makes biases of the positions of queries and keys."""
+    """Whether `module` makes biases from the positions of queries and keys."""
     return (
         "proj" in module._parameters
         and hasattr(module, "rel_extent")
@@ -35,8 +35,8 @@ def relative_biases(*models: nn.Module) -> Replacements:
 
 
 def _forward(module: nn.Module, states: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """Biases of distances, `[B, heads, n, rel_extent]`; outside of an engine of keys, `[B, heads, n, m]`. `states` are
-    of queries, `[B, n, heads, d_rel]`, or hidden states `[B, n, H]`; `others` positions of both, or distances and
+    """Biases by distance, `[B, heads, n, rel_extent]`; outside of an engine by key, `[B, heads, n, m]`. `states` are
+    queries' `[B, n, heads, d_rel]`, or hidden states `[B, n, H]`; `others` are the positions of both, or distances and
     position ids."""
     if not runs_engine():
         return type(module).forward(module, states, *others)
@@ -58,15 +58,15 @@ def biased_attention(
     sinks: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention with a bias for every distance, over all slots that are given.
+    """Attention with a bias for every distance, over all given slots.
 
     Args:
         query: `[B, heads, n, head_dim]`.
         key, value: `[B, kv_heads, slots, head_dim]`.
-        positions: `[B, n]` int64, the slots of the queries.
-        biases: `[B, heads, n, E]`, what is added to the scores of keys at the distances 0 to E - 1.
-        scaling: of the products of queries and keys.
-        window: a query sees slots at distances below it only.
+        positions: `[B, n]` int64, slots of the queries.
+        biases: `[B, heads, n, E]`, added to the scores of keys at distances 0 to E - 1.
+        scaling: factor on the products of queries and keys.
+        window: a query sees only slots at smaller distances.
         sinks: `[B, heads, n, 1]`, a score without a value for each query.
         starts: `[B]` int64, the first slot of each row that is seen.
 
