@@ -128,7 +128,7 @@ def _why_not_call(
                 f"{type(model).__name__} begin without the states that it holds (so does plain generate())"
             )
     if config.cache_implementation not in _CACHES:
-        return f"the call asks for a {config.cache_implementation} cache"
+        return f"cache_implementation is {config.cache_implementation!r}"
     return None
 
 

@@ -516,10 +516,12 @@ def test_stock_engine(family):
             assert out[OUTPUT_NAME].get_seq_length() == expected.shape[1] - 1
     assert drafter.stats.engine == "stock"
     assert "prepare_inputs_for_generation" not in vars(target)
-    with pytest.raises(ValueError, match=f"lacks the first 20 tokens, which only {OUTPUT_NAME} holds"):
+    with pytest.raises(
+        ValueError, match=f"runs on the stock engine .* the first 20 tokens are in `{OUTPUT_NAME}` only"
+    ):
         target.generate(**rest(turn, 20), **OPTIONS, **who, **{OUTPUT_NAME: cache})
     if family == "gemma3":
-        with pytest.raises(ValueError, match="windows that the text may outgrow, and cannot use a StaticCache"):
+        with pytest.raises(ValueError, match=r"windows that the sequence may outgrow, .* cannot use a StaticCache"):
             target.generate(**inputs, **OPTIONS, **who, cache_implementation="static")
 
 
