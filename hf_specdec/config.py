@@ -158,7 +158,8 @@ class DrafterConfig(PreTrainedConfig):
             unknown -= {"parallel_drafting"}
         if unknown:
             raise ValueError(
-                f"{name} {cls.description or f'is a {cls.family} drafter'}: it has no {', '.join(sorted(unknown))}."
+                f"{name} {cls.description or f'is a drafter of the family {cls.family}'}: it takes no "
+                f"{', '.join(f'`{one}=`' for one in sorted(unknown))}. Drop that keyword."
             )
 
     def check_fit(self, target: PreTrainedConfig, num_layers: int, name: str) -> list[int] | None:
@@ -403,6 +404,7 @@ class Eagle3Config(DraftLayersConfig):
 
     model_type = "hf_specdec_eagle3"
     family = "eagle3"
+    description = "is an EAGLE-3 drafter, which drafts token by token"
     keywords = _LAYERS | {"norm_before_residual", "norm_output", "final_norm"}
 
     norm_before_residual: bool = False
@@ -415,22 +417,6 @@ class Eagle3Config(DraftLayersConfig):
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are both set; a checkpoint has at most one of them.")
         super()._complete()
-
-    @classmethod
-    def check_keywords(cls, given: Mapping[str, Any], name: str) -> None:
-        if cls.keywords >= _MASKS:
-            return super().check_keywords(given, name)
-        if given.get("parallel_drafting"):
-            raise ValueError(
-                f"{name} is to draft in parallel, but it is an EAGLE-3 drafter: it has no tensor mask_hidden for "
-                "positions without a token. Expected a P-EAGLE drafter, or no `parallel_drafting=True`."
-            )
-        if "mask_token_id" in given:
-            raise ValueError(
-                f"{name} was given mask_token_id {given['mask_token_id']}, but it is an EAGLE-3 drafter, which drafts "
-                "token by token and has no mask token. Drop `mask_token_id=`."
-            )
-        super().check_keywords(given, name)
 
     def readings(self) -> dict[str, list[Any]]:
         # In parallel drafting no hidden state is fed back.
@@ -457,6 +443,7 @@ class PEagleConfig(Eagle3Config):
 
     model_type = "hf_specdec_peagle"
     family = "p-eagle"
+    description = None
     keywords = Eagle3Config.keywords | _MASKS
     has_no_defaults_at_init = True  # `mask_token_id` has no default.
 

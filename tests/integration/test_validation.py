@@ -2,6 +2,7 @@
 
 import logging
 from itertools import product
+from pathlib import PosixPath
 from types import SimpleNamespace
 
 import numpy as np
@@ -227,6 +228,7 @@ def test_encoder_decoder(drafter):
         ({"seeds": [0.5]}, r"seeds is \[0.5\]; expected integers of 64 bits"),
         ({"seeds": [2**64]}, r"seeds is \[18446744073709551616\]; expected integers of 64 bits"),
         ({"seeds": ["a"]}, r"seeds is \['a'\]; expected integers of 64 bits"),
+        ({"do_sample": True, "generator": 42}, "generator is 42; expected a torch.Generator, or a seed as seeds="),
         (
             {"synced_gpus": True},
             r"synced_gpus is set: .* \(FSDP or .* expected a target that a process can run by itself",
@@ -311,18 +313,22 @@ def test_offloaded_static_cache(target, drafter):
 @pytest.mark.core_for(assistant=[AutoDrafter])
 @pytest.mark.parametrize("assistant", [AutoDrafter, Eagle3Drafter])
 def test_class_in_place_of_a_drafter(target, assistant):
-    with pytest.raises(ValueError, match=f"assistant_model is the class {assistant.__name__}; expected a drafter"):
+    with pytest.raises(ValueError, match=f"assistant_model is <class .*{assistant.__name__}'>; expected a drafter"):
         target.generate(**padded_prompts(PROMPTS[1]), max_new_tokens=4, assistant_model=assistant)
 
 
 @pytest.mark.parametrize("method", ["generate", "generate_batch", "init_continuous_batching"])
-def test_module_around_a_drafter(target, drafter, method):
+def test_name_or_module_around_a_drafter(target, drafter, method):
     """As adapters, compilers and parallel modules are; transformers would ignore it in continuous batching."""
     prompts = {"generate": [torch.tensor([[3, 4]])], "generate_batch": [[[3, 4]]], "init_continuous_batching": []}
-    with pytest.raises(
-        ValueError, match="assistant_model is a DataParallel around a Eagle3Drafter; expected the draft"
-    ):
-        getattr(target, method)(*prompts[method], assistant_model=torch.nn.DataParallel(drafter), max_new_tokens=4)
+    wrong = {
+        "assistant_model is a DataParallel around a Eagle3Drafter; expected the draft": torch.nn.DataParallel(drafter),
+        r"assistant_model is 'OWNER/NAME'; .* AutoDrafter.from_pretrained\(..., target=model\) loads": "OWNER/NAME",
+        r"assistant_model is PosixPath\('drafter'\); expected a drafter": PosixPath("drafter"),
+    }
+    for match, assistant in wrong.items():
+        with pytest.raises(ValueError, match=match):
+            getattr(target, method)(*prompts[method], assistant_model=assistant, max_new_tokens=4)
 
 
 @pytest.mark.core
