@@ -210,9 +210,8 @@ def _log(name: str, found: NormalizedCheckpoint) -> None:
     if doubtful:
         keywords = [decision.name for decision in doubtful if decision.name in Overrides.__annotations__]
         passed = f", and pass what it reports by keyword ({', '.join(keywords)})" if keywords else ""
-        advice = "state it in config.json"
-        if isinstance(found.config, DraftLayersConfig):
-            advice = f"run `hf-specdec inspect {name} --target TARGET --self-check`{passed}"
+        check = f"run `hf-specdec inspect {name} --target TARGET --self-check`{passed}"
+        advice = check if isinstance(found.config, DraftLayersConfig) else "state it in config.json"
         logger.warning(
             f"{name} leaves open how it is to be interpreted: {'; '.join(map(str, doubtful))}. If few draft tokens are "
             f"accepted, {advice}."

@@ -234,8 +234,8 @@ def _check_sizes(hidden_size: int | None, vocab_size: int | None, target: PreTra
         )
     if vocab_size not in (None, text.vocab_size):
         raise ValueError(
-            f"{name} was made for a vocabulary of {vocab_size} tokens, but {target_name} has "
-            f"{text.vocab_size}: it is a drafter for another model."
+            f"{name} was made for a vocabulary of {vocab_size} tokens, but {target_name} has {text.vocab_size}: it is "
+            "a drafter for another model, or the target was resized (resize_token_embeddings)."
         )
 
 

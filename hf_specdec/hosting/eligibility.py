@@ -155,10 +155,8 @@ def check_key_dtype(call: Call, engine: str) -> None:
         reason = _other_engine(call, engine)
     elif not cache_layers(model).stores_keys:
         reason = f"{name} stores no keys and values; expected a target with attention"
-    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
-        found, least = (
-            ".".join(map(str, one)) for one in (torch.cuda.get_device_capability(device), _FLOAT8_CAPABILITY)
-        )
+    elif device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _FLOAT8_CAPABILITY:
+        found, least = (".".join(map(str, one)) for one in (capability, _FLOAT8_CAPABILITY))
         reason = f"{name} is on a GPU of compute capability {found}; expected {least} or later, which has float8"
     if reason is not None:
         raise ValueError(

@@ -134,10 +134,10 @@ def check_call(
         )
     if synced_gpus and not _is_gathered(model):
         raise ValueError(
-            f"synced_gpus is set: {name} is sharded over processes with different prompts (FSDP or DeepSpeed stage 3), "
-            "which must run it equally often, but with drafters their numbers of rounds differ; expected a target "
-            "that a process can run by itself (synced_gpus=False). Load all of it in every process, gather it for the "
-            "call (of TRL: ds3_gather_for_generation), split it with a tp_plan, or drop assistant_model."
+            f"synced_gpus is set: {name} is sharded over processes (FSDP or DeepSpeed stage 3), which must run it "
+            "equally often, but with drafters their numbers of rounds differ; expected a target that a process can run "
+            "by itself. Load all of it in every process, gather it for the call (TRL: ds3_gather_for_generation), "
+            "split it with a tp_plan, or drop assistant_model."
         )
     if [kind for kind in set(map(type, modules_of(model))) if hasattr(kind, "set_reshard_after_forward")]:
         raise ValueError(

@@ -76,6 +76,14 @@ def llama(**options):
 # ---- drafters that do not fit
 
 
+def test_the_base_class_is_no_drafter(drafter, tmp_path):
+    drafter.save_pretrained(tmp_path)
+    with pytest.raises(
+        TypeError, match=r"base class of all drafters; AutoDrafter.from_pretrained\(..., target=model\)"
+    ):
+        Drafter.from_pretrained(tmp_path)
+
+
 @pytest.mark.core
 def test_unbound_drafter(target, drafter):
     unbound = Eagle3Drafter(drafter.config)
@@ -85,7 +93,7 @@ def test_unbound_drafter(target, drafter):
 
 @pytest.mark.core
 def test_drafter_bound_to_another_target(drafter):
-    refused(llama(), drafter, r"bound to another target than the one that generates; call drafter\.bind")
+    refused(llama(), drafter, r"bound to another target; call drafter\.bind\(model\) first")
 
 
 @pytest.mark.core
