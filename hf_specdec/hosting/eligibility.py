@@ -104,9 +104,9 @@ def _check_attention_windows(model: PreTrainedModel, config: GenerationConfig) -
     window = min(filter(None, cache_windows(model)), default=None)
     if window is not None and config.max_length > window:
         raise ValueError(
-            f"output_attentions is set, but a text of {config.max_length} tokens outgrows the window of {window} of "
-            f"{type(model).__name__}, where the attention weights of single tokens cannot be told from those of a "
-            "block of drafts; expected a shorter text. Drop output_attentions or assistant_model."
+            f"output_attentions is set, but a sequence of {config.max_length} tokens outgrows the window of {window} "
+            f"of {type(model).__name__}, where the attention weights of single tokens cannot be told from those of a "
+            "block of drafts. Drop output_attentions or assistant_model, or lower max_new_tokens."
         )
 
 

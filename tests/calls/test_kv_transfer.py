@@ -532,6 +532,12 @@ def test_mismatched_caches_are_refused():
     cache = out[OUTPUT_NAME]
     with pytest.raises(ValueError, match="holds 20 tokens a row, but the prompts have 9; expected at least one token"):
         target.generate(**inputs, **options, **{OUTPUT_NAME: cache})
+    with pytest.raises(ValueError, match=r"remove the cache's last n tokens with crop\(-n\)"):
+        target.generate(**inputs, **options, **{OUTPUT_NAME: cache})
+    shorter = copy.deepcopy(cache)
+    shorter.crop(8 - shorter.get_seq_length())  # the prompts have 9 tokens
+    again = target.generate(**inputs, **options, **{OUTPUT_NAME: shorter})
+    assert torch.equal(again.sequences, out.sequences)
     with pytest.raises(ValueError, match="holds 2 rows, but the call has 1"):
         one = {"input_ids": out.sequences[:1], "attention_mask": torch.ones_like(out.sequences[:1])}
         target.generate(**one, **options, **{OUTPUT_NAME: cache})
