@@ -210,16 +210,16 @@ def check_num_or_auto(value: int | str) -> int | str:
     """`check_num_assistant_tokens`, but `value` may also be `AUTO`."""
     if isinstance(value, str) and value == AUTO:
         return value
-    return check_num_assistant_tokens(value)
+    return check_num_assistant_tokens(value, f', or "{AUTO}"')
 
 
-def check_num_assistant_tokens(value: int) -> int:
-    """Return `value` if it is a valid number of draft tokens a round, else raise `ValueError`."""
+def check_num_assistant_tokens(value: int, others: str = "") -> int:
+    """Return `value` if it is a valid number of draft tokens a round, else raise `ValueError`, which names `others`."""
     is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_number or not 1 <= value <= MAX_ASSISTANT_TOKENS:
         raise ValueError(
             f"num_assistant_tokens is {value!r}; expected an integer of at least 1 and at most "
-            f"{MAX_ASSISTANT_TOKENS} (draft tokens a round)."
+            f"{MAX_ASSISTANT_TOKENS} (draft tokens a round){others}."
         )
     return int(value)
 
