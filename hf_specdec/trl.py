@@ -1,4 +1,4 @@
-"""Drafters in trainers that generate, such as TRL's; nothing of TRL is imported."""
+"""A drafter in trainers that generate, such as TRL's. Nothing of TRL is imported."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .training.learner import DrafterLearner
 
 
 class DrafterCallback(TrainerCallback):
-    """Attaches a drafter to the model of a trainer for the time of `train()`, see `Drafter.attach`.
+    """Attaches a drafter to a trainer's model during `train()`, see `Drafter.attach`.
 
-    What the calls since the last log have done is added to the trainer's logs: `speculation/acceptance_length`,
-    `.../tokens_per_second`, `.../captures` (CUDA graphs), and `.../refusals`, calls that ran plainly. Callbacks that
-    report logs elsewhere see it if they come after this one.
+    The trainer's logs get figures of the calls since the last log: `speculation/acceptance_length`,
+    `.../tokens_per_second`, `.../captures` (CUDA graphs) and `.../refusals` (calls that ran plainly). Callbacks that
+    report logs elsewhere see them if they come after this one.
 
     Args:
-        drafter: bound to the model.
-        learning: whether the drafter learns from each step, see `DrafterLearner`: True, or arguments of it. The logs
-            have `speculation/draft_loss` and `.../draft_acceptance`, of the first draft token, then.
+        drafter: a drafter that is bound to the model.
+        learning: whether the drafter learns from each step: True, or arguments of `DrafterLearner`. The logs then also
+            have `speculation/draft_loss` and `.../draft_acceptance` of the first draft token.
         options: arguments of `attach`.
 
     Attributes:
-        attachment: of the training that runs, or ran last; None before.
-        learner: the same, if the drafter learns.
+        attachment: the attachment of the current or last training; None before.
+        learner: the learner of the current or last training; None without learning.
     """
 
     def __init__(self, drafter: Drafter, learning: bool | Mapping[str, Any] = False, **options: Any):
