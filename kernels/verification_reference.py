@@ -147,7 +147,7 @@ def verify_tree(
 
         Returns:
             tokens `[B, D + 1]`, accepted and committed `[B]` of a `VerificationResult`, and the path `[B, D + 1]`
-                int64: the accepted nodes, root first. Tokens and path are undefined after these.
+            int64: the accepted nodes, root first. Tokens and path are undefined after these.
     """
     batch = len(drafts)
     steps = torch.arange(depth + 1, device=drafts.device).expand(batch, -1)

@@ -289,20 +289,20 @@ class Drafter(PreTrainedModel):
                 tokens, `"auto"` to decide by temperature (see `calls.call.DRAFT_PROBS_TEMPERATURE`).
             engine: `"static"`, `"stock"`, or `"auto"` for the static engine where it supports the target and the call.
             verification: how drafts are verified when sampling: `"token"`, one after the other (arXiv 2211.17192);
-            `"block"`, all of a round jointly (arXiv 2403.10444); or `"match"`, a draft is accepted if it is the token
-            that the target draws, so that a seed gives the same text with and without drafts. All are lossless. The
-            stock engine supports only `"token"`. See docs/sampling-and-seeds.md.
+                `"block"`, all of a round jointly (arXiv 2403.10444); or `"match"`, a draft is accepted if it is the
+                token that the target draws, so that a seed gives the same text with and without drafts. All are
+                lossless. The stock engine supports only `"token"`. See docs/sampling-and-seeds.md.
             compile_rounds: whether rounds on a GPU are compiled by `torch.compile`, which takes a minute or more for
                 every shape of call.
             batch_invariant: whether the logits of a position depend, bit for bit, only on the tokens up to it. See
-            docs/batch-invariance.md.
+                docs/batch-invariance.md.
             draft_window_size: number of the last tokens of a text that drafting attends to, at least `LEAST_WINDOW`, or
-            `"all"`; prefill attends to the whole prompt. As SGLang's `--speculative-draft-window-size`.
+                `"all"`; prefill attends to the whole prompt. As SGLang's `--speculative-draft-window-size`.
             kv_cache_dtype: `"fp8"` to store keys and values of target and drafter as float8 (e4m3) with a scale for
                 each head of each token; `"auto"` for the model's dtype. See docs/generate.md.
             tree: number of drafts of the tree that a round verifies, 1 to `MOST_NODES`, with a depth of up to
-            `num_assistant_tokens`; 0 for a chain; `"auto"` to let `num_assistant_tokens="auto"` choose a tree where it
-            is faster. When sampling, a tree is verified as with `verification="match"`. See docs/generate.md.
+                `num_assistant_tokens`; 0 for a chain; `"auto"` to let `num_assistant_tokens="auto"` choose a tree where
+                it is faster. When sampling, a tree is verified as with `verification="match"`. See docs/generate.md.
 
         Raises:
             ValueError: a value is none of those above.
@@ -435,7 +435,7 @@ class Drafter(PreTrainedModel):
 
         Raises:
             ValueError: a name is unknown, a shape differs, a tensor of integers such as `d2t` would change, or the
-            drafter is quantised or sharded; its weights are then unchanged.
+                drafter is quantised or sharded; its weights are then unchanged.
         """
         own, problems = self.state_dict(keep_vars=True), []
         for name, tensor in weights.items():
@@ -598,6 +598,6 @@ class Drafter(PreTrainedModel):
             aux_hidden_states: `[B, n, width]` hidden states of the target at the tokens that the last round verified,
                 or None.
             result: the last round's verification, with `tokens` `[B, n]`; the first `result.committed[b]` hidden states
-            of row b are valid.
+                of row b are valid.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement propose().")

@@ -30,8 +30,8 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 
 
 class StopStringQueue:
-    """The queue of a streamed answer. Its handler gets text only up to where a stop string may begin. A stop string ends
-    the answer and is no part of it.
+    """The queue of a streamed answer. Its handler gets text only up to where a stop string may begin. A stop string
+    ends the answer and is no part of it.
 
     `source` gets strings, other objects, and None at the end. It lacks the end of an answer whose last token ends
     inside a character; `whole` returns the text of all tokens so far. `on_stop` is called when a stop string ends the
