@@ -80,7 +80,7 @@ class DrafterConfig(PreTrainedConfig):
         choices: allowed values, by field; fields that are completed later may also be None.
     """
 
-    # In a slot, since transformers compares and saves the instance's `__dict__`.
+    # Not in `__dict__`, which transformers compares and saves.
     __slots__ = ("target",)
 
     model_type = "hf_specdec"
@@ -241,7 +241,7 @@ def _check_sizes(hidden_size: int | None, vocab_size: int | None, target: PreTra
 def default_aux_layer_ids(num_layers: int) -> list[int]:
     """Default layer ids of EAGLE-3 for n = `num_layers` layers: 2, n // 2 and n - 3, ascending and distinct.
 
-    Id b is the residual stream that enters layer b, `hidden_states[b]` in transformers; id n leaves the last layer.
+    Id b is the stream that enters layer b, `hidden_states[b]` in transformers; id n leaves the last layer, before the norm.
     """
     return sorted({min(max(layer_id, 0), num_layers) for layer_id in (2, num_layers // 2, num_layers - 3)})
 
@@ -433,7 +433,7 @@ class Eagle3Config(DraftLayersConfig):
         super().check_keywords(given, name)
 
     def readings(self) -> dict[str, list[Any]]:
-        # In parallel drafting no hidden state is fed back.
+        # Parallel drafting feeds back no hidden state.
         feedbacks = [self.norm_output, not self.norm_output][: 1 if self.parallel_drafting else 2]
         # Only SpecForge's EAGLE-3 files may hold a final norm that must not be applied.
         is_optional = self.final_norm and self.dialect == "SpecForge" and self.family == "eagle3"
@@ -472,7 +472,7 @@ class PEagleConfig(Eagle3Config):
 
 
 class DFlashConfig(DraftLayersConfig):
-    """DFlash drafter (arXiv 2602.06036): one pass over a block of tokens, whose layers also attend to the context.
+    """DFlash drafter (arXiv 2602.06036): one pass over a block of tokens, which also attend to the context.
 
     The block is the newest token, called the anchor, and mask tokens after it. Context positions have only keys and
     values, which are computed from the target's auxiliary hidden states.

@@ -21,7 +21,7 @@ import triton.language as tl
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .types import NormKind
 
-# Elements of a program; narrower rows share one.
+# Fewest elements of a program: narrower rows share one.
 _FEWEST_ELEMENTS = 2048
 _ELEMENTS_OF_WARP, _MOST_WARPS = 512, 32
 # Triton loads 16 bytes at a time if addresses of rows are divisible by 16, in bytes and in elements.

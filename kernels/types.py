@@ -146,7 +146,7 @@ class Proposal(NamedTuple):
 
 
 class RecurrenceRing(NamedTuple):
-    """The values with which a recurrence can repeat a row's last tokens: slot = position mod R, R a power of two.
+    """Values from which a recurrence can replay a row's last tokens: slot = position mod R, R a power of two.
 
     Attributes:
         keys: `[B, R, Hk, K]` in the key's dtype, before normalisation.

@@ -128,7 +128,7 @@ class DFlashDrafter(DraftLayersDrafter):
         anchors = state.last_tokens()
         tokens = torch.cat([anchors, inputs.tokens[:, num_context + 1 :]], dim=1)
         cache = state.memory.cache
-        cache.advance(inputs.slots, state.live + 1)  # The last slot of the block is one after those of the drafts.
+        cache.advance(inputs.slots, state.live + 1)  # the block's last slot is one after the drafts'
         ends = self._ends(inputs.slots[:, -num_tokens:], state.dummy_slot)
         normed = self.run(context, tokens, positions, cached_attend(cache, inputs.slots, ends), num_tokens)
         return self.join(state, self.draft(state, anchors, normed[:, -self.num_read(state.num_draft_tokens) :]))

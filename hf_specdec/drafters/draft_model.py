@@ -36,7 +36,7 @@ from .cached import CachedDrafter
 from .target_checks import generating_model
 from .unrolled import UNROLLED_NAME, UnrolledAttention
 
-# Largest difference of logits that is taken for rounding, where a draft model's attention takes a mask.
+# Largest difference of logits, relative to their spread, if attention takes a mask; rounding in any dtype is below.
 DIFFERENCE_LIMIT = 0.25
 
 

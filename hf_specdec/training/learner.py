@@ -166,7 +166,7 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
                 None if one is None else one.detach()[: len(order)].take_along_dim(order[..., None], dim=1)
                 for one in (hidden, aux)
             ]
-            # A text's first token is never drafted, so a prompt has at least one token.
+            # Neither an answer's first token nor a text's is drafted, so a prompt has at least one token.
             prompt_lengths = (mask.bool() & (columns < first)).sum(dim=1, keepdim=True).clamp(min=1)
             lengths = mask.bool().sum(dim=1, keepdim=True)
             self._passes.append(_Pass(input_ids.gather(1, order), lengths, prompt_lengths, *states))
