@@ -241,7 +241,7 @@ def _check_sizes(hidden_size: int | None, vocab_size: int | None, target: PreTra
 def default_aux_layer_ids(num_layers: int) -> list[int]:
     """Default layer ids of EAGLE-3 for n = `num_layers` layers: 2, n // 2 and n - 3, ascending and distinct.
 
-    Id b is the stream that enters layer b, `hidden_states[b]` in transformers; id n leaves the last layer, before the norm.
+    Id b is the stream that enters layer b, `hidden_states[b]` in transformers; id n leaves the last, before the norm.
     """
     return sorted({min(max(layer_id, 0), num_layers) for layer_id in (2, num_layers // 2, num_layers - 3)})
 

@@ -432,8 +432,8 @@ def _tile_of(num_queries: int, slot_block: int, itemsize: int, is_fixed: bool) -
 
     As many queries as fit the registers; float32 takes twice the registers of 16-bit types. With fixed splits each warp
     has rows of its own, 16 in a wgmma instruction, so the order in which a row's weights are summed is the same for 64
-    and for 128 rows. Tiles of fewer rows would divide the slots among warps, so few queries are padded to 64. In other
-    dtypes the tile is always the same.
+    and for 128 rows. Tiles of fewer rows would divide the slots among warps, so few queries are padded to 64. Smaller
+    tiles always have the same size.
     """
     rows = min(slot_block, 128 // itemsize)
     if not is_fixed:

@@ -90,7 +90,7 @@ class Eagle3Reader(LayersReader):
         return self._decide("norm_before_residual", False, f"not in config.json; the default of {self.dialect}")
 
     def _norm_output(self) -> bool:
-        """Whether the normed output is fed back (EAGLE 3.1); before SpecForge's pull request 879, whether a norm is final."""
+        """Whether the normed output is fed back (EAGLE 3.1). In SpecForge before pull request 879: a final norm."""
         stated = self._flag("norm_output")
         if stated is None:
             return self._decide("norm_output", False, "not in config.json; EAGLE-3 feeds back the stream before norm")

@@ -396,8 +396,8 @@ class Drafter(PreTrainedModel):
     ) -> torch.Tensor:
         """Log-probabilities that `model` gives to the tokens of texts, computed by the passes that generate.
 
-        With `batch_invariant=True` they are the same bits as those of calls with this drafter (`return_logprobs="raw"`, at
-        a temperature of 1), whatever the batch and the pass of a token.
+        With `batch_invariant=True` they are the same bits as in calls with this drafter (`return_logprobs="raw"`, at a
+        temperature of 1), whatever the batch and the pass of a token.
 
         Args:
             model: the target. It runs without gradients, on the static engine.
