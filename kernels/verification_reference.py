@@ -145,9 +145,9 @@ def verify_tree(
         lengths: `[B]` int64, the position of the token after the root.
         depth: D, the most drafts of a path; N for a chain.
 
-        Returns:
-            tokens `[B, D + 1]`, accepted and committed `[B]` of a `VerificationResult`, and the path `[B, D + 1]`
-            int64: the accepted nodes, root first. Tokens and path are undefined after these.
+    Returns:
+        tokens `[B, D + 1]`, accepted and committed `[B]` of a `VerificationResult`, and the path `[B, D + 1]` int64,
+        the accepted nodes, root first. Tokens and path are undefined after these.
     """
     batch = len(drafts)
     steps = torch.arange(depth + 1, device=drafts.device).expand(batch, -1)

@@ -142,9 +142,9 @@ class DFlashDrafter(DraftLayersDrafter):
             input_ids: `[B, S]` int64, padded at most at the end of a row.
             aux_hidden_states: `[B, S, width]` of the target.
 
-            Returns:
+        Returns:
             `num_steps` tensors `[B, S, V_d]`: place p of tensor s has the logits of the token at p + 2 + s, from the
-                block whose anchor is at p + 1. The last place, which has no anchor, is undefined.
+            block whose anchor is at p + 1. The last place, which has no anchor, is undefined.
         """
         batch, length = input_ids.shape
         anchors = torch.arange(1, length + 1, device=input_ids.device).expand(batch, -1)

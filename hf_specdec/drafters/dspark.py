@@ -41,8 +41,8 @@ class MarkovHead(nn.Module):
             hidden: `[..., H]`, the input of the draft head.
             memory: `[..., r]`, s; None before the block's first token, and unless the head is `"rnn"`.
 
-            Returns:
-                `[..., r]`, and s `[..., r]` or None.
+        Returns:
+            `[..., r]`, and s `[..., r]` or None.
         """
         embeds = self.markov_w1(tokens)
         if self.kind == "vanilla":

@@ -80,8 +80,8 @@ class WalkingDrafter(DFlashDrafter):
             places: the n drafts; n is 1 with memory.
             memory: `[..., n, P, m]` from the step of each of the tokens; None in the first step, or without memory.
 
-            Returns:
-                `[..., n, P, C]`, and the memory of the next step.
+        Returns:
+            `[..., n, P, C]`, and the memory of the next step.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement follow().")
 
