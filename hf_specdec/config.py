@@ -369,8 +369,8 @@ class DraftLayersConfig(DrafterConfig):
         return layer_ids
 
     def readings(self) -> dict[str, list[Any]]:
-        """The values that a checkpoint may have been trained with, by keyword, the configured value first. `hf-specdec
-        inspect --self-check` scores each, and layer ids and RoPE in every family."""
+        """The values that a checkpoint may have been trained with, by keyword, the configured value first.
+        `hf-specdec inspect --self-check` scores each, and layer ids and RoPE in every family."""
         return {}
 
     def report(self) -> dict[str, Any]:

@@ -238,10 +238,10 @@ def _attention_kernel(
     Grid: (kv_heads * blocks of queries, B, programs that share the slots); a program has up to ROWS of the G * n
     queries of one key head. Reads those queries, their positions and last slots, or NUM_WORDS words of ancestors, the
     start of the row, or of each query (IS_PACKED), and the keys and values of the slots of its splits. Writes `out`
-    `[B, n, heads, Dv]`. With IS_SPLIT it writes float32 results of splits instead: `partial` `[B * n * heads, splits,
-    Dv]`, normalised results, and `stats` `[B * n * heads, splits]`, base-2 logarithms of sums of exponentials; for a
-    split without slots only the latter, -inf. With splits at fixed places (SPLIT > 0), `partial` has weighted sums of
-    values, and `stats` `[2, B * n * heads, splits]` maxima and sums.
+    `[B, n, heads, Dv]`. With IS_SPLIT it writes float32 results of splits instead: `partial`
+    `[B * n * heads, splits, Dv]`, normalised results, and `stats` `[B * n * heads, splits]`, base-2 logarithms of sums
+    of exponentials; for a split without slots only the latter, -inf. With splits at fixed places (SPLIT > 0), `partial`
+    has weighted sums of values, and `stats` `[2, B * n * heads, splits]` maxima and sums.
     """
     # The split is the slowest index of the grid, so first splits start first; short rows use only these.
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)

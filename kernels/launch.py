@@ -25,7 +25,7 @@ _HOPPER = (9, 0)
 
 # Annotation of an integer or a pointer for which Triton must not compile variants. By default it compiles one for the
 # value 1 and one for multiples of 16; for lengths, and for small tensors and their strides, these are no faster.
-# It is a `constexpr` because compiled functions may name nothing else.
+# It is a `constexpr` because compiled functions may use no other globals.
 Unspecialised = tl.constexpr(None)
 
 
