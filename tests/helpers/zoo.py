@@ -301,16 +301,16 @@ def table(outcomes: list[Outcome]) -> str:
         *(f"| {kind} | {counts[kind]} |" for kind in KINDS if counts[kind]),
         "",
         "The static engine runs the rows of a batch together, the stock engine one after the other. Classes that are "
-        "encoders unless `is_decoder` is set stand here as decoders; as encoders they are refused. Further columns: "
-        "rows with seeds, again and alone; a prompt with an image or a sound; a second turn that continues "
-        "`past_key_values`; a bulk call; drafts that are trees of 12, in a padded batch and a bulk call (why not: see "
-        "below). A dash: plain `generate()` does not do it, or no inputs were at hand.",
+        "encoders unless `is_decoder` is set are listed as decoders; as encoders they are refused. Further columns: "
+        "sampled rows with seeds, repeated and alone; a prompt with an image or a sound; a second turn that continues "
+        "`past_key_values`; a bulk call; trees of 12 drafts, in a padded batch and a bulk call (reasons for refusals: "
+        "see below). A dash: plain `generate()` does not support it, or no inputs were at hand.",
         "",
         *rows_of_table(outcomes, with_images),
         "",
         "## Trees",
         "",
-        "Classes of the static engine that take chains of drafts only, and why.",
+        "Classes of the static engine that support chains of drafts only, and why.",
         "",
         *rows_without_trees(outcomes),
         "",
