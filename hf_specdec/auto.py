@@ -109,7 +109,7 @@ class AutoDrafter:
         batch_invariant: bool = False,
         draft_window_size: int | str | None = None,
         kv_cache_dtype: str = "auto",
-        tree: int | None = None,
+        tree: int | str | None = None,
         dtype: str | torch.dtype | None = None,
         device_map: Any = None,
         **keywords: Unpack[CheckpointKeywords],
