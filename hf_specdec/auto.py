@@ -19,6 +19,7 @@ from .config import DrafterConfig
 from .drafters.base import Drafter
 from .drafters.registry import find_family, has_no_weights, needed_by, registered_drafters
 from .modules.hidden_states import device_of_last_layer
+from .modules.patch import on_host
 from .modules.weights import tensor_weight
 
 if TYPE_CHECKING:
@@ -151,16 +152,17 @@ class AutoDrafter:
         hub = {name: value for name, value in keywords.items() if name in HubOptions.__annotations__}
         overrides = {name: value for name, value in keywords.items() if name in Overrides.__annotations__}
         _check_target(target)
-        checkpoint = find_checkpoint(pretrained_model_name_or_path, target.config, overrides, **hub)
-        found = read_checkpoint(checkpoint, target.config, overrides)
         device = device_of_last_layer(target)
         if device_map is None and device.type != "cpu":
             device_map = {"": device}
         dtype = target.dtype if dtype is None else dtype
-        drafter = found.family.load_checkpoint(checkpoint, found.config, dtype=dtype, device_map=device_map)
-        drafter.config.name_or_path = drafter.name_or_path = checkpoint.name
-        share_with_target(drafter, target, overrides.get("share_embedding"), overrides.get("share_head"))
-        drafter.bind(target)
+        with on_host(), torch.inference_mode(False):  # whatever the caller's: the drafter outlives the call
+            checkpoint = find_checkpoint(pretrained_model_name_or_path, target.config, overrides, **hub)
+            found = read_checkpoint(checkpoint, target.config, overrides)
+            drafter = found.family.load_checkpoint(checkpoint, found.config, dtype=dtype, device_map=device_map)
+            drafter.config.name_or_path = drafter.name_or_path = checkpoint.name
+            share_with_target(drafter, target, overrides.get("share_embedding"), overrides.get("share_head"))
+            drafter.bind(target)
         drafter.configure(
             num_assistant_tokens,
             draft_probs,

@@ -56,7 +56,7 @@ class Attachment:
             raise ValueError(f"memory is {memory!r}; expected a share of the device's memory, from 0 to 1.")
         target = innermost(model)
         drafter.check_bound_to(target)
-        if drafter.device != target.device:
+        if drafter.device != target.device and target.device.type != "meta":  # there its weights are lost
             drafter.to(target.device)
             drafter.bind(target)
         self.drafter, self._model = drafter, ref(target)

@@ -49,7 +49,8 @@ def replace_builtins_once() -> None:
 
     def interpreted(function: Any) -> Any:
         """A builtin that runs interpreted, without the wrapper that refuses to run outside of a kernel."""
-        inner = function.__wrapped__ if function.__code__ is wrapper else function
+        is_wrapped = getattr(function, "__code__", None) is wrapper  # Triton 3.8 also has a class among them
+        inner = function.__wrapped__ if is_wrapped else function
 
         def call(*arguments: Any, **options: Any) -> Any:
             options["_semantic"] = interpreter.interpreter_semantic
