@@ -3,8 +3,8 @@
     python examples/batch_invariance.py --prompts 100 --new-tokens 256 --processes 2 --output batch_invariance.json
 
 Targets have random weights, in shapes of Llama, Qwen3-MoE, Gemma 3 (sliding windows) and gpt-oss (sinks, experts); a
-folder or repository may be named instead. Drafters are none, random ones of EAGLE-3 and P-EAGLE, and as draft model a
-copy of the target whose weights have noise, of which many drafts are accepted. With `--default` the same is run without
+folder or repository may be named instead. Drafters are none, random EAGLE-3 and P-EAGLE drafters, and a draft model: a
+copy of the target with noise on its weights, many of whose drafts are accepted. `--default` also runs without
 `batch_invariant`, where texts differ. The exit status is 1 if a batch-invariant text or logit differs.
 """
 
@@ -97,7 +97,7 @@ def load(family: str, arguments: argparse.Namespace) -> PreTrainedModel:
 
 
 def random_prompts(target: PreTrainedModel, arguments: argparse.Namespace) -> list[torch.Tensor]:
-    """Prompts of 1 to `--prompt-length` tokens, of which some begin alike."""
+    """Prompts of 1 to `--prompt-length` tokens; some have a common prefix."""
     generator = torch.Generator().manual_seed(1)
     vocabulary = target.config.get_text_config().vocab_size
     lengths = torch.linspace(1, arguments.prompt_length, arguments.prompts).round().int()
@@ -249,7 +249,7 @@ def digest_of_process(family: str, arguments: argparse.Namespace) -> str:
 
 def write_texts(family: str, arguments: argparse.Namespace) -> None:
     target = load(family, arguments)
-    # Batches of another size than those that the texts are compared with.
+    # Other batch sizes than those of the texts that are compared.
     outputs = generate(
         target, NoDrafter(target, batch_invariant=True), random_prompts(target, arguments), 5, arguments.new_tokens
     )

@@ -2,8 +2,8 @@
 
     python examples/evaluate_drafter.py --target smollm2 --drafter runs/drafter
 
-Texts are generated greedily, once for each K and size of trees, through `model.generate(assistant_model=drafter)`.
-Acceptance is reported by file of prompts and by length of the prompt, for all texts, and without those that degenerate
+Texts are generated greedily, once for each K and tree size, through `model.generate(assistant_model=drafter)`.
+Acceptance is reported by file of prompts and by length of the prompt, for all texts, and without texts that degenerate
 into repetition (`training/repetition.py`), which are easy to draft.
 """
 
@@ -54,7 +54,7 @@ class Shape(NamedTuple):
 
 
 class Text(NamedTuple):
-    """What came of one prompt: its length in tokens, with the chat template, whether the text degenerates into
+    """The result of one prompt: its length in tokens, with the chat template, whether the text degenerates into
     repetition, and the statistics of its row."""
 
     prompt_length: int
@@ -92,7 +92,7 @@ def generate_texts(
     shape: Shape,
     args: argparse.Namespace,
 ) -> list[Text]:
-    """The texts that `prompts` are continued with, drafts of `shape` in a round."""
+    """The continuations of `prompts`, with drafts of `shape` in a round."""
     results, ends = [], end_tokens(model.generation_config, None)  # a GGUF file's tokenizer may name another one
     for start in tqdm(range(0, len(prompts), args.batch_size), desc=f"K = {shape}", unit="batch"):
         batch = prompts[start : start + args.batch_size]
@@ -127,7 +127,7 @@ def pool(rows: list[RowStats]) -> dict:
 
 
 def summarize(texts_by_k: dict[Shape, list[Text]]) -> dict:
-    """The entry of the report for texts of the same prompts, by K, of trees with their sizes."""
+    """The entry of the report for texts of the same prompts, by K, and for trees also by size."""
     texts = next(iter(texts_by_k.values()))
     result = {"count": len(texts), "degenerate": sum(text.is_degenerate for text in texts), "by_k": {}}
     for shape, texts in texts_by_k.items():
@@ -139,7 +139,7 @@ def summarize(texts_by_k: dict[Shape, list[Text]]) -> dict:
 
 
 def summarize_lengths(texts_by_k: dict[Shape, list[Text]]) -> dict:
-    """`summarize` by range of the prompts' lengths, shortest first, those that occur."""
+    """`summarize` for each range of prompt lengths that occurs, shortest first."""
     results = {}
     for name in (*LENGTHS.values(), LONGER):
         chosen = {k: [text for text in texts if text.length_name == name] for k, texts in texts_by_k.items()}

@@ -1,7 +1,7 @@
 """How much keys and values as float8 (`kv_cache_dtype="fp8"`) change what SmolLM2 says, on a CPU.
 
 The target continues prompts of examples/prompts/ greedily. Then it runs prompt and answer once more, on a cache that
-rounds what it stores as the engine does, and the logits of every token of the answer are compared.
+rounds keys and values as the engine does. The logits of every token of the answer are compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMPTS = Path(__file__).parent / "prompts"
 
 
 class RoundedCache(DynamicCache):
-    """A cache of transformers with keys and values that were float8."""
+    """A cache of transformers that rounds keys and values to float8 and back."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         rounded = (dequantise(*quantise(states)) for states in (key_states, value_states))

@@ -3,11 +3,11 @@
     accelerate launch examples/generate_batch.py --target <model> --drafter <drafter> \\
         --prompts in.jsonl --output out.jsonl
 
-Prompts are cut into shares of similar length, the longest first; a process takes the next share when it is free, and
+Prompts are cut into shares of similar length, the longest first. A process takes the next share when it is free, and
 generates it by continuous batching: a prompt takes a row of the batch as soon as another has ended. Finished shares are
 on disk, so after a crash the same command resumes the run, also with another number of processes. Every line of the
-output has a prompt's `id`, its `completion`, the number of its `tokens`, and the statistics of `speculation`; `error`
-where the target has no positions for all of it. `<output>.summary.json` has the totals and the throughput.
+output has a prompt's `id`, its `completion`, the number of its `tokens`, and the statistics of `speculation`; also
+`error` where the target has no positions for all of it. `<output>.summary.json` has the totals and the throughput.
 
 Sampling is seeded for every prompt by `--seed` and the prompt's id: a completion depends neither on the process nor on
 the other prompts (except for rounding, which depends on the shape of the batch).
@@ -38,11 +38,11 @@ from hf_specdec.loading import load_target, load_tokenizer, set_end_tokens
 from hf_specdec.prompt_sources import Prompt, encode, read_prompts
 from hf_specdec.stats import RowStats, add_up
 
-# Arguments that no completion depends on, so that a run may be resumed with other values of them.
+# Arguments that no completion depends on: a run may be resumed with other values.
 INDIFFERENT = ("prompts", "limit", "output", "batch_size", "tokens_per_batch", "cpu", "compile")
 POLL_SECONDS = 0.2
-# Prompts of a share for each row: with more of them fewer rows are free while the last prompts of a share end, with
-# fewer less is lost in a crash.
+# Prompts of a share for each row. With more, fewer rows are free while the last prompts of a share end; with fewer, a
+# crash loses less.
 PROMPTS_PER_ROW = 8
 
 

@@ -7,8 +7,8 @@
     python examples/grpo.py --plain               # transformers alone, to compare with
 
 The trainer is TRL's, unchanged: `DrafterCallback` attaches the drafter for the time of the training, and adds
-`speculation/...` to its logs. `--continuous-batching` takes TRL's other way to generate with transformers. At the end
-the seconds of the steps are printed, of which the first one includes checks and, on a GPU, captures.
+`speculation/...` to its logs. `--continuous-batching` uses TRL's `use_transformers_continuous_batching`. At the end the
+program prints the seconds of the steps; the first step includes checks and, on a GPU, captures.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StepTimes(TrainerCallback):
 
 
 def brevity(completions: list, **kwargs) -> list[float]:
-    """The reward: the fewer words the better, none is nothing."""
+    """The reward: the fewer words the better; 0 for no words."""
     words = [len(one[0]["content"].split()) for one in completions]
     return [1 / (1 + count / 20) if count else 0.0 for count in words]
 

@@ -1,14 +1,13 @@
 """Time the kernels of a round against the GPU's copy bandwidth, in bfloat16 at the shapes of Llama-3.1-8B.
 
-Those of hybrid targets are at the shapes of Qwen3-Next (gated DeltaNet) and of Nemotron-3-Nano (Mamba2).
+Recurrences and short convolutions have the shapes of Qwen3-Next (gated DeltaNet) and of Nemotron-3-Nano (Mamba2).
 
     python examples/kernel_bandwidth.py --output kernel_bandwidth.json
 
-Every row of a batch has the same number of live tokens. Attention's bytes are the live keys and values, read once;
-those of a recurrence are the state, read once and written once, after half of the last round's drafts are replayed.
-Calls rotate among caches whose total size is several times that of the GPU's L2 cache, as with the layers of a model,
-in one CUDA graph; the table gives the median time of a call. The output of each kernel is first compared with that of
-its reference.
+Every row of a batch has the same number of live tokens. Attention's bytes are the live keys and values, read once. A
+recurrence's bytes are the state, read once and written once, after half of the last round's drafts are replayed. Calls
+rotate among caches with several times the size of the GPU's L2 cache, as with the layers of a model, in one CUDA graph;
+the table gives the median time of a call. The output of each kernel is first compared with that of its reference.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def seconds_per_call(calls: list[Callable[[], Any]]) -> float:
-    """Median time of a call, all of them one after the other in a CUDA graph."""
+    """Median time of a call; all calls are in one CUDA graph, one after the other."""
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -234,7 +233,7 @@ def time_linear(num_rows: int, size_out: int, size_in: int) -> Iterator[tuple[st
 def time_layer_ops(num_rows: int) -> Iterator[tuple[str, float, int]]:
     """Name, seconds and bytes of a norm, the rotary embedding of query and key, and a gated activation, of one layer.
 
-    Heads, gate and up are parts of the output of one linear layer. Bytes are what is read and written once.
+    Heads, gate and up are parts of the output of one linear layer. Bytes count each input and output once.
     """
     width, inner = HEADS * DIM, LINEARS[2][0] // 2
     hidden, weight = (torch.randn(*shape, dtype=DTYPE, device="cuda") for shape in ((1, num_rows, width), (width,)))
@@ -262,7 +261,7 @@ def time_layer_ops(num_rows: int) -> Iterator[tuple[str, float, int]]:
 def time_vocabulary(batch: int, num_queries: int) -> Iterator[tuple[str, float, int]]:
     """Name, seconds and bytes of the kernels over the vocabulary, for `num_queries` rows of logits a row of the batch.
 
-    Bytes are what must be read and written once: the logits, and of drawing the distributions.
+    Bytes count each input and output once: the logits, and for drawing also the distributions.
     """
     num_drafts = num_queries - 1
     size = batch * num_queries * VOCABULARY

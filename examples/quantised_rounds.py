@@ -1,9 +1,9 @@
-"""Milliseconds a round of targets whose weights are stored in few bits, in the shapes of a config.json.
+"""Milliseconds a round of targets with weights stored in few bits, in the shapes of a config.json.
 
     python examples/quantised_rounds.py --target <config folder> --drafter <config folder> --batch-sizes 1 8 32
 
-Weights are random, and so are their stored numbers; acceptance is scripted. All linear layers but the head are stored;
-of a mixture of experts, the experts alone, in MXFP4. The floor is what a copy would take that reads the target once.
+Weights and their stored numbers are random; acceptance is scripted. All linear layers except the head are stored; of a
+mixture of experts only the experts, in MXFP4. The floor is the time of a copy that reads the target once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ FORMATS = {
 
 
 class RandomLinear(nn.Linear):
-    """A linear layer of random numbers in a format, which dequantises them where no kernel takes them."""
+    """A linear layer of random numbers in a format; it dequantises them where no kernel supports the call."""
 
     stored: StoredWeight
 
@@ -76,7 +76,7 @@ register_weight_kind(f"{__name__.partition('.')[0]}.{RandomLinear.__name__}")(la
 
 
 def random_weight(layer: nn.Linear, form: Format) -> StoredWeight:
-    """Random numbers in the shape of the weight of `layer`, about as large as those."""
+    """Random numbers in the shape and about the size of the weight of `layer`."""
     size_out, size_in = layer.weight.shape
     rows, group, device = form.rows or size_out, form.group or size_in, layer.weight.device
     packed = form.dtype == torch.uint8
@@ -93,7 +93,7 @@ def random_weight(layer: nn.Linear, form: Format) -> StoredWeight:
 
 
 def store(model: PreTrainedModel, form: Format) -> None:
-    """Store the linear layers of `model` but its head."""
+    """Store the linear layers of `model`, except its head."""
     for layer in model.base_model.modules():
         if type(layer) is nn.Linear:
             layer.stored = random_weight(layer, form)
@@ -102,7 +102,7 @@ def store(model: PreTrainedModel, form: Format) -> None:
 
 
 def load_experts(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A mixture of experts with random weights, those of the experts in MXFP4."""
+    """A mixture of experts with random weights; the experts are in MXFP4."""
     config = AutoConfig.from_pretrained(name)
     config.quantization_config = {"quant_method": "mxfp4"}
     with torch.device("meta"):

@@ -45,7 +45,7 @@ def load_smollm2(
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=dtype
     )
-    # Some versions of transformers read the beginning of a turn, <|im_start|>, as this file's end of sequence.
+    # Some versions of transformers read the start token of a turn, <|im_start|>, as this file's end of sequence.
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     for config in (model.config, model.generation_config):
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id

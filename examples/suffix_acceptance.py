@@ -1,7 +1,7 @@
-"""How many tokens a round drafts without a model bring on SmolLM2: suffix decoding beside transformers' prompt lookup.
+"""Acceptance length on SmolLM2 of drafts without a model: suffix decoding, and transformers' prompt lookup.
 
-Answers are generated once, greedily. Which drafts of an answer are accepted is known from it, so each way to draft is
-counted on the same answers, without the model: `python examples/suffix_acceptance.py --prompts 16 --new-tokens 160`.
+Answers are generated once, greedily. An answer tells which drafts are accepted, so all methods are counted on the same
+answers, without the model: `python examples/suffix_acceptance.py --prompts 16 --new-tokens 160`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMPTS = Path(__file__).parent / "prompts"
 
 
 def answers(model, tokenizer, name: str, count: int, new_tokens: int) -> list[tuple[list[int], list[int]]]:
-    """Tokens of prompts of a file, evenly spread over it, and of their greedy answers."""
+    """Tokens of prompts, evenly spread over a file, and of their greedy answers."""
     lines = load_prompts(PROMPTS / f"{name}.jsonl")
     chosen = lines[:: max(len(lines) // count, 1)][:count]
     prompts = encode(tokenizer, chosen)["input_ids"]

@@ -2,9 +2,9 @@
 
     accelerate launch examples/train_drafter.py --target smollm2 --data runs/data --out runs/drafter --minutes 20
 
-First the target generates prompts, after those of `--prompts`, and answers into `--data`, unless that has `--tokens`
-already; then the drafter is trained for `--minutes`, or for `--steps`. The folder `--out` can be uploaded to the Hub.
-On several GPUs every process generates a share of the data and trains on a share of each step's batches.
+First the target answers the prompts of `--prompts`, and then prompts that it generates, into `--data`, unless that has
+`--tokens` already. Then the drafter is trained for `--minutes`, or for `--steps`. The folder `--out` can be uploaded to
+the Hub. On several GPUs every process generates a share of the data and trains on a share of each step's batches.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class Trainer:
         self.progress = Progress()
         accelerator.register_for_checkpointing(self.progress)
         self.checkpoint = args.out / "checkpoint"
-        # That of a run which was killed between two names is under the other.
+        # A run that was killed between two renames has its checkpoint under the other name.
         found = next((path for path in (self.checkpoint, self._before) if path.exists()), None)
         if args.resume and found is not None:
             accelerator.load_state(str(found))
@@ -258,7 +258,7 @@ class Trainer:
         return self.checkpoint.with_name("checkpoint.before")
 
     def estimate(self) -> dict[str, float]:
-        """What a step and the whole training take, from the third of three batches that nothing is learned from.
+        """Costs of a step and of the whole training, by the third of three batches without an update.
 
         `seconds` of a step and `target_share` of it in the target, `tokens_per_second` over all processes, `steps` and
         `minutes` in all, `epochs` of the data, `memory_gb` of a GPU, the most `disk_gb` of `--out`, and
@@ -439,8 +439,7 @@ def schedule(share: float) -> float:
 
 
 def save_drafter(drafter: CachedDrafter, folder: Path, max_shard_size: str, weight_bits: int = 16) -> None:
-    """Save as `save_pretrained` does, in bfloat16, or `in_8_bits`; training goes on with the random numbers it would
-    have."""
+    """Save as `save_pretrained` does, in bfloat16 or `in_8_bits`, without a change of the training's random numbers."""
     with torch.random.fork_rng(devices=[]):
         saved = type(drafter)(copy.deepcopy(drafter.config))
     weights = folded_weights(drafter)
@@ -450,8 +449,8 @@ def save_drafter(drafter: CachedDrafter, folder: Path, max_shard_size: str, weig
 
 
 def in_8_bits(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of `weights` matrices as int8, with a float32 scale `[rows, 1]` for each, `<name>_scale` as compressed-tensors
-    names it, other floating-point tensors as bfloat16."""
+    """`weights` with matrices as int8, each with a float32 scale `[rows, 1]` named `<name>_scale`, as in
+    compressed-tensors, and other floating-point tensors as bfloat16."""
     found = {}
     for name, weight in weights.items():
         weight = weight.detach().cpu()

@@ -20,6 +20,7 @@ from .drafters.base import Drafter
 from .drafters.registry import find_family, has_no_weights, needed_by, registered_drafters
 from .drafters.target_checks import check_target
 from .modules.hidden_states import device_of_last_layer
+from .modules.patch import on_host
 from .modules.weights import tensor_weight
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class AutoDrafter:
         batch_invariant: bool = False,
         draft_window_size: int | str | None = None,
         kv_cache_dtype: str = "auto",
-        tree: int | None = None,
+        tree: int | str | None = None,
         dtype: str | torch.dtype | None = None,
         device_map: Any = None,
         **keywords: Unpack[CheckpointKeywords],
@@ -152,16 +153,17 @@ class AutoDrafter:
         hub = {name: value for name, value in keywords.items() if name in HubOptions.__annotations__}
         overrides = {name: value for name, value in keywords.items() if name in Overrides.__annotations__}
         check_target(target)
-        checkpoint = find_checkpoint(pretrained_model_name_or_path, target.config, overrides, **hub)
-        found = read_checkpoint(checkpoint, target.config, overrides)
         device = device_of_last_layer(target)
         if device_map is None and device.type != "cpu":
             device_map = {"": device}
         dtype = target.dtype if dtype is None else dtype
-        drafter = found.family.load_checkpoint(checkpoint, found.config, dtype=dtype, device_map=device_map)
-        drafter.config.name_or_path = drafter.name_or_path = checkpoint.name
-        share_with_target(drafter, target, overrides.get("share_embedding"), overrides.get("share_head"))
-        drafter.bind(target)
+        with on_host(), torch.inference_mode(False):  # whatever the caller's: the drafter outlives the call
+            checkpoint = find_checkpoint(pretrained_model_name_or_path, target.config, overrides, **hub)
+            found = read_checkpoint(checkpoint, target.config, overrides)
+            drafter = found.family.load_checkpoint(checkpoint, found.config, dtype=dtype, device_map=device_map)
+            drafter.config.name_or_path = drafter.name_or_path = checkpoint.name
+            share_with_target(drafter, target, overrides.get("share_embedding"), overrides.get("share_head"))
+            drafter.bind(target)
         drafter.configure(
             num_assistant_tokens,
             draft_probs,

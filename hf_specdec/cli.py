@@ -12,13 +12,13 @@ from .inspection.doctor import add_doctor
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser. Each subcommand sets the default `run`, a function of the parsed arguments that may return an exit
-    status. With the default `passes_on` it gets unknown arguments in `others`."""
+    """The parser. Each subcommand sets a default `run`, a function of the parsed arguments that may return an exit
+    status. A subcommand that sets `passes_on` gets unknown arguments in `others`."""
     parser = argparse.ArgumentParser(prog="hf-specdec", description="Speculative decoding for transformers.")
     parser.add_argument("--version", action="version", version=f"hf-specdec {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True)
     add_doctor(subparsers)
-    if why_broken() is None:  # otherwise the other subcommands cannot be imported
+    if why_broken() is None:  # else the other subcommands cannot be imported
         from .bench import add_bench
         from .inspection.report import add_inspect
         from .serving.server import add_serve
@@ -32,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        exit status: that of the subcommand, 0 if it returns none; 1 after an `OSError` or `ValueError`, whose message
-        is printed on stderr as one line.
+        the exit status: the subcommand's, or 0 if it returns none; 1 after an `OSError` or `ValueError`, whose
+        message is printed on stderr as one line.
     """
     parser = build_parser()
     arguments, others = parser.parse_known_args(argv)

@@ -1,4 +1,4 @@
-"""Drafter configurations: the normal form that checkpoints of all dialects are converted to, and that is saved."""
+"""Drafter configurations: the normal form of checkpoints, into which every dialect is read, and which is saved."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from transformers import AutoConfig, PreTrainedConfig
 
 DEFAULT_ROPE_THETA = 10000.0
 
-# Largest K (draft tokens a round). Buffers and compute of a round grow with it; serving engines have far lower limits.
+# The largest K, draft tokens a round. Buffers and compute grow with K; serving engines have far lower limits.
 MAX_ASSISTANT_TOKENS = 1024
 
-# Stands for a number of draft tokens that is chosen in every round, see `auto_k.auto_drafts`.
+# In place of K: K is chosen for every round, see `auto_k.auto_drafts`.
 AUTO = "auto"
 
 # Values of `DSparkConfig.markov_type` and of `MtpConfig.chaining`.
 MARKOV_TYPES = ("vanilla", "gated", "rnn")
 CHAININGS = ("modules", "target")
 
-# Models of one family may pad the same vocabulary to different multiples (Qwen2.5: 151936 and 152064). Sizes that
-# differ by this much or more belong to different tokenizers.
+# Models of one family may pad the same vocabulary to different multiples (Qwen2.5: 151936 and 152064). Vocabularies
+# whose sizes differ by this much or more have different tokenizers.
 MAX_PADDING = 1024
 
-# Names of fields of `DraftLayersConfig` in files saved by earlier versions.
+# Names that fields of `DraftLayersConfig` have in files saved by earlier versions.
 _EARLIER_NAMES = {"aux_hidden_state_layer_ids": "taps", "num_aux_hidden_states": "num_taps"}
 
 _SHARE = frozenset({"share_embedding", "share_head"})
@@ -45,7 +45,7 @@ _SHOWN_SIZES = (
 
 
 def _token_of_target(name: str) -> property:
-    """Property for the id of the special token `name`: the target's, or before `bind` that of config.json, if any."""
+    """Property for the id of the special token `name`: the target's, or before `bind` config.json's or None."""
 
     def read(self: DrafterConfig):
         if self.target is None:
@@ -59,28 +59,28 @@ def _token_of_target(name: str) -> property:
 
 
 class DrafterConfig(PreTrainedConfig):
-    """Settings of drafters of every family.
+    """Settings of every drafter.
 
     Args:
         vocab_size: size of the target's vocabulary; `generate()` compares it with the target's.
         draft_vocab_size: number of tokens that the draft head scores; at most `vocab_size`.
         num_assistant_tokens: draft tokens a round (K) unless a call of `generate()` sets it.
-        dialect: publisher whose layout the checkpoint was read from; `"hf_specdec"` for the normal form.
+        dialect: publisher whose layout the checkpoint has; `"hf_specdec"` for the normal form.
         target_name_or_path: name of the target that the drafter was trained for, if the checkpoint states it.
-        parallel_drafting: whether one pass drafts all K tokens, the last K - 1 of them at mask tokens.
-        mask_token_id: the token that such a pass embeds at positions without a token.
+        parallel_drafting: whether one pass drafts all K tokens, with mask tokens at positions without a token.
+        mask_token_id: id of the mask token.
 
     Attributes:
         target: configuration of the target that the drafter is bound to; None before `bind`. Not saved.
-        bos_token_id, eos_token_id, pad_token_id: special tokens of the target, since pipelines compare them with an
-            assistant's. Not saved.
-        keywords: keywords of `AutoDrafter.from_pretrained` that the family has.
-        description: what a checkpoint of the family is, if that says more than the name of the family.
-        least: smallest allowed values of fields.
-        choices: allowed values of fields, besides None for fields that are completed.
+        bos_token_id, eos_token_id, pad_token_id: the target's, because pipelines compare them with an assistant's. Not
+            saved.
+        keywords: keywords of `AutoDrafter.from_pretrained` that the family takes.
+        description: description of a checkpoint of the family in messages; None for the family's name.
+        least: smallest allowed values, by field.
+        choices: allowed values, by field; fields that are completed later may also be None.
     """
 
-    # A slot, since transformers compares and saves the instance's `__dict__`.
+    # Not in `__dict__`, which transformers compares and saves.
     __slots__ = ("target",)
 
     model_type = "hf_specdec"
@@ -145,14 +145,14 @@ class DrafterConfig(PreTrainedConfig):
         return self.vocab_size
 
     def _get_generation_parameters(self) -> dict:
-        """Nothing: transformers refuses to save configurations with generation parameters, and takes
-        `num_assistant_tokens` for one. Older versions look for them in a default instance, which some families lack."""
+        """Empty: transformers refuses to save generation parameters, and takes `num_assistant_tokens` for one by its
+        name. Older versions compare with a configuration built without arguments, which some families cannot build."""
         return {}
 
     @classmethod
     def check_keywords(cls, given: Mapping[str, Any], name: str) -> None:
-        """Raise `ValueError` if `given` has keywords that the family lacks. `parallel_drafting=False` is allowed if the
-        family never drafts in parallel. `name` is the name of the checkpoint."""
+        """Raise `ValueError` if `given` has keywords that the family does not take; `parallel_drafting=False` is
+        allowed where it is always False. `name` is the checkpoint's."""
         unknown = given.keys() - cls.keywords
         if given.get("parallel_drafting") is False and not cls.parallel_drafting:
             unknown -= {"parallel_drafting"}
@@ -163,23 +163,23 @@ class DrafterConfig(PreTrainedConfig):
             )
 
     def check_fit(self, target: PreTrainedConfig, num_layers: int, name: str) -> list[int] | None:
-        """Check that the drafter `name` was made for a target of this configuration, with `num_layers` layers.
+        """Check that the drafter called `name` fits a target with this configuration and `num_layers` layers.
 
         Returns:
             layer ids of the hidden states that it reads, 0 to `num_layers`; None for a family that reads none by id.
 
         Raises:
-            ValueError: the target does not have the sizes that the drafter was made for.
+            ValueError: the target's sizes are not those that the drafter was made for.
         """
         _check_sizes(None, self.vocab_size, target, name)
 
     def report(self) -> dict[str, Any]:
-        """JSON values that `hf-specdec inspect` shows of the family, beyond what it shows of all drafters."""
+        """The family's own fields in `hf-specdec inspect`, as JSON values."""
         return {}
 
 
 def _check_types(config: DrafterConfig) -> None:
-    """Raise `ValueError` if an annotated field of `config` has a value of another type."""
+    """Raise `ValueError` if a field of `config` has another type than its annotation in this module."""
     for name, expected in _annotations(type(config)).items():
         value = getattr(config, name)
         if not any(_is_of(value, one) for one in get_args(expected) or (expected,)):
@@ -189,7 +189,7 @@ def _check_types(config: DrafterConfig) -> None:
 
 @functools.cache
 def _annotations(config_class: type[DrafterConfig]) -> dict[str, Any]:
-    """Annotations of a class and its bases in this module; bases in others may have annotations of any kind."""
+    """Annotations of a class and its bases in this module. Classes elsewhere may have annotations of any kind."""
     found: dict[str, Any] = {}
     for one in reversed(config_class.__mro__):
         if one.__module__ == __name__:
@@ -198,7 +198,7 @@ def _annotations(config_class: type[DrafterConfig]) -> dict[str, Any]:
 
 
 def _is_of(value: Any, expected: Any) -> bool:
-    """Whether `value` has a type, or is a list or tuple of it; an int counts as a float, a bool not as an int."""
+    """Whether `value` has the type `expected`. Tuples count as lists, integers as floats, but bools not as integers."""
     if get_origin(expected) is list:
         return isinstance(value, list | tuple) and all(_is_of(one, get_args(expected)[0]) for one in value)
     if isinstance(value, bool):
@@ -207,7 +207,7 @@ def _is_of(value: Any, expected: Any) -> bool:
 
 
 def check_num_or_auto(value: int | str) -> int | str:
-    """`check_num_assistant_tokens`, but `value` may also be `AUTO`."""
+    """`check_num_assistant_tokens`, except that `value` may be `AUTO`."""
     if isinstance(value, str) and value == AUTO:
         return value
     return check_num_assistant_tokens(value, f', or "{AUTO}"')
@@ -225,7 +225,7 @@ def check_num_assistant_tokens(value: int, others: str = "") -> int:
 
 
 def _check_sizes(hidden_size: int | None, vocab_size: int | None, target: PreTrainedConfig, name: str) -> None:
-    """Raise `ValueError` unless `target` has the sizes that the drafter `name` was made for; None allows any size."""
+    """Raise `ValueError` unless `target` has the sizes that the drafter called `name` needs; None allows any size."""
     text, target_name = target.get_text_config(), target.name_or_path or target.model_type
     if hidden_size not in (None, text.hidden_size):
         raise ValueError(
@@ -240,7 +240,7 @@ def _check_sizes(hidden_size: int | None, vocab_size: int | None, target: PreTra
 
 
 def default_aux_layer_ids(num_layers: int) -> list[int]:
-    """Default layer ids of EAGLE-3 for n = `num_layers` layers: 2, n // 2 and n - 3, ascending, distinct.
+    """Default layer ids of EAGLE-3 for n = `num_layers` layers: 2, n // 2 and n - 3, ascending and distinct.
 
     Id b is the stream that enters layer b, `hidden_states[b]` in transformers; id n leaves the last, before the norm.
     """
@@ -248,8 +248,8 @@ def default_aux_layer_ids(num_layers: int) -> list[int]:
 
 
 def default_block_layer_ids(num_layers: int, num_draft_layers: int) -> list[int]:
-    """Default layer ids of DFlash, one for each draft layer, evenly spread: z-lab's rule (`build_target_layer_ids`),
-    which counts outputs of layers."""
+    """Default layer ids of DFlash: one for each draft layer, evenly spread, by z-lab's rule (`build_target_layer_ids`),
+    which counts layers' outputs and so is one lower."""
     if num_draft_layers == 1:
         return [num_layers // 2 + 1]
     step = (num_layers - 4) / (num_draft_layers - 1)
@@ -257,27 +257,27 @@ def default_block_layer_ids(num_layers: int, num_draft_layers: int) -> list[int]
 
 
 class DraftLayersConfig(DrafterConfig):
-    """Settings of drafters with their own decoder layers, which read hidden states of the target.
+    """Settings of drafters with decoder layers of their own that read hidden states of the target.
 
     Args:
         hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
             hidden_act, rms_norm_eps, attention_bias, mlp_bias: the draft layers, named as in `LlamaConfig`.
         qk_norm: Qwen3-style RMSNorm on every query and key head.
         rope_parameters: RoPE in transformers 5's form, `{"rope_type": ..., "rope_theta": ...}`.
-        max_position_embeddings: used by some RoPE types; positions are never clamped to it.
-        sliding_window: window of the layers whose `layer_types` entry is `"sliding_attention"`.
+        max_position_embeddings: for some RoPE types; positions are never clamped to it.
+        sliding_window: window of the `"sliding_attention"` layers.
         layer_types: `"full_attention"` or `"sliding_attention"` for each layer; None for all full.
         initializer_range: standard deviation of random weights.
         target_hidden_size: hidden size of the target, the width of an auxiliary hidden state; None for `hidden_size`.
         aux_hidden_state_layer_ids: layer ids of the auxiliary hidden states, as in `default_aux_layer_ids`; stored
-            ascending and distinct. None: `default_layer_ids` of the target, set by `bind`.
+            ascending and distinct. None for the target's `default_layer_ids`, which `bind` determines.
         use_aux_hidden_state: False for drafters that read the target's last hidden state, after the final norm, and
             have no `fc`.
-        fc_bias: bias on `fc`.
+        fc_bias: whether `fc` has a bias.
         logit_scale: factor on the draft logits.
-        own_embedding, own_head: whether the drafter has its own embedding and head; otherwise it shares the target's. A
-            shared head is restricted to the draft vocabulary.
-        num_aux_hidden_states: how many there are; 3 if neither it nor `aux_hidden_state_layer_ids` is given.
+        own_embedding, own_head: whether the drafter has an embedding and a head of its own; if not it shares the
+            target's. A shared head is restricted to the draft vocabulary.
+        num_aux_hidden_states: number of auxiliary hidden states; 3 without it and `aux_hidden_state_layer_ids`.
     """
 
     hidden_size: int = 4096
@@ -343,11 +343,11 @@ class DraftLayersConfig(DrafterConfig):
 
     @property
     def aux_hidden_size(self) -> int:
-        """Width of `aux_hidden_states` at one position: all of them concatenated, or the last hidden state."""
+        """Width of `aux_hidden_states` at a position: all of them concatenated, or the last hidden state."""
         return (self.num_aux_hidden_states if self.use_aux_hidden_state else 1) * self.target_hidden_size
 
     def default_layer_ids(self, num_layers: int) -> list[int]:
-        """Layer ids of the auxiliary hidden states for a target with `num_layers` layers, if none are given."""
+        """Layer ids of the auxiliary hidden states if none are given, for a target with `num_layers` layers."""
         return default_aux_layer_ids(num_layers)
 
     def check_fit(self, target: PreTrainedConfig, num_layers: int, name: str) -> list[int]:
@@ -370,8 +370,8 @@ class DraftLayersConfig(DrafterConfig):
         return layer_ids
 
     def readings(self) -> dict[str, list[Any]]:
-        """Settings that the checkpoint may have been trained with, by keyword, most plausible first. Layer ids and RoPE
-        are tried for every family. `hf-specdec inspect --self-check` scores all of them."""
+        """The values that a checkpoint may have been trained with, by keyword, the configured value first.
+        `hf-specdec inspect --self-check` scores each, and layer ids and RoPE in every family."""
         return {}
 
     def report(self) -> dict[str, Any]:
@@ -381,7 +381,7 @@ class DraftLayersConfig(DrafterConfig):
 
 
 def check_windows(what: str, types: list[str], num_layers: int, window: int | None) -> None:
-    """Raise `ValueError` unless `types` names the attention of each draft layer, with a `window` if one needs it."""
+    """Raise `ValueError` unless `types` has an attention type for each draft layer, and a window if one needs it."""
     if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise ValueError(
             f'{what} {types}; expected "full_attention" or "sliding_attention" for each of its {num_layers} draft '
@@ -397,8 +397,8 @@ class Eagle3Config(DraftLayersConfig):
     Args:
         norm_before_residual: whether the first layer's residual is the normed hidden state instead of the raw one.
         norm_before_fc: whether one RMSNorm over the concatenated auxiliary hidden states precedes `fc`.
-        fc_norm: whether each auxiliary hidden state has its own RMSNorm before `fc`.
-        norm_output: whether the hidden state for the next draft step is taken after the final norm (EAGLE 3.1).
+        fc_norm: whether an RMSNorm for each auxiliary hidden state precedes `fc`.
+        norm_output: whether the next draft step reads the hidden state after the final norm (EAGLE 3.1).
         final_norm: whether a norm precedes the draft head.
     """
 
@@ -419,9 +419,9 @@ class Eagle3Config(DraftLayersConfig):
         super()._complete()
 
     def readings(self) -> dict[str, list[Any]]:
-        # In parallel drafting no hidden state is fed back.
+        # Parallel drafting feeds back no hidden state.
         feedbacks = [self.norm_output, not self.norm_output][: 1 if self.parallel_drafting else 2]
-        # Only SpecForge's EAGLE-3 files may contain a final norm that must not be applied.
+        # Only SpecForge's EAGLE-3 files may hold a final norm that must not be applied.
         is_optional = self.final_norm and self.dialect == "SpecForge" and self.family == "eagle3"
         return {
             "norm_before_residual": [self.norm_before_residual, not self.norm_before_residual],
@@ -436,9 +436,9 @@ class PEagleConfig(Eagle3Config):
     The K - 1 positions without a token embed `mask_token_id` and read a learned hidden state.
 
     Args:
-        parallel_drafting: None: True if there is a mask token.
-        mask_hidden_shape: shape of the tensor `mask_hidden`, which replaces the auxiliary hidden states of a position;
-            publishers differ in the number of leading ones. None: `[1, 1, aux_hidden_size]`.
+        parallel_drafting: None for True if there is a mask token, else False.
+        mask_hidden_shape: shape of the tensor `mask_hidden`, which replaces the auxiliary hidden states of a position.
+            Publishers differ in the number of leading dimensions of 1. None for `[1, 1, aux_hidden_size]`.
     """
 
     model_type = "hf_specdec_peagle"
@@ -459,20 +459,20 @@ class PEagleConfig(Eagle3Config):
 
 
 class DFlashConfig(DraftLayersConfig):
-    """DFlash drafter (arXiv 2602.06036): one pass over a block of tokens, whose layers also attend to the context.
+    """DFlash drafter (arXiv 2602.06036): one pass over a block of tokens, which also attend to the context.
 
-    The block is the newest token, called the anchor, and mask tokens after it. Context positions have keys and values
-    only, computed from the auxiliary hidden states of the target.
+    The block is the newest token, called the anchor, and mask tokens after it. Context positions have only keys and
+    values, which are computed from the target's auxiliary hidden states.
 
     Args:
-        block_size: tokens of a block in training, the anchor included.
-        anchor_first: whether each token of the block, from the anchor on, drafts the token after it. Otherwise a mask
-            token drafts the token at its own position (fill-in), and the anchor drafts none.
-        causal: whether tokens of the block see only earlier ones, for each layer or for all. None: True for windowed
-            layers, False for full ones.
-        output_bias: bias on `o_proj` of the draft layers.
+        block_size: number of tokens of a block in training, the anchor included.
+        anchor_first: whether every token of the block, the anchor included, drafts the token after it. If not, each
+            mask token drafts the token at its own position (fill-in), and the anchor drafts none.
+        causal: whether attention within a block is causal, for each layer or for all. None: windowed layers are
+            causal, full layers are not.
+        output_bias: whether `o_proj` of the draft layers has a bias.
         embedding_scale: factor on the embeddings.
-        logit_softcap: if given, logits x become logit_softcap * tanh(x / logit_softcap), after `logit_scale`.
+        logit_softcap: soft cap c of the logits x after `logit_scale`: c * tanh(x / c); None for none.
         num_assistant_tokens: at most `depth`; None for `depth`.
     """
 
@@ -520,7 +520,7 @@ class DFlashConfig(DraftLayersConfig):
 
     @property
     def depth(self) -> int:
-        """Draft tokens of a block in training; the largest K."""
+        """Number of draft tokens of a block in training, the largest K."""
         return self.block_size if self.anchor_first else self.block_size - 1
 
     def check_depth(self, num_assistant_tokens: int) -> int:
@@ -549,13 +549,13 @@ class DFlashConfig(DraftLayersConfig):
 
 
 class DFlash2Config(DFlashConfig):
-    """DFlash-2 drafter (z-lab): DFlash with convolutions in its layers, and a selector among candidates.
+    """DFlash-2 drafter (z-lab): DFlash with convolutions in its layers and a selector among candidates.
 
     Args:
-        conv_kernel_size: tokens of the block that a convolution reads, the current one included.
-        conv_group_size: channels that share the token-dependent part of a kernel.
+        conv_kernel_size: number of tokens of the block that a convolution reads, the token itself included.
+        conv_group_size: number of channels that share the token-dependent part of a kernel.
         selector_rank: width of the selector.
-        selector_top_k: candidates of each draft token, the most likely ones by the head; the draft is one of them.
+        selector_top_k: number of candidates for each draft token: the most likely tokens by the head.
     """
 
     model_type = "hf_specdec_dflash2"
@@ -590,12 +590,12 @@ class DFlash2Config(DFlashConfig):
 
 
 class DSpineConfig(DFlashConfig):
-    """DSpine drafter (Tencent): DFlash whose block tokens send messages to the next one about what it may be.
+    """DSpine drafter (Tencent): DFlash in which each token of a block sends a message to the next.
 
     Args:
-        transfer_rank: width of the features of a token, and of the codes of the vocabulary.
-        message_size: width of a message from a token to the next one.
-        selector_top_k: candidates of each draft token, the most likely ones by the head; the draft is one of them.
+        transfer_rank: width of a token's features, and of the codes of the vocabulary.
+        message_size: width of a message.
+        selector_top_k: number of candidates for each draft token: the most likely tokens by the head.
     """
 
     model_type = "hf_specdec_dspine"
@@ -613,12 +613,12 @@ class DSpineConfig(DFlashConfig):
 
 
 class DominoConfig(DFlashConfig):
-    """Domino drafter (arXiv 2605.29707): DFlash with a correction by a GRU over the earlier draft tokens.
+    """Domino drafter (arXiv 2605.29707): DFlash with a correction from a GRU over the draft tokens before.
 
     Args:
         gru_hidden_dim: width of the GRU's state.
         emb_dim: width between the two layers of the correction.
-        pure_draft_prefix_len: number of leading draft tokens of a round that are not corrected.
+        pure_draft_prefix_len: number of a round's first draft tokens that are not corrected.
     """
 
     model_type = "hf_specdec_domino"
@@ -631,7 +631,7 @@ class DominoConfig(DFlashConfig):
 
 
 class DSparkConfig(DFlashConfig):
-    """DSpark drafter (arXiv 2607.05147): DFlash with a Markov head, which makes a draft depend on the one before it.
+    """DSpark drafter (arXiv 2607.05147): DFlash with a Markov head, which makes a draft depend on the token before it.
 
     Args:
         markov_rank: width of the Markov head.
@@ -651,7 +651,7 @@ class DSparkConfig(DFlashConfig):
 
 
 class SuffixConfig(DrafterConfig):
-    """Settings of suffix drafting: drafts are the tokens that followed the last ones earlier.
+    """Settings of suffix decoding (arXiv 2411.04975).
 
     Args:
         history_size: number of tokens of earlier outputs that are kept; 0 to draft from each text alone.
@@ -669,7 +669,7 @@ class SuffixConfig(DrafterConfig):
 
 
 class DraftModelConfig(DrafterConfig):
-    """A causal language model as drafter, sequential (arXiv 2211.17192) or parallel (PARD, arXiv 2504.18583).
+    """A causal language model as drafter: sequential (arXiv 2211.17192) or parallel (PARD, arXiv 2504.18583).
 
     Args:
         model: settings of the model's own configuration, with its `model_type`.
@@ -684,7 +684,7 @@ class DraftModelConfig(DrafterConfig):
 
     @property
     def model_config(self) -> PreTrainedConfig:
-        """The model's own configuration, of transformers' class."""
+        """The model's own configuration, as transformers' class."""
         return AutoConfig.for_model(**(self.model or {}))
 
     @property
@@ -723,12 +723,12 @@ class CacheReaderConfig(DraftModelConfig):
 
 
 class Pard2Config(DraftModelConfig):
-    """PARD-2 drafter (arXiv 2605.08632): PARD that adds a projection of hidden states to its input embeddings.
+    """PARD-2 drafter (arXiv 2605.08632): PARD that adds a projection of hidden states to the input embeddings.
 
     Args:
-        hidden_state_ids: the target's hidden states that are read, in the order in which `target_proj` reads them:
-            indices of transformers' `hidden_states`, negative ones counted from its end. The last one, -1, is after
-            the final norm.
+        hidden_state_ids: indices of the target's hidden states in transformers' `hidden_states`, in the order in which
+            `target_proj` reads them; a negative index counts from the end. The last hidden state, -1, is after the
+            final norm.
         target_hidden_size: hidden size of the target.
         hidden_state_scale: factor on the projection.
         projection_bias: whether the projection has a bias.
@@ -774,19 +774,19 @@ class Pard2Config(DraftModelConfig):
 class MtpConfig(DrafterConfig):
     """Multi-token-prediction modules of a target (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-    They are part of the target's own checkpoint, or trained for it; `for_target` makes a configuration of the latter.
+    They are part of the target's own checkpoint, or trained for it; `for_target` makes a configuration for the latter.
 
     Args:
-        block: settings of the modules' decoder layers: like the target's, with one layer for each module.
+        block: settings of the decoder that has one layer for each module, otherwise like the target's.
         num_modules: number of modules; module k % num_modules drafts token k of a round.
-        hidden_size, rms_norm_eps, initializer_range: as in the target.
+        hidden_size, rms_norm_eps, initializer_range: of the target.
         hidden_first: whether a module's projection reads `[hidden | embedding]` instead of `[embedding | hidden]`.
         norm_offset: whether the modules' norms scale by 1 + weight (Gemma's) instead of by the weight.
-        norm_output: whether the next step reads a module's output after its final norm instead of before it.
-        own_embedding, own_head: whether each module has its own embedding or head; otherwise it uses the target's.
+        norm_output: whether the next step reads a module's output after its final norm instead of before.
+        own_embedding, own_head: whether each module has an embedding or a head of its own; if not, the target's.
         zero_first_embedding: whether slot 0 reads zeros instead of an embedding, as vLLM runs some families.
-        chaining: which hidden states modules after the first read, and so what their caches hold. `"modules"`: the
-            outputs of the module before, as in training. `"target"`: the target's hidden states, as far as they are
+        chaining: the hidden states that modules after the first read, which also determine their caches. `"modules"`:
+            the output of the module before, as in training. `"target"`: the target's hidden states as far as they are
             known. None: `default_chaining`.
     """
 
@@ -817,7 +817,7 @@ class MtpConfig(DrafterConfig):
     @classmethod
     def for_target(cls, text: PreTrainedConfig, block: dict[str, Any], **settings: Any) -> MtpConfig:
         """The configuration of modules for a target with the text configuration `text`. `block` is its
-        `mtp_block_settings`, perhaps with other MLPs; `settings` are other fields."""
+        `mtp_block_settings`, which may have other MLPs; `settings` are other fields."""
         return cls(
             block=block,
             num_modules=block["num_hidden_layers"],
@@ -836,9 +836,9 @@ class MtpConfig(DrafterConfig):
 
 
 def mtp_block_settings(text: PreTrainedConfig, num_modules: int) -> dict[str, Any]:
-    """The settings of a decoder like `text`, with one layer for each of `num_modules` modules.
+    """Settings of a decoder with one layer for each of `num_modules` modules, otherwise like `text`.
 
-    A module's layer has full attention, and experts if the target has any, unless the configuration states otherwise
+    A module's layer has full attention, and experts if the target has any, unless the configuration states other types
     (`mtp_layer_types`, `mtp_mlp_layer_types`).
     """
     settings = text.to_dict()
@@ -853,13 +853,13 @@ def mtp_block_settings(text: PreTrainedConfig, num_modules: int) -> dict[str, An
         "mlp_layer_types": getattr(text, "mtp_mlp_layer_types", None) or ["sparse"] * num_modules,
         "first_k_dense_replace": 0,
         "mlp_only_layers": [],
-        # No embedding and no head is built.
+        # No embedding and no head are built.
         "vocab_size": 1,
         "pad_token_id": 0,
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    # Per-layer settings are derived again from the layers' types; quantised modules are dequantised on loading.
+    # Settings of each layer are derived again from the types of layers; quantised modules are dequantised when read.
     derived = ("per_layer_config", "num_nextn_predict_layers", "num_mtp_layers", "architectures", "auto_map")
     for name in (*derived, "quantization_config"):
         settings.pop(name, None)
@@ -867,5 +867,5 @@ def mtp_block_settings(text: PreTrainedConfig, num_modules: int) -> dict[str, An
 
 
 def default_chaining(num_modules: int) -> str:
-    """The default of `MtpConfig.chaining`, which is how serving engines run `num_modules` modules."""
+    """`MtpConfig.chaining` that serving engines use for `num_modules` modules, for checkpoints that do not state it."""
     return "modules" if num_modules > 1 else "target"

@@ -1,4 +1,4 @@
-"""Drafters in trainers that generate, such as TRL's; nothing is imported from TRL."""
+"""A drafter in trainers that generate, such as TRL's. Nothing of TRL is imported."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .training.learner import DrafterLearner
 
 
 class DrafterCallback(TrainerCallback):
-    """Attaches a drafter to the model of a trainer during `train()`, see `Drafter.attach`.
+    """Attaches a drafter to a trainer's model during `train()`, see `Drafter.attach`.
 
-    The trainer's logs get statistics of the calls since the last log: `speculation/acceptance_length`,
-    `.../tokens_per_second`, `.../captures` (CUDA graphs), and `.../refusals`, the number of calls that ran without the
-    drafter. Callbacks that report logs elsewhere see them if they come after this one.
+    The trainer's logs get figures of the calls since the last log: `speculation/acceptance_length`,
+    `.../tokens_per_second`, `.../captures` (CUDA graphs) and `.../refusals` (calls that ran plainly). Callbacks that
+    report logs elsewhere see them if they come after this one.
 
     Args:
-        drafter: bound to the model.
-        learning: whether the drafter learns from each step, see `DrafterLearner`: True, or its arguments. The logs then
-            also have `speculation/draft_loss` and `.../draft_acceptance`, of the first draft token.
+        drafter: a drafter that is bound to the model.
+        learning: whether the drafter learns from each step: True, or arguments of `DrafterLearner`. The logs then also
+            have `speculation/draft_loss` and `.../draft_acceptance` of the first draft token.
         options: arguments of `attach`.
 
     Attributes:
-        attachment: of the current or last training; None before the first.
-        learner: of the current or last training, if the drafter learns.
+        attachment: the attachment of the current or last training; None before.
+        learner: the learner of the current or last training; None without learning.
     """
 
     def __init__(self, drafter: Drafter, learning: bool | Mapping[str, Any] = False, **options: Any):
@@ -37,7 +37,7 @@ class DrafterCallback(TrainerCallback):
         self.learner: DrafterLearner | None = None
 
     def on_train_begin(self, args, state, control, **kwargs: Any) -> None:
-        self._leave()  # left over if an error has ended a training
+        self._leave()  # a training that an error has ended
         self.attachment = self._drafter.attach(kwargs["model"], **self._options)
         self._logged = copy.copy(self.attachment.stats), 0
         if self._learning:

@@ -7,28 +7,28 @@ result `[B, n, heads, Dv]`. With G = heads // kv_heads:
     p = softmax over the visible s of f(scaling * <query[b, h, n], key[b, h // G, s]>)
     f(x) = softcap * tanh(x / softcap), or x without a softcap
 
-Slot s is visible iff starts[b, n] <= s <= ends[b, n], where ends is positions if not given, and, with a window,
-s > positions[b, n] - window, or, with chunks, s >= floor(positions[b, n] / chunk) chunk. Starts are `[B]` or `[B, n]`;
-chunks are for starts `[B]`. A sink adds exp(sinks[h]) to the denominator of the softmax.
+Slot s is visible iff starts[b, n] <= s <= ends[b, n], where ends defaults to positions. A window also needs
+s > positions[b, n] - window, and chunks need s >= floor(positions[b, n] / chunk) chunk. Starts are `[B]` or `[B, n]`;
+chunks need starts `[B]`. A sink adds exp(sinks[h]) to the denominator of the softmax.
 
-Queries may be the nodes of a tree (ancestors `[B, n, W]`): node i has slot f + i, where f is positions[b, 0], and
-position f + its depth. Then of the slots from f on those are visible of which ancestors[b, i] has the bit s - f. With
-splits at fixed places they are read in the places of their positions, node by node.
+Queries may be the nodes of a tree (ancestors `[B, n, W]`). With f = positions[b, 0], node i has slot f + i and position
+f + its depth. A slot s >= f is then visible iff ancestors[b, i] has the bit s - f. With splits at fixed places, the
+ancestors of each node are read in the order of their positions, node by node.
 
 Keys and values may be float8 with scales `[B, kv_heads, slots, 2]`, see `float8_reference`. They are widened in
-registers, which is exact, and scores and weights are multiplied by the scales.
+registers, which is exact; the scales multiply scores and softmax weights.
 
-It is written for the few queries per row of a decoding round. Prefill runs it too: it reads only visible slots and
-needs no mask tensor. With starts for each query, those of packed prompts, a block of queries goes through the slots of
-one prompt after the other.
+The kernel is made for the few queries per row of a decoding round. Prefill runs it too: it reads only visible slots and
+needs no mask tensor. With starts for each query, as in packed prompts, a block of queries goes through the slots of one
+prompt after the other.
 
-Split-KV ("flash decoding"): the slots that a row needs are divided among the programs of a grid that depends on shapes
-alone, and a second kernel merges their results, see `attention_splits`. Splits are of equal size, one for each program,
-or, for results that depend on nothing but the query and what it sees, at fixed places: SPLIT slots each, from the row's
-first slot on, merged in ascending order, by a program that has all of them as it goes. Neither splits nor blocks
-depend on the number of rows, queries or live slots then, nor on a query's window; a split, or a block, of which a query
-sees nothing adds 0 and multiplies by 1. So the bits of a result are the same in a prefill, packed or not, in chunks or
-not, and in a round of any number of rows and drafts.
+Split-KV ("flash decoding"): the slots of a row are divided among the programs of a grid that depends only on shapes,
+and a second kernel merges their results, see `attention_splits`. Usually splits have equal sizes, one for each program.
+For batch-invariant results they are at fixed places: SPLIT slots each from the row's first slot on, merged in ascending
+order, in the program itself if it has all of them. Then splits and blocks do not depend on the number of rows, queries
+or live slots, nor on a query's window; a split or block in which a query sees nothing adds 0 and multiplies by 1. So
+the bits of a result are the same in a prefill, packed or not, chunked or not, and in a round of any number of rows and
+drafts.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from .float8 import first_of_pair, pairs_of, second_of_pair
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .types import MOST_WORDS, WORD_BITS
 
-# Bytes of the keys, or of the values, of one block of slots; several blocks are in flight per program.
+# Bytes of the keys, or the values, of one block of slots; several blocks are in flight in a program.
 _TILE_BYTES = 16384
-# With fixed splits, a program takes twice as many queries from so many queries of a key head on, since it is bound by
-# reading keys and values.
+# With fixed splits, from so many queries of a key head on, a program takes twice as many queries, because reading keys
+# and values bounds it.
 MANY_QUERIES = 1024
 
 
@@ -66,15 +66,15 @@ MANY_QUERIES = 1024
 def _attend_to_slots(
     query, cache, position, last, begin, stop, scoring, running, FORM, root=None, ancestors=None, line=None
 ):
-    """Continue the online softmax of a block of queries with the slots from `begin` to `stop - 1`.
+    """Continue the online softmax of a block of queries over the slots `begin` to `stop - 1`.
 
-    With words of `ancestors`, these are slots of nodes, from that of the `root` on. With the words of one node, `line`,
-    its ancestors are read as if they were in the slots of their positions, as those of a text are.
+    With `ancestors`, words for each query, the slots are nodes; that of node 0 is `root`. With `line`, the words of one
+    node, the node's ancestors are read as if they were in the slots of their positions, as in a text.
 
     Args:
-        cache: pointers to keys, values and scales of the row and of the head, and their strides of slots.
+        cache: pointers to keys, values and scales of the row and head, and their strides between slots.
         scoring: window, scaling and softcap.
-        running: maxima, sums, and sums of values, which are returned.
+        running: maxima, sums of weights, and weighted sums of values, which are returned updated.
         FORM: DIM, VALUE_DIM, SLOT_BLOCK, IS_CHUNKED and NUM_WORDS of `_attention_kernel`.
     """
     key_ptr, value_ptr, scale_ptr, key_stride_s, value_stride_s, scale_stride_s = cache
@@ -122,7 +122,7 @@ def _attend_to_slots(
                 scales_ptr += moved * scale_stride_s
             scales = tl.load(scales_ptr, mask=is_slot, other=0)
             scores *= first_of_pair(scales, query.dtype)[None, :]
-        # Scaled by log2(e), since exp2 is cheaper than exp; softcap * tanh(x / softcap) through the sigmoid.
+        # Scaled by log2(e), because exp2 is cheaper than exp; tanh is computed by the sigmoid.
         if softcap is not None:
             scores = (softcap * LOG2E) * (2.0 * tl.sigmoid(scores * (2.0 * scaling / softcap)) - 1.0)
         else:
@@ -148,7 +148,7 @@ def _attend_to_slots(
         value = tl.load(values_ptr, mask=is_slot[:, None] & (value_dim < VALUE_DIM)[None, :], other=0.0)
         running_sum = running_sum * rescale + tl.sum(weights, axis=1)
         if scale_ptr is not None:
-            if query.dtype == tl.float16:  # in which weights times scales may be subnormal
+            if query.dtype == tl.float16:  # weights times scales may be subnormal in float16
                 value = value.to(tl.float32) * second_of_pair(scales, query.dtype)[:, None]
             else:
                 weights *= second_of_pair(scales, query.dtype)[None, :]
@@ -170,14 +170,14 @@ def _store(
     SPLIT: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Store the results of the queries `is_row`, or with IS_SPLIT those of their split.
+    """Store the results of the queries `is_row`, or with IS_SPLIT their results of split `split`.
 
-    `outputs` are pointers to results, results of splits, and their statistics.
+    `outputs` are pointers to results, to results of splits, and to statistics of splits.
     """
     running_max, running_sum, acc = running
     out_ptr, partial_ptr, stats_ptr = outputs
     value_dim = tl.arange(0, acc.shape[1])
-    running_sum = tl.where(running_sum == 0.0, 1.0, running_sum)  # a query that saw no slot; its lse stays -inf
+    running_sum = tl.where(running_sum == 0.0, 1.0, running_sum)  # a query that sees no slot; its lse stays -inf
     out = acc * (1.0 / running_sum)[:, None] if SPLIT > 0 else acc / running_sum[:, None]
     to_ptr = partial_ptr if IS_SPLIT else out_ptr
     if IS_SPLIT:
@@ -233,17 +233,17 @@ def _attention_kernel(
     NUM_WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The attention of a block of queries, or a part of its splits, with an online softmax in float32.
+    """Attention of a block of queries over some or all splits, with an online softmax in float32.
 
     Grid: (kv_heads * blocks of queries, B, programs that share the slots); a program has up to ROWS of the G * n
     queries of one key head. Reads those queries, their positions and last slots, or NUM_WORDS words of ancestors, the
     start of the row, or of each query (IS_PACKED), and the keys and values of the slots of its splits. Writes `out`
-    `[B, n, heads, Dv]`; with IS_SPLIT float32 results of splits instead, `partial` `[B * n * heads, splits, Dv]` and
-    `stats` `[B * n * heads, splits]`: results and base-2 logarithms of the sums of exponentials, those only, -inf, of a
-    split without slots. With splits at fixed places (SPLIT, else 0) it writes sums of values and `stats`
-    `[2, B * n * heads, splits]`, maxima and sums.
+    `[B, n, heads, Dv]`. With IS_SPLIT it writes float32 results of splits instead: `partial`
+    `[B * n * heads, splits, Dv]`, normalised results, and `stats` `[B * n * heads, splits]`, base-2 logarithms of sums
+    of exponentials; for a split without slots only the latter, -inf. With splits at fixed places (SPLIT > 0), `partial`
+    has weighted sums of values, and `stats` `[2, B * n * heads, splits]` maxima and sums.
     """
-    # Short rows use only the first splits; the split is the slowest index of the grid, so these start first.
+    # The split is the slowest index of the grid, so first splits start first; short rows use only these.
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     split, num_parts = tl.program_id(2), tl.num_programs(2)
@@ -263,7 +263,7 @@ def _attention_kernel(
     if HAS_SEGMENTS:
         at = batch * starts_stride_b + query_index * starts_stride_n
         start = tl.load(starts_ptr + at, mask=is_row, other=0).to(tl.int32)
-        start = tl.where(position >= start, start, num_slots)  # no segment of its own for padding
+        start = tl.where(position >= start, start, num_slots)  # padding has no segment
     else:
         start = tl.load(starts_ptr + batch * starts_stride_b).to(tl.int32)
     last = position
@@ -303,7 +303,7 @@ def _attention_kernel(
     none_acc = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
     first_max, first_sum = none_max, none_sum
     if sinks_ptr is not None and not (IS_SPLIT and SPLIT > 0):
-        # Counted by the first split, which has no slot only if none has.
+        # The first split counts the sink; it has no slot only if no split has one.
         sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
         first_max = tl.where(split == 0, sink, first_max)
         first_sum = tl.where(split == 0, 1.0, first_sum)
@@ -317,8 +317,8 @@ def _attention_kernel(
     FORM: tl.constexpr = (DIM, VALUE_DIM, SLOT_BLOCK, IS_CHUNKED, NUM_WORDS)
     none = none_max, none_sum, none_acc
     if HAS_SEGMENTS:
-        # The queries of one prompt after those of the other; the rest of the block sees nothing meanwhile, and gets
-        # nothing: 0 times a value is NaN if that is.
+        # One prompt's queries after the other's. The other queries of the block see nothing then, and nothing of the
+        # result is stored for them, because 0 times a value of NaN is NaN.
         segment = tl.min(start, axis=0)
         while segment < num_slots:
             is_own = start == segment
@@ -402,7 +402,7 @@ def _attention_kernel(
             (first_max, first_sum, none_acc),
             FORM,
         )
-        if NUM_WORDS > 0:  # the text is read as without a tree, which is faster; then the nodes
+        if NUM_WORDS > 0:  # first the text, read as without a tree, which is faster; then the nodes
             running_max, running_sum, acc = _attend_to_slots(
                 query,
                 cache,
@@ -422,7 +422,7 @@ def _attention_kernel(
 
 @functools.cache
 def _default_starts(device: torch.device) -> torch.Tensor:
-    """`[1]` int64: 0, the start of every row where `starts` is not given."""
+    """`[1]` int64: 0, the start of every row if `starts` is None."""
     with torch.inference_mode(False):
         return torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -430,10 +430,10 @@ def _default_starts(device: torch.device) -> torch.Tensor:
 def _tile_of(num_queries: int, slot_block: int, itemsize: int, is_fixed: bool) -> tuple[int, int]:
     """Queries of a program, of `num_queries` of a key head, and its warps.
 
-    As many queries as fit the registers; float32 takes twice the registers of 16-bit types. With fixed splits, a warp
-    has rows of its own, 16 of wgmma instructions: so the order in which the weights of a row are summed up is the same
-    for 64 rows and for 128. Tiles of fewer rows would divide the slots among warps, so few queries are filled up to 64.
-    Elsewhere the tile is always the same.
+    As many queries as fit the registers; float32 takes twice the registers of 16-bit types. With fixed splits each warp
+    has rows of its own, 16 in a wgmma instruction, so the order in which a row's weights are summed is the same for 64
+    and for 128 rows. Tiles of fewer rows would divide the slots among warps, so few queries are padded to 64. Smaller
+    tiles always have the same size.
     """
     rows = min(slot_block, 128 // itemsize)
     if not is_fixed:
@@ -460,14 +460,14 @@ def attention(
 ):
     """See `attention_reference.attention`. Accumulates in float32; padding queries get 0. Safe in a CUDA graph.
 
-    A program takes some query heads of one key head, and its splits of the slots from the first that one of its live
-    queries sees to the last; no other slot is read. The launch depends on shapes and strides only.
+    A program takes some query heads of one key head, and its splits of the slots from the first to the last that one of
+    its live queries sees; it reads no other slot. The launch depends only on shapes and strides.
 
     Args:
-        num_programs: share the slots of a block of queries; as many as fill the GPU if None. Packed queries, those
-            with starts `[B, n]`, have one with fixed splits.
-        fixed_splits: whether the bits of a query's result depend on the query, and on the keys and values that it
-            sees, only.
+        num_programs: number of programs that share the slots of a block of queries; None for as many as fill the GPU.
+            Packed queries, with starts `[B, n]`, have one with fixed splits.
+        fixed_splits: whether the bits of a query's result depend only on the query and on the keys and values that it
+            sees.
     """
     batch, heads, num_queries, dim = query.shape
     kv_heads, num_slots, value_dim = key.shape[1], key.shape[2], value.shape[3]
@@ -494,10 +494,10 @@ def attention(
         num_programs = 1
     elif num_programs is None:
         num_visible = num_slots if size is None else min(num_slots, size + num_queries)
-        # Those of fixed splits are merged in any case.
+        # Results of fixed splits are merged in any case.
         num_results = 1 if fixed_splits else batch * num_queries * heads
         num_programs = choose_splits(batch * blocks, num_results, num_visible, num_multiprocessors(query.device))
-        if fixed_splits:  # no more than splits that a query sees
+        if fixed_splits:  # no more programs than splits that a query sees
             num_programs = min(num_programs, triton.cdiv(num_visible, split) + (size is not None))
     out = query.new_empty(batch, num_queries, heads, value_dim)
     num_splits = triton.cdiv(num_slots, split) if fixed_splits else num_programs

@@ -23,14 +23,13 @@ def attention(
     scales: torch.Tensor | None = None,
     ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention over a KV cache in which the slot is the position: a query at position t sees the slots s <= t.
-
-    With `ends` it may see later slots, too: those of a block whose tokens see each other.
+    """Attention over a KV cache in which the slot is the position: a query at position t sees the slots s <= t. With
+    `ends` it may also see later slots: those of a block whose tokens see each other.
 
     The last slot is the dummy slot: a query at position `slots - 1` or beyond, or before 0, is padding, and its result
     is 0 whatever the cache holds. So a caller that passes a prefix of a cache passes one slot more than the live ones.
-    Slots after the last one that a live query of the row sees are never read by the Triton kernel; the reference gives
-    them weight 0, so here they must be finite.
+    The Triton kernel never reads slots after the last one that a live query of the row sees. The reference gives them
+    weight 0, so here they must be finite.
 
     Args:
         query: `[B, heads, n, D]`.
@@ -39,23 +38,23 @@ def attention(
         positions: `[B, n]` int64, the slot of each query; may differ between rows, in any order.
         scaling: factor on the scores.
         window: sliding window; if given, slot s is visible only if t - s < window.
-        sinks: `[heads]` logits that take part in the softmax and have no value (gpt-oss).
+        sinks: `[heads]`, additional logits in the softmax without a value (gpt-oss).
         softcap: if given, scores become softcap * tanh(scores / softcap).
-        starts: `[B]` or `[B, n]` int64; if given, slot s is visible to a query only if s >= starts[b], or starts[b, n]:
-            the latter are for prompts packed in one row. A query before its start is padding.
-        ends: `[B, n]` int64, the last slot that each query sees, before the dummy slot; `positions` if None. Those of
+        starts: `[B]`, or `[B, n]` for prompts packed in one row, int64; if given, slot s is visible to a query only if
+            s >= starts[b], or starts[b, n]. A query before its start is padding.
+        ends: `[B, n]` int64, the last slot that each query sees, before the dummy slot; `positions` if None. Ends of
             padding are not read.
-        chunk: if given, slot s is visible only if it is in the same chunk, of this many slots, as t or a later one;
-            not together with a window.
-        scales: `[B, kv_heads, slots, 2]`, of keys and of values, which are float8 then, see `float8_reference`.
+        chunk: if given, slot s is visible only if it is in the chunk of t or a later one; a chunk has this many slots.
+            Not together with a window.
+        scales: `[B, kv_heads, slots, 2]`, scales of float8 keys and values, see `float8_reference`.
         ancestors: `[B, n, W]` int64; if given, the queries are the nodes of a tree, parents first: node i is stored at
             slot positions[b, 0] + i, and its position is positions[b, 0] + its depth, which is below the window. It
-            sees the slots before positions[b, 0] as otherwise, and of the others those of itself and its ancestors:
-            bit j % 64 of word j // 64 is set if node j is one. Not together with `ends`, chunks and starts `[B, n]`.
+            sees slots before positions[b, 0] as usual, and from there on only those of itself and its ancestors: node
+            j, if bit j % 64 of word j // 64 is set. Not together with `ends`, chunks or starts `[B, n]`.
 
     Returns:
-        `[B, n, heads, Dv]` in the query's dtype. Scores and softmax are in float32 with sinks or a softcap, and as in
-        `scaled_dot_product_attention` otherwise.
+        `[B, n, heads, Dv]` in the query's dtype. Scores and softmax are in float32 with sinks or a softcap, otherwise
+        as in `scaled_dot_product_attention`.
     """
     if scales is not None:
         key, value = (dequantise(one, scales[..., index]) for index, one in enumerate((key, value)))
@@ -64,7 +63,7 @@ def attention(
     batch, heads, num_queries, _ = query.shape
     kv_heads, num_slots = key.shape[1:3]
     groups = heads // kv_heads
-    # Grouped-query attention: the query heads of a key head become further queries of it, without a copy of the cache.
+    # Grouped-query attention: the query heads of a key head become more queries of it, so the cache is not copied.
     query = query.reshape(batch, kv_heads, groups * num_queries, query.shape[-1])
     slots = torch.arange(num_slots, device=key.device)
     root, is_padding = positions[:, :1], (positions >= num_slots - 1) | (positions < 0)
@@ -107,10 +106,10 @@ def attention(
     "float? softcap, Tensor starts, Tensor? ends) -> Tensor",
 )
 def _packed_attention(query, key, value, positions, scaling, window, sinks, softcap, starts, ends):
-    """Attention with starts `[B, n]`: that of each group of queries of one start, over its own slots.
+    """Attention with starts `[B, n]`: the queries with the same start are a group, which sees its own slots.
 
-    Groups of as many queries and slots are rows of one batch. Their sizes are read on the host; so it is an op, of
-    which whatever traces or records operations sees none of those inside.
+    Groups with the same numbers of queries and slots are rows of one batch. The host reads these numbers, so this is an
+    op of its own, which hides its operations from tracing and recording.
     """
     batch, heads, num_queries, _ = query.shape
     num_slots, device = key.shape[2], key.device
@@ -139,7 +138,7 @@ def _packed_attention(query, key, value, positions, scaling, window, sinks, soft
                 sinks,
                 softcap,
                 ends=ends[row, mine] - begin,
-            ).to(out.dtype)  # autocast may have chosen another
+            ).to(out.dtype)  # autocast may have chosen another dtype
     return out
 
 

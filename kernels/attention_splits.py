@@ -1,19 +1,18 @@
-"""Splits of attention over the keys: how many there are, where, and the Triton kernels that merge their results.
+"""Splits of attention over the slots: their number and places, and the Triton kernels that merge their results.
 
-Shapes: partial `[rows, splits, Dv]` float32, lse `[rows, splits]` float32, out `[rows, Dv]`, for the rows that
-`attention` has: B * n * heads. With the normalised result o_i of a split and the base-2 logarithm l_i of its sum of
-exponentials:
+Shapes: partial `[rows, splits, Dv]` float32, lse `[rows, splits]` float32, out `[rows, Dv]`; `attention` has B * n *
+heads rows. o_i is the normalised result of split i, and l_i the base-2 logarithm of its sum of exponentials:
 
     out = sum_i 2^(l_i) o_i / sum_i 2^(l_i)
 
-Splits at fixed places have an online softmax of their own each, with maximum m_i, sum s_i and sum of values a_i
-(partial, and stats `[2, rows, splits]` float32). They are merged in ascending order:
+Each split at a fixed place has an online softmax of its own, with maximum m_i, sum s_i and weighted sum of values a_i
+(partial, and stats `[2, rows, splits]` float32). Splits are merged in ascending order:
 
     M_i = max(M_(i-1), m_i)
     S_i = S_(i-1) 2^(M_(i-1) - M_i) + s_i 2^(m_i - M_i)
     A_i = A_(i-1) 2^(M_(i-1) - M_i) + a_i 2^(m_i - M_i)        out = A / S
 
-with M, S, A of a sink before the first one: its logit, 1, 0; without a sink -inf, 0, 0.
+M_0, S_0, A_0 are the sink's logit, 1 and 0; without a sink -inf, 0 and 0.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ import triton.language as tl
 
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 
-# Programs launched per multiprocessor, one for so many slots and at most as many: two or three run at a time, the rest
-# balance rows of unequal length.
+# Programs per multiprocessor: one for so many slots, and at most so many. Two or three run at a time; the others
+# balance rows of unequal lengths.
 _SLOTS_PER_PROGRAM, _MOST_PROGRAMS_PER_MULTIPROCESSOR = 640, 4
-# With fewer slots a split costs more to launch and to merge than it saves: the fewest, and those beyond some splits.
+# Fewest slots of a split, and of each split beyond a few: with fewer, launch and merge cost more than a split saves.
 _MIN_SLOTS_PER_SPLIT, _SLOTS_PER_FURTHER_SPLIT, _FEW_SPLITS = 48, 256, 8
 _MAX_SPLITS = 128
-# Results of all splits that are merged where there are some thousand slots.
+# Results of all splits that are worth merging for up to some thousand slots.
 _WORTHWHILE_RESULTS = 8192
 _MERGE_ELEMENTS = 4096
-# Slots are divided among splits of equal size in units of this many, so that two sizes differ by at most one unit.
+# Unit in which slots are divided among splits of equal size: sizes differ by at most one unit.
 _SPLIT_UNIT = tl.constexpr(16)
-# Slots of a split at a fixed place; a multiple of every block of slots.
+# Slots of a split at a fixed place, a multiple of every block of slots.
 SPLIT = 256
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def first_visible(position, window, IS_CHUNKED: tl.constexpr):
-    """The first slot that queries at `position` see of a window, or of chunks, of size `window`."""
+    """The first slot that queries at `position` see in a window, or in chunks, of size `window`."""
     return position // window * window if IS_CHUNKED else position - window + 1
 
 
@@ -52,7 +51,7 @@ def first_visible(position, window, IS_CHUNKED: tl.constexpr):
 def split_range(
     position, last, start, num_slots, window, split, num_splits, SLOT_BLOCK: tl.constexpr, IS_CHUNKED: tl.constexpr
 ):
-    """First slot and end of split `split` for a block of queries; padding queries have position and last slot -1."""
+    """First slot and end of split number `split` for a block of queries; padding has position and last slot -1."""
     end = tl.max(last, axis=0) + 1
     first = start
     if window is not None:
@@ -68,7 +67,7 @@ def split_range(
 
 @triton.jit
 def visible_range(position, last, start, num_slots, window, SLOT_BLOCK: tl.constexpr, IS_CHUNKED: tl.constexpr):
-    """The first slot of the first block that one of the queries sees, and the end of what they see.
+    """The first slot of the first block that one of the queries sees, and the end of the visible slots.
 
     Blocks are counted from `start`. Padding queries have position and last slot -1.
     """
@@ -83,9 +82,9 @@ def visible_range(position, last, start, num_slots, window, SLOT_BLOCK: tl.const
 
 @triton.jit
 def merge_next(running_max, running_sum, acc, split_max, split_sum, split_acc):
-    """Merge the results of the next split, `[rows]`, `[rows]` and `[rows, Dv]`, in those of the splits before it.
+    """Merge the next split, `[rows]`, `[rows]` and `[rows, Dv]`, into the results of the splits before it.
 
-    Instructions are named (`tl.fma`), so that no compiler chooses them: both that merge add by the same ones.
+    `tl.fma` is explicit, so that both kernels that merge use the same instructions whatever the compiler chooses.
     """
     new_max = tl.maximum(running_max, split_max)
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -107,7 +106,7 @@ def _merge_kernel(
     VALUE_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merge the splits of a query: out = sum_i 2^(lse_i) partial_i / sum_i 2^(lse_i), 0 where every lse is -inf.
+    """Merge the splits of a query: out = sum_i 2^(lse_i) partial_i / sum_i 2^(lse_i); 0 if every lse is -inf.
 
     Grid: (B * n * heads, blocks of Dv). Reads `lse` `[B * n * heads, splits]` and, where it is finite, `partial`
     `[B * n * heads, splits, Dv]`; writes `out` `[B * n * heads, Dv]`.
@@ -118,7 +117,7 @@ def _merge_kernel(
     at = row * num_splits + split
     wait_for_inputs(PDL)
     weights = tl.load(lse_ptr + at, mask=split < num_splits, other=float("-inf"))
-    # A split without slots has written no partial result.
+    # A split without slots has no partial result.
     is_written = weights > float("-inf")
     partial = tl.load(
         partial_ptr + at[:, None] * VALUE_DIM + value_dim[None, :],
@@ -156,10 +155,10 @@ def _fixed_merge_kernel(
     IS_CHUNKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merge the splits of one query.
+    """Merge the fixed splits of one query.
 
-    Grid: (B * n * heads,). Reads its position, first and last slot, and of the splits that it sees `partial`
-    `[B * n * heads, splits, Dv]` and `stats` `[2, B * n * heads, splits]`; writes `out` `[B, n, heads, Dv]`.
+    Grid: (B * n * heads,). Reads its position, first and last slot, and `partial` `[B * n * heads, splits, Dv]` and
+    `stats` `[2, B * n * heads, splits]` of the splits that it sees; writes `out` `[B, n, heads, Dv]`.
     """
     row = tl.program_id(0).to(tl.int64)
     batch, query_index = row // HEADS // num_queries, row // HEADS % num_queries
@@ -200,13 +199,13 @@ def _fixed_merge_kernel(
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 for other devices."""
+    """Number of multiprocessors of a GPU; 1 for other devices."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def choose_splits(num_programs: int, num_results: int, num_visible: int, num_multiprocessors: int) -> int:
-    """Number of splits, a power of two, if a split takes `num_programs` programs and has `num_results` results to be
-    merged, one for each head of a query, of which each sees at most `num_visible` slots.
+    """Number of splits, a power of two. A split takes `num_programs` programs and has `num_results` results to merge,
+    one for each head of a query; each query sees at most `num_visible` slots.
 
     Microseconds with 1 / 2 / 4 / 8 splits, shapes of Llama-3.1-8B, one query, one H200: 400 of 512 slots at batch 1
     8.6 / 6.8 / 5.3 / 4.4, at 8 9.3 / 8.1 / 8.8 / 11.9, at 32 20.9 / 21.0 / 24.3 / 29.2; 2,000 of 2,048 slots 31.4 /
@@ -218,15 +217,14 @@ def choose_splits(num_programs: int, num_results: int, num_visible: int, num_mul
     per_multiprocessor = min(max(num_visible // _SLOTS_PER_PROGRAM, 1), _MOST_PROGRAMS_PER_MULTIPROCESSOR)
     wanted = round(per_multiprocessor * num_multiprocessors / num_programs)
     most = min(num_visible // _MIN_SLOTS_PER_SPLIT, max(num_visible // _SLOTS_PER_FURTHER_SPLIT, _FEW_SPLITS))
-    # What merging costs grows with the results, what it saves with the slots.
+    # The cost of merging grows with the results, its gain with the slots.
     worthwhile = min(8 * num_visible, max(_WORTHWHILE_RESULTS, 2 * num_visible)) // num_results
     return 1 << max(min(wanted, most, worthwhile, _MAX_SPLITS), 1).bit_length() - 1
 
 
 def merge_splits(partial: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> None:
-    """Merge the results `partial` of splits, which are not read where `lse` is -inf, in `out` of as many elements.
-
-    One launch that depends on shapes only.
+    """Merge the results `partial` of splits into `out`, of B * n * heads * Dv elements; `partial` is not read where
+    `lse` is -inf. One launch, which depends only on shapes.
     """
     num_rows, num_splits, value_dim = partial.shape
     split_block = triton.next_power_of_2(num_splits)
@@ -257,7 +255,7 @@ def merge_fixed_splits(
     slot_block: int,
     is_chunked: bool,
 ) -> None:
-    """Merge the results of splits at fixed places, `partial` and `stats` of those that a query sees, in `out`."""
+    """Merge `partial` and `stats` of the splits at fixed places that each query sees into `out`."""
     _, num_queries, heads, value_dim = out.shape
     _fixed_merge_kernel[(len(partial),)](
         partial,

@@ -8,7 +8,7 @@ Shapes: logits `[B, n, V_d]`, temperatures, seeds and lengths `[B]`, tokens or i
     add_target_noise = logits[b, i, v] / temperatures[b] - log(g_i(v))
 
 with e_i(v) = race_times(seeds[b], lengths[b], v, DRAFT, first + i), and
-g_i(v) = race_times(seeds[b], lengths[b] + first + i, target_ids[v], TARGET), or without i if all are of one draft.
+g_i(v) = race_times(seeds[b], lengths[b] + first + i, target_ids[v], TARGET), without i if all are for one draft.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _draw_kernel(
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The key of the maximum of p / e of one block of a row, and probabilities p, if these are stored.
+    """The key of the maximum of p / e in one block of a row; also the probabilities p if `probs` is given.
 
     Grid: (B * n, blocks). Reads the `stats` `[B * n, stat blocks]`, the row's temperature, seed, length and depth, and
     BLOCK elements of `scores`; writes these elements of `probs` and one element of `keys` `[B * n, blocks]`.
@@ -86,13 +86,13 @@ def draw_keys(
     probs: torch.Tensor | None,
     stream: RandomStream,
 ) -> torch.Tensor:
-    """Keys `[B * n, blocks]` of drawn tokens, of `scores` `[B, n, V]`; two launches.
+    """Keys `[B * n, blocks]` of tokens that are drawn from `scores` `[B, n, V]`. Two launches.
 
     Args:
-        temperatures: `[B]`, by which scores are divided.
-        depths: `[B, n]` of the stream `TARGET`, on `lengths`; None for 0 to n - 1.
-        first: of the stream `DRAFT`, index within the round of the first draft.
-        probs: `[B, n, V]`, contiguous, where the distributions are stored.
+        temperatures: `[B]`, divisors of the scores; None for 1.
+        depths: for the stream `TARGET`, `[B, n]`, added to `lengths`; None for 0 to n - 1.
+        first: for the stream `DRAFT`, index of the first draft in the round.
+        probs: `[B, n, V]`, contiguous, written with the distributions; or None.
     """
     batch, width, vocabulary = scores.shape
     assert seeds.is_contiguous() and lengths.is_contiguous()

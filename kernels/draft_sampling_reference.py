@@ -9,9 +9,9 @@ from .types import RandomStream
 
 
 def best_draft(logits: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """The most probable draft tokens, `[B, n]` or `[n]` int64 of the target, by `logits` `[B, n, V_d]` or `[n, V_d]` of
-    any floating dtype; ties and NaN as in `verify_tree`. `target_ids` `[V_d]` int64 are the target's tokens of the
-    draft vocabulary; None if they are the same."""
+    """The most probable draft tokens, `[B, n]` or `[n]` int64 in the target's vocabulary, by `logits` `[B, n, V_d]` or
+    `[n, V_d]` of any floating dtype; ties and NaN as in `verify_tree`. `target_ids` `[V_d]` int64 has the target's
+    token of each draft token; None if they are the same."""
     index = logits.argmax(dim=-1)
     return index if target_ids is None else target_ids[index]
 
@@ -22,15 +22,15 @@ def draw_draft(
     """Sample draft tokens from softmax(logits / temperature).
 
     Args:
-        logits: `[B, n, V_d]` of the draft head, of any floating dtype.
+        logits: `[B, n, V_d]` of any floating dtype.
         temperatures: `[B]` float32, above 0.
         seeds: `[B]` int64 row seeds.
-        lengths: `[B]` int64, the position that the first draft of the round would have.
-        first: index within the round, from 0, of the first of these drafts.
+        lengths: `[B]` int64, the position of the round's first draft.
+        first: index in the round, from 0, of the first of these drafts.
 
     Returns:
-        Indices `[B, n]` int64 into the draft vocabulary, and the distributions, float32 in the shape of the logits.
-        Logits with NaN or +inf, or of -inf alone, have none: they are NaN, and the index is 0.
+        indices `[B, n]` int64 into the draft vocabulary, and the distributions, float32 in the shape of the logits. For
+        logits with NaN or +inf, or with only -inf, the distribution is NaN and the index 0.
     """
     probs = (logits.float() / temperatures[:, None, None]).softmax(dim=-1)
     steps = torch.arange(first, first + logits.shape[1], device=logits.device)
@@ -47,14 +47,13 @@ def add_target_noise(
     first: int,
     is_one_draft: bool,
 ) -> torch.Tensor:
-    """Logits whose largest is of the token that the target will draw, if its distribution is the drafter's.
-
-    The logarithms of what the target's token is drawn with, see `verify_tree`, are Gumbel noise.
+    """Logits with the noise of the target's draw: the largest belongs to the token that the target will draw, if the
+    target has the drafter's distribution. The noise is Gumbel noise from the race times of `verify_tree`.
 
     Args:
-        target_ids: `[V_d]` int64, the target's token of each token of the draft vocabulary; None if they are the same.
-        logits, temperatures, seeds, lengths, first: as of `draw_draft`.
-        is_one_draft: whether all n are logits of the first draft, which may follow several.
+        target_ids: `[V_d]` int64, the target's token of each draft token; None if they are the same.
+        logits, temperatures, seeds, lengths, first: see `draw_draft`.
+        is_one_draft: whether all n logits are for the first draft, after different tokens before it.
 
     Returns:
         `[B, n, V_d]` float32.

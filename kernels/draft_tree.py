@@ -1,26 +1,25 @@
-"""Triton search for the tree of the likeliest paths, and growth of a tree by a layer; the references are in
-`draft_tree_reference`.
+"""Triton search for the tree of the likeliest paths, and growth of a tree by a layer; see `draft_tree_reference`.
 
 The likeliest paths. Shapes: logprobs and tokens `[B, D, P, W]`, rows `[B, D - 1, P, W]`; N nodes, W' = N // 64 + 1
-words of ancestors. With ranks r_1 to r_d a path has
+words of ancestors. A path of ranks r_1 to r_d has
 
     score(r_1, ..., r_d) = sum over i of logprobs[b, i, p_i, r_i],    p_1 = 0, p_(i + 1) = rows[b, i, p_i, r_i]
 
-and the nodes are the N paths of the largest scores. Each is found by the one before its last rank, (r_1, ..., r_d - 1),
-or, if that is 0, by its parent: so the next one is the best of at most 2 N + 1 that are known.
+The nodes are the N paths with the largest scores. A path becomes known after its previous sibling, (r_1, ..., r_d - 1),
+or, if r_d is 0, after its parent. So the next node is the best of at most 2 N + 1 known paths.
 
 Growth by a layer. Shapes: tokens and parents `[B, m]`, ancestors `[B, m, W]`, hidden `[B, m, H]`, feedback `[B, P, H]`
 or, chained, `[B, m, H]`; logprobs and drafts `[B, P, C]`, paths `[B, P]`; results of n = m + F columns. The F new
-columns are the candidates (p, c) of the largest
+columns are the candidates (p, c) with the largest
 
     paths[b, p] + logprobs[b, p, c]
 
-and follow column m - P + p. With s(j) = j in the window of w columns, else w + (j - w) // F, column j has
+Their parent is column m - P + p. With s(j) = j in the window of w columns, else w + (j - w) // F, column j has
 
-    place = lengths[b] + first + s(j), dummy if finished[b] or that is above limits[b] - 2
-    slot = lengths[b] + first + j, dummy if place is dummy or negative, or j < behind
-    position = max(place, 0) + offsets[b], 0 if place is dummy
-    ancestors = those of its parent and itself
+    place = lengths[b] + first + s(j); dummy if finished[b] or if that is above limits[b] - 2
+    slot = lengths[b] + first + j; dummy if place is dummy or negative, or if j < behind
+    position = max(place, 0) + offsets[b]; 0 if place is dummy
+    ancestors = its parent's and itself
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .reduction import LEAST_KEY, index_of_key, keys_of, value_of_key
 from .types import Tree
 
-# Elements of a hidden state that a program of `grow_tree` copies: one warp holds them all.
+# Elements of a hidden state that a program of `grow_tree`, which is one warp, copies.
 BLOCK = 1024
 
 
@@ -45,7 +44,7 @@ def _at(is_at, values):
 
 @triton.jit
 def _load(logprobs_ptr, at, exists):
-    """A log-probability, -inf for NaN and where it does not exist."""
+    """A log-probability; -inf for NaN, and unless `exists`."""
     value = tl.load(logprobs_ptr + at, mask=exists, other=float("-inf"))
     return tl.where(value > float("-inf"), value, float("-inf"))
 
@@ -91,7 +90,7 @@ def _best_paths_kernel(
     tl.store(ancestors_ptr, one)
     if NUM_WORDS > 1:
         tl.store(ancestors_ptr + 1, zero)
-    # Of known paths: scores, those without the last rank, where that is in the tables, parents and their ancestors.
+    # Known paths: scores, scores without the last rank, its entries in the tables, parents, and their ancestors.
     scores = tl.where(place == 0, _load(logprobs_ptr, 0, True), float("-inf"))
     before = tl.zeros([PLACES], tl.float32)
     entries = tl.zeros([PLACES], tl.int32)
@@ -195,10 +194,10 @@ def _grow_tree_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A column, or BLOCK elements of its hidden state.
+    """A column and BLOCK elements of its hidden state.
 
-    Grid: (B, n, blocks of H). Reads a row of `logprobs` and `paths`, and what the column is made of; writes its element
-    of each result in `out`. The program of the first column writes a row of `out_paths` and `rows`, too.
+    Grid: (B, n, blocks of H). Reads a row of `logprobs` and `paths`, and the column's inputs; writes its element of
+    each result in `out`. The first program of the first column also writes a row of `out_paths` and `rows`.
     """
     tokens_ptr, parents_ptr, ancestors_ptr = columns
     logprobs_ptr, drafts_ptr, paths_ptr = candidates
@@ -251,9 +250,9 @@ def _grow_tree_kernel(
         for word in tl.static_range(NUM_WORDS):
             if ancestors_ptr is not None:
                 bits = tl.load(ancestors_ptr + (row * count + source) * NUM_WORDS + word)
-            else:  # of the window, whose ancestors are in one word
+            else:  # the window, whose ancestors are in one word
                 bits = (tl.full([], 2, tl.int64) << source) - 1 if word == 0 else tl.full([], 0, tl.int64)
-            bits |= tl.where(column // 64 == word, bit, 0)  # old ones have it
+            bits |= tl.where(column // 64 == word, bit, 0)  # already set in old columns
             tl.store(out_ancestors_ptr + to * NUM_WORDS + word, bits, mask=is_first_block)
         start = tl.load(lengths_ptr + row) + first
         position = start + tl.where(column < window, column, window + (column - window) // WIDTH)
@@ -276,7 +275,7 @@ def _grow_tree_kernel(
             kept = tl.load(kept_ptr + dim, mask=dim < size - num_found, other=0.0)
             values = tl.where(is_new, values, kept)
             num_found = size
-        elif not IS_CHAINED:  # of new columns only
+        elif not IS_CHAINED:  # new columns only
             to = row * (num_columns - count) + column - count
         tl.store(out_hidden_ptr + to * size + dim, values, mask=dim < num_found)
 
@@ -302,7 +301,7 @@ def grow_tree(
     is_chained,
     num_words,
 ):
-    """See `draft_tree_reference.grow_tree`; equal. One launch that depends on shapes and strides only."""
+    """See `draft_tree_reference.grow_tree`; equal. One launch, which depends only on shapes and strides."""
     (batch, count), device = tokens.shape, tokens.device
     small = parents, ancestors, paths, lengths, limits, finished, offsets
     assert tokens.stride(1) == 1 and all(one is None or one.is_contiguous() for one in small)

@@ -12,25 +12,24 @@ _NONE = float("-inf")
 def best_paths(
     logprobs: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None, num_nodes: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The `num_nodes` likeliest paths of drafts: best first (DDTree, arXiv 2604.12989). A path is at most as likely as
-    what it begins with, so they are a tree.
+    """The `num_nodes` likeliest paths of drafts, best first (DDTree, arXiv 2604.12989). They are a tree, because a path
+    is at most as likely as its beginning.
 
-    Tables say what may follow: those of a depth have P rows, of which each is for drafts before that have the same
-    drafts after them. There is one row where drafts do not depend on each other, one for each token where they depend
-    on the one before, and one for each path that was gone on from where they depend on all (EAGLE-2, arXiv 2406.16858).
+    Each depth has a table of P rows of possible tokens. Drafts that have the same tokens after them share a row: there
+    is one row if drafts do not depend on each other, one for each token if a draft depends on the draft before it, and
+    one for each expanded path if it depends on all drafts before it (EAGLE-2, arXiv 2406.16858).
 
     Args:
-        logprobs: `[B, D, P, W]` float32, of the W likeliest tokens, descending; NaN counts as -inf. Of the first depth
-            row 0 is read.
+        logprobs: `[B, D, P, W]` float32, of the W likeliest tokens, descending; NaN counts as -inf. At the first depth
+            only row 0 is read.
         tokens: `[B, D, P, W]` int64.
-        rows: `[B, D - 1, P, W]` int64, the row of the next depth for what follows a token, -1 if nothing does; None for
-            0.
+        rows: `[B, D - 1, P, W]` int64, the row of each token's children at the next depth, -1 for no children; None
+            for all 0.
         num_nodes: N, at most `WORD_BITS * MOST_WORDS` - 1.
 
     Returns:
-        tokens `[B, N]`, and the tensors of a `Tree` of them. Nodes come in descending order of their paths, of equal
-        ones that which was found first. Where there are fewer than N paths above -inf, the rest has token 0 and parent
-        -1.
+        tokens `[B, N]`, and the tensors of their `Tree`. Nodes are in descending order of their paths; of equal paths
+        the one found first is first. If fewer than N paths are above -inf, other nodes have token 0 and parent -1.
     """
     (batch, depth, num_rows, width), device = logprobs.shape, logprobs.device
     size = num_rows * width
@@ -41,7 +40,7 @@ def best_paths(
     def load(at: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
         return torch.where(exists, logprobs[of_batch, at.clamp(0, depth * size - 1)], _NONE)
 
-    # Of paths that may be next, by the place where they were found: after node n its next sibling and its first child.
+    # Known paths, by the place where they were found: each node adds its next sibling and its first child.
     places = 2 * num_nodes + 1
     scores, before = logprobs.new_full((batch, places), _NONE), logprobs.new_zeros(batch, places)
     entries, parents = (torch.zeros(batch, places, dtype=torch.int64, device=device) for _ in range(2))
@@ -50,7 +49,7 @@ def best_paths(
     out = torch.zeros(batch, num_nodes, dtype=torch.int64, device=device)
     for node in range(1, num_nodes + 1):
         best = scores.amax(dim=1)
-        at = (scores == best[:, None]).int().argmax(dim=1)  # the first one, which `max` need not find
+        at = (scores == best[:, None]).int().argmax(dim=1)  # the first one; `max` may find another
         exists, own = best > _NONE, (of_batch, at)
         scores[own] = _NONE
         entry, parent, path = torch.where(exists, entries[own], 0), parents[own], before[own]
@@ -97,32 +96,32 @@ def grow_tree(
     is_chained: bool,
     num_words: int,
 ) -> tuple[(torch.Tensor,) * 9]:
-    """Choose the drafts of a layer that a tree goes on from (EAGLE-2, arXiv 2406.16858), and say what a pass over all
-    columns so far reads and writes: the `window`, of which each column follows the one before and the last one is the
-    root, and the drafts that were gone on from, `width` of each layer.
+    """Choose the drafts of a layer to expand (EAGLE-2, arXiv 2406.16858), and lay out the next pass over all columns:
+    the `window`, where each column follows the one before and the last is the root, and `width` drafts of each layer.
 
     Args:
-        tokens: `[B, m]` int64, of the columns before.
-        parents, ancestors: `[B, m]` and `[B, m, words]` int64, see `Columns`; None if the window is all.
-        hidden: `[B, m, H]`, of the columns before; None if they have none.
-        feedback: what the last pass has found, `[B, P, H]` of the P drafts that it went on from, which are its last
-            columns; with `is_chained` `[B, m, H]` of all. None if passes read none.
-        logprobs: `[B, P, C]` float32, of C candidates after each of these; NaN counts as -inf. None for no new drafts.
+        tokens: `[B, m]` int64, tokens of the columns so far.
+        parents, ancestors: `[B, m]` and `[B, m, words]` int64, see `Columns`; None if there is only the window.
+        hidden: `[B, m, H]`, hidden states of the columns so far; None if they have none.
+        feedback: hidden states from the last pass: `[B, P, H]` of the P drafts that it expanded, its last columns; with
+            `is_chained` `[B, m, H]` of all columns. None if passes read none.
+        logprobs: `[B, P, C]` float32, of C candidates after each of them; NaN counts as -inf. None for no new drafts.
         drafts: `[B, P, C]` int64, the candidates.
-        paths: `[B, P]` float32, log-probabilities of the paths to the P drafts; None of the root.
+        paths: `[B, P]` float32, log-probabilities of the paths to the P drafts; None for the root.
         lengths, limits, finished: see `DecodeState`; None to choose drafts only.
-        offsets: `[B]` int64, of position ids; None for none.
+        offsets: `[B]` int64, offsets of position ids; None for 0.
         window, width: see above; width is at most P C.
-        first: of the position of the first column, from `lengths` on.
-        behind: how many leading columns write nothing.
+        first: position of the first column minus `lengths`.
+        behind: number of leading columns that write nothing.
         dummy: the dummy slot.
-        is_chained: whether each column reads what was found of its parent; else drafts do, and keep it.
-        num_words: of ancestors.
+        is_chained: whether every column reads its parent's feedback; if not, a draft reads it once and keeps it.
+        num_words: words of ancestors.
 
     Returns:
-        the paths `[B, width]` float32 of the chosen drafts, descending, of equal ones the first; `rows` `[B, P, C]`
-        int64, their places in it, -1 of other candidates; and the tensors of `Columns` `[B, m + width]`, of hidden
-        states those of the new drafts alone if there were none before. What is not asked for is an empty tensor.
+        the paths `[B, width]` float32 of the chosen drafts, descending, of equal ones the first first; `rows`
+        `[B, P, C]` int64, their indices in it, -1 for other candidates; and the tensors of `Columns`
+        `[B, m + width]`, with hidden states only of the new drafts if there were none before. Results that are not
+        computed are empty tensors.
     """
     (batch, count), device, nothing = tokens.shape, tokens.device, tokens.new_empty(0)
     parents = _chain(batch, count, device) if parents is None else parents
@@ -164,10 +163,10 @@ def grow_tree(
 
 
 def _chain(batch: int, count: int, device: torch.device) -> torch.Tensor:
-    """`[B, count]`, of each column the one before."""
+    """`[B, count]` int64, the column before each column; 0 for the first."""
     return (torch.arange(count, device=device) - 1).clamp(min=0).expand(batch, -1)
 
 
 def _take(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Of `values` `[B, P, width]` those at `index` `[B, n]`."""
+    """`[B, n, width]`: `values` `[B, P, width]` at `index` `[B, n]`."""
     return values.gather(1, index[..., None].expand(-1, -1, values.shape[2]))

@@ -1,11 +1,11 @@
 """Triton linear layers of a mixture of experts; the references are in `experts_reference`.
 
 Shapes: expert_ids `[n, k]`, plan `[4, n * k]`, inputs `[n, in]` or `[n * k, in]`, weight `[experts, out, in]`, plain or
-stored as numbers of few bits, or `[experts, in, out]`, result `[n * k, out]`. For pair i of token i // k:
+a `StoredWeight`, or `[experts, in, out]`, result `[n * k, out]`. For pair i of token i // k:
 
     result[i] = inputs[i // k] @ weight[e].T + bias[e],    e = expert_ids[i // k, i % k]
 
-Inputs of pairs, `[n * k, in]`, are read at i instead of i // k.
+With inputs `[n * k, in]`, inputs[i] is read instead of inputs[i // k].
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .linear_tiles import choose_stored_tiles
 from .stored_weight import SPLITS, stored_arguments, stored_sums
 from .types import StoredWeight
 
-# Pairs, and blocks, that a program of the plan computes, and pairs that it compares them with at a time.
+# Pairs, and also blocks, of a program of the plan, and pairs that it compares them with at a time.
 PAIR_BLOCK, CHUNK = tl.constexpr(16), tl.constexpr(128)
 
 
@@ -35,8 +35,8 @@ def _plan_kernel(
 ):
     """Compute PAIR_BLOCK columns of the plan.
 
-    Grid: (blocks of PAIR_BLOCK pairs,). Reads all of `ids` `[num_pairs]`; writes of `plan` `[4, num_pairs]` its pairs
-    at their sorted indices in `plan[0]`, and `plan[1:, j]` of the blocks j with the same indices as its pairs.
+    Grid: (blocks of PAIR_BLOCK pairs,). Reads all of `ids` `[num_pairs]`; writes its pairs to `plan[0]` at their sorted
+    indices, and `plan[1:, j]` for the blocks j with the same indices as its pairs; `plan` is `[4, num_pairs]`.
 
     The sorted index of a pair is the number of pairs with a smaller expert, or with the same expert and a smaller
     index. With c[e] pairs of expert e, block j is of the first expert e with sum_{e' <= e} ceil(c[e'] / rows) > j.
@@ -58,7 +58,7 @@ def _plan_kernel(
         sorted_index += tl.sum(is_before.to(tl.int32), axis=1)
     tl.store(plan_ptr + sorted_index, index, mask=is_index)
 
-    # From here on `index` is the index of a block.
+    # From here on, `index` is the index of a block.
     expert = tl.arange(0, EXPERTS)
     counts = tl.where(expert <= num_experts, counts, 0)
     blocks = (counts + rows - 1) // rows
@@ -80,11 +80,11 @@ def _plan_kernel(
 
 
 def _choose_tiles(rows: int, itemsize: int) -> tuple[int, int, int, int]:
-    """Output columns and input features that a program multiplies at a time, its warps and its pipeline stages.
+    """Output columns, input features at a time, warps and pipeline stages of a program.
 
-    Measured on one H200 in bfloat16, shapes of gpt-oss. One token, 16 rows, up and down projection: 34 and 20 us; with
-    32 columns 47 and 21, with 16 columns and 256 features 60 and 39. 1024 tokens, 64 rows, both projections together:
-    675 us; with 64 columns 808, with 32 rows 995.
+    Measured on one H200 in bfloat16 with shapes of gpt-oss. One token, 16 rows, up and down projection: 34 and 20 us;
+    with 32 columns 47 and 21, with 16 columns and 256 features 60 and 39. 1024 tokens, 64 rows, both projections
+    together: 675 us; with 64 columns 808, with 32 rows 995.
     """
     columns, features = (64, 128) if rows <= 16 else (128, 64)
     return columns, features * 2 // itemsize, 4, 3
@@ -115,8 +115,8 @@ def _expert_linear_kernel(
 ):
     """OUT_BLOCK output columns of one block of the plan, accumulated in float32.
 
-    Grid: (blocks of output columns, blocks of the plan). Reads the pairs of the block from `plan`, their `inputs`, and
-    the columns of the weight and the bias of the block's expert; writes `out[pair, column]`, 0 for pairs without an
+    Grid: (blocks of output columns, blocks of the plan). Reads the block's pairs from `plan`, their `inputs`, and the
+    program's columns of the weight and bias of the block's expert; writes `out[pair, column]`, 0 for pairs without an
     expert. Programs after the last block return at once.
     """
     block = tl.program_id(1)

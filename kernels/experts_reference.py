@@ -1,6 +1,6 @@
 """PyTorch reference of the linear layers of a mixture of experts; shapes and formula are in `experts`.
 
-A token and one of the k experts it is routed to are a pair; n tokens have n * k pairs, pair i being of token i // k.
+A token and one of its k experts are a pair; n tokens have n * k pairs, and pair i is of token i // k.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from .types import StoredWeight
 
 
 def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch.Tensor:
-    """Sort the (token, expert) pairs by expert, and cut them into blocks of one expert each, for `expert_linear`.
+    """Sort the (token, expert) pairs by expert and cut them into blocks of one expert each, for `expert_linear`.
 
-    The sort is stable. A block is up to `rows` consecutive pairs, in sorted order, of one expert.
+    The sort is stable. A block has up to `rows` consecutive pairs of one expert, in sorted order.
 
     Args:
         expert_ids: `[n, k]` int64. Ids of `num_experts` and above mean "no expert" and count as one more expert.
@@ -49,11 +49,11 @@ def expert_linear(
     rows: int,
     is_transposed: bool,
 ) -> torch.Tensor:
-    """Linear layer of every pair's expert.
+    """The linear layer of each pair's expert.
 
     Args:
         inputs: `[n, in]`, one row per token, or `[n * k, in]`, one row per pair.
-        weight: `[experts, out, in]`, plain or stored as numbers of few bits; `[experts, in, out]` if `is_transposed`.
+        weight: `[experts, out, in]`, plain or a `StoredWeight`; `[experts, in, out]` if `is_transposed`.
         bias: `[experts, out]` or None.
         plan: from `plan_experts`, with the same `rows` and the number of `experts`.
         rows: largest number of pairs in a block.

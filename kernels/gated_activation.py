@@ -4,9 +4,9 @@ Shapes: gate, up and result `[rows, N]`:
 
     result = activation(gate) * up
 
-computed in float32, with the activation and the product rounded to the dtype, as PyTorch's two kernels do. Activations
-are computed by the functions that those use, so that results are the same bits; but for GELU, since the last bit of
-libdevice's erf may differ from that of the one PyTorch was compiled with.
+
+It is computed in float32, and the activation and the product are rounded to the dtype, as in PyTorch's two kernels.
+Results are the same bits, except that the last bit of GELU may differ: PyTorch may have been compiled with another erf.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK, _WARPS = tl.constexpr(1024), 4
 
 @triton.jit
 def activate(x, NAME: tl.constexpr, LIBDEVICE: tl.constexpr):
-    """Activation of float32 values. Without LIBDEVICE, which the interpreter lacks, the last bits may differ."""
+    """Activation of float32 values. The interpreter has no LIBDEVICE; without it the last bits may differ."""
     if NAME == "silu":
         power = libdevice.exp(-x) if LIBDEVICE else tl.exp(-x)
         return tl.div_rn(x, 1.0 + power)
@@ -70,9 +70,9 @@ def _gated_activation_kernel(
 
 
 def gated_activation(gate, up, activation):
-    """See `gated_activation_reference.gated_activation`. One launch that depends on shapes and strides only.
+    """See `gated_activation_reference.gated_activation`. One launch, which depends only on shapes and strides.
 
-    The two may be parts of the rows of a wider tensor.
+    `gate` and `up` may be slices of the rows of a wider tensor.
     """
     assert gate.shape == up.shape and gate.dtype == up.dtype, "gate and up must have the same shape and dtype"
     width = gate.shape[-1]

@@ -18,6 +18,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """`activation(gate) * up`, `[..., N]` each, of the same dtype, to which the activation and the product are rounded;
+    """`activation(gate) * up`, `[..., N]` each, of one dtype, to which the activation and the product are rounded;
     `activation` is a name in `ACTIVATIONS`."""
     return ACTIVATIONS[activation](gate) * up

@@ -1,8 +1,8 @@
-"""Triton gathering of rows, such as embeddings; the reference is `gather_rows_reference.gather_rows`.
+"""Triton gather of rows, such as embeddings; the reference is `gather_rows_reference.gather_rows`.
 
 Shapes: table `[B or 1, n, H]`, index `[B, W]`, fill `[H]`, result `[B, W, H]`:
 
-    result[b, w] = table[b, index[b, w]] if index[b, w] >= 0, else fill, or 0 without one
+    result[b, w] = table[b, index[b, w]] if index[b, w] >= 0, else fill, or 0 if fill is None
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _gather_rows_kernel(
 ):
     """A block of elements of one row.
 
-    Grid: (B * W, blocks of H). Reads an element of `index`, and the program's elements of a row of `table`, or of
-    `fill`, if given; writes those of `out`.
+    Grid: (B * W, blocks of H). Reads an element of `index` and the program's elements of a row of `table`, or of `fill`
+    if given; writes those of `out`.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -49,7 +49,7 @@ def _gather_rows_kernel(
 
 
 def gather_rows(table, index, fill):
-    """See `gather_rows_reference.gather_rows`. One launch that depends on shapes and strides only."""
+    """See `gather_rows_reference.gather_rows`. One launch, which depends only on shapes and strides."""
     batch, count = index.shape
     width = table.shape[2]
     assert table.stride(2) == 1 and table.shape[0] in (1, batch), "rows must have unit stride"

@@ -12,8 +12,8 @@ r = lengths[b] - committed[b] - 1, for 0 < j < committed[b]
 
     buffer[b, r + j] = buffer[b, r + path[b, j]]
 
-for all buffers `[B, slots, heads, width]` in one launch: a table has the address of each, its strides and how much a
-slot holds, in bytes.
+for all buffers `[B, slots, heads, width]` in one launch: a table has the address, strides and slot size of each, in
+bytes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import triton.language as tl
 from .float8 import magnitudes, scales_of
 from .launch import Unspecialised, block_of_steps, dependent_launch, kernel, wait_for_inputs
 
-# Elements of the keys, and of the values, that one program copies.
+# Elements of the keys, and of the values, that a program copies.
 _TILE = 2048
-# Words of a slot that a program moves.
+# Words of each slot that a program moves.
 _WORDS = tl.constexpr(512)
 
 
@@ -46,8 +46,8 @@ def copy_heads(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
 ):
-    """Copy the heads `head` of one position, cast to the dtype of the target, whose last dimension has unit stride: to
-    float8 with their scales, if these are stored. `strides_h` are those of heads of the target, the scales, the source.
+    """Copy the heads `head` of one position in the dtype of the target, whose last dimension has unit stride; in float8
+    with scales if `scale_ptr` is given. `strides_h`: strides between heads of the target, the scales and the source.
     """
     target_stride_h, scale_stride_h, source_stride_h = strides_h
     dim = tl.arange(0, DIM_BLOCK)
@@ -89,8 +89,8 @@ def _write_kv_kernel(
 ):
     """Write the key and the value of one query position, HEAD_BLOCK heads per program.
 
-    Grid: (n, B, blocks of heads). Reads `positions[b, i]`, and of `key_states[b, :, i]` and `value_states[b, :, i]` the
-    program's heads; writes them to `keys[b, slot]` and `values[b, slot]`, and their scales to `scales[b, slot]`.
+    Grid: (n, B, blocks of heads). Reads `positions[b, i]` and the program's heads of `key_states[b, :, i]` and
+    `value_states[b, :, i]`; writes them to `keys[b, slot]` and `values[b, slot]`, and scales to `scales[b, slot]`.
     """
     index = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
@@ -173,7 +173,7 @@ def _move_slots_kernel(
     """Move _WORDS words, of WORD bytes, of all slots of a path in one row of one buffer.
 
     Grid: (buffers, B, tiles). Reads a row of `table` `[buffers, 4]` and of `path`, an element of `lengths` and
-    `committed`, and the program's words of the path's slots; writes these words of the slots after the root's.
+    `committed`, and the program's words of the path's slots; writes these words to the slots after the root's.
     """
     row = tl.program_id(1).to(tl.int64)
     step = tl.arange(0, STEPS)
@@ -191,7 +191,7 @@ def _move_slots_kernel(
     if tl.max(is_moved.to(tl.int32), axis=0) == 0:
         return
     mask = is_moved[:, None] & (word < size // WORD)[None, :]
-    # In words; the table is in bytes.
+    # Offsets in words; the table has bytes.
     if WORD == 4:
         row_ptr = (address + row * row_stride).to(tl.pointer_type(tl.int32))
     else:
@@ -199,18 +199,18 @@ def _move_slots_kernel(
     source = (root + node) * (slot_stride // WORD)
     target = (root + step) * (slot_stride // WORD)
     values = tl.load(row_ptr + source[:, None] + word[None, :], mask=mask, other=0)
-    # A slot may be one's source and another's target: all are read before one is written.
+    # A slot may be the source of one move and the target of another, so all are read before any is written.
     tl.debug_barrier()
     tl.store(row_ptr + target[:, None] + word[None, :], values, mask=mask)
 
 
 class SlotTable(NamedTuple):
-    """Where the slots of some buffers are, and what follows of it for a launch.
+    """Addresses of the slots of buffers, for `move_slots`.
 
     Attributes:
-        entries: `[buffers, 4]` int64 on their device: address, strides of rows and slots, and size of a slot, in bytes.
-        word: bytes that are moved at once.
-        tiles: programs for the largest slot.
+        entries: `[buffers, 4]` int64 on the buffers' device: address, row stride, slot stride and slot size, in bytes.
+        word: number of bytes that are moved at once, 1 or 4.
+        tiles: number of programs for the largest slot.
     """
 
     entries: torch.Tensor
@@ -231,7 +231,7 @@ class SlotTable(NamedTuple):
 
 
 def move_slots(table: SlotTable, path: torch.Tensor, lengths: torch.Tensor, committed: torch.Tensor) -> None:
-    """See `kv_cache_reference.move_slots`; equal. One launch; the table of the buffers is made before a capture."""
+    """See `kv_cache_reference.move_slots`; equal. One launch; the table must be made before a capture."""
     assert path.stride(1) == 1 and lengths.is_contiguous() and committed.is_contiguous()
     _move_slots_kernel[(len(table.entries), len(path), table.tiles)](
         table.entries,

@@ -1,11 +1,11 @@
-"""How Triton kernels are declared and launched.
+"""Declaration and launch of Triton kernels.
 
-A function that launches kernels in the place of a reference has the reference's parameters, whose types that states.
+A function that launches the kernels of a reference has the reference's parameters; the reference states their types.
 
-By programmatic dependent launch (PDL) of Hopper and later GPUs a kernel starts while the one before it still runs. It
-may prepare, but not read what earlier kernels write, nor write what they read, before it calls `wait_for_inputs`. That
-waits until the kernel before has completed, and then allows the next kernel to start. So when a kernel starts, all
-kernels but the one before it have completed: every kernel that is launched so has to wait.
+With programmatic dependent launch (PDL) of Hopper and later GPUs, a kernel starts while the kernel before it still
+runs. Before it calls `wait_for_inputs` it may prepare, but it must neither read what earlier kernels write nor write
+what they read. `wait_for_inputs` waits until the kernel before has completed, and then lets the next kernel start. So
+when a kernel starts, all kernels except the one before it have completed. This needs every kernel with PDL to wait.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _HOPPER = (9, 0)
 
-# Annotation of an integer or a pointer by which Triton compiles no variants of a kernel. Else it has one for the value
-# 1 and one for values that are divisible by 16: for lengths, and small tensors with their strides, these are no faster.
-# It has the type of what compiled functions may name.
+# Annotation of an integer or a pointer for which Triton must not compile variants. By default it compiles one for the
+# value 1 and one for multiples of 16; for lengths, and for small tensors and their strides, these are no faster.
+# It is a `constexpr` because compiled functions may use no other globals.
 Unspecialised = tl.constexpr(None)
 
 
@@ -36,18 +36,18 @@ def kernel(function: Callable) -> triton.JITFunction:
     return triton.jit(function, do_not_specialize=unspecialised)
 
 
-# Blocks of the drafts of a round are no smaller: chains of up to 7 drafts share one variant of a kernel.
+# The smallest block of a round's tokens: chains of up to 7 drafts share one variant of a kernel.
 _LEAST_STEPS = 8
 
 
 def block_of_steps(count: int) -> int:
-    """The size of the block with which a kernel takes the `count` tokens or nodes of a round."""
+    """Block size of a kernel for the `count` tokens or nodes of a round."""
     return max(_LEAST_STEPS, triton.next_power_of_2(count))
 
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Wait for the kernel before this one; afterwards the next one may start. Nothing without PDL."""
+    """Wait for the kernel before this one, then let the next one start. Does nothing without PDL."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -61,5 +61,5 @@ def _has_pdl(device: torch.device) -> bool:
 
 
 def dependent_launch(device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of the launch of a kernel that has a parameter `PDL` and calls `wait_for_inputs`."""
+    """Launch arguments for a kernel that has a parameter `PDL` and calls `wait_for_inputs`."""
     return {"PDL": True, "launch_pdl": True} if _has_pdl(device) else {"PDL": False}

@@ -1,13 +1,13 @@
-"""Triton linear layer, and that of a gated MLP; the reference is `linear_reference.linear`.
+"""Triton linear layer, also for gate and up of a gated MLP; the reference is `linear_reference.linear`.
 
 Shapes: inputs `[n, in]`, weight `[out, in]`, bias `[out]`, result `[n, out]`, or with an activation `[n, out / 2]`:
 
     outputs[i, o] = sum_k weight[o, k] inputs[i, k] + bias[o],      result = outputs
     or with N = out / 2:                                            result[i, j] = f(outputs[i, j]) outputs[i, N + j]
 
-With few rows the time of such a layer is that of reading its weight. The weight is the first operand of the products,
-so that tiles have many output features and few rows. One program adds all products of an output in float32, with k
-ascending, and every tile size adds them in the same order: a row's result is the same bits however many rows there are.
+With few rows the layer takes the time of reading its weight. The weight is the first operand of the products, so that
+tiles have many output features and few rows. One program adds all products of an output in float32, with k ascending.
+Every tile size has this order, so the bits of a row's result do not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .stored_weight import SPLITS, stored_arguments, stored_sums
 from .types import LinearTiles, StoredWeight
 
-# Blocks of rows that programs which start together share with as few blocks of features, for the L2 cache.
+# Blocks of rows in a group of the swizzle: programs that start together share blocks in the L2 cache.
 GROUP = tl.constexpr(8)
-# 128-byte lines of each row of the weight that a program requests before the kernel ahead of it has ended.
+# 128-byte lines of each row of the weight that a program prefetches before the kernel before it has ended.
 _LINES = tl.constexpr(4)
 
 
@@ -60,10 +60,10 @@ def _linear_kernel(
     LIBDEVICE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """FEATURES output features of ROWS rows; with ACTIVATION half as many of each half of the weight.
+    """FEATURES output features of ROWS rows; with ACTIVATION FEATURES / 2 from each half of the weight.
 
-    Grid: (blocks of output features, blocks of rows). Reads the program's rows of `inputs` and of `weight`; writes
-    their `out`. IS_EVEN says that DEPTH divides the input features.
+    Grid: (blocks of output features, blocks of rows). Reads the program's rows of `inputs` and `weight`; writes their
+    `out`. IS_EVEN: whether DEPTH divides the input features.
     """
     row_block, feature_block = tl.swizzle2d(
         tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), GROUP
@@ -73,7 +73,7 @@ def _linear_kernel(
     OWN: tl.constexpr = FEATURES // PARTS
     size_out = size_out // PARTS
     first = feature_block * OWN
-    # A feature of the gate, and then that of the other half which it belongs to.
+    # With ACTIVATION each feature of the gate is followed by its feature of the other half.
     index = tl.arange(0, FEATURES)
     feature = first + index // PARTS
     row = tl.arange(0, ROWS)
@@ -87,7 +87,7 @@ def _linear_kernel(
         if IS_GATED:
             other_half = weight_ptr + size_out.to(tl.int64) * weight_stride
             request_lines(other_half, stride_bytes, size_out - first, OWN)
-    # Features beyond the last one are computed as that one, and not written.
+    # Features beyond the last one repeat it and are not written.
     own_feature = (tl.minimum(feature, size_out - 1) - first + index % PARTS * size_out).to(tl.int64)
     if FORM is None:
         wait_for_inputs(PDL)
@@ -138,11 +138,10 @@ def linear(
     tiles: LinearTiles,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """See `linear_reference.linear`, in tiles of `tiles`.
+    """See `linear_reference.linear`; `tiles` are the tiles. One launch, which depends only on shapes and strides.
 
-    One launch that depends on shapes and strides only. A layer may be a part of the rows of a larger weight. Where a
-    weight is stored with scales for groups of inputs, a tile's depth divides the group, or scales have 8 bits and
-    groups divide the depth.
+    The weight may be a slice of the rows of a larger weight. If a stored weight has scales for groups of inputs, a
+    tile's depth must divide the group, or scales have 8 bits and the group divides the depth.
     """
     num_rows, size_in = inputs.shape
     size_out = weight.shape[0]

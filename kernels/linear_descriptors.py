@@ -1,13 +1,13 @@
-"""Triton linear layer for more than a few rows on Hopper and later GPUs; the reference is `linear_reference.linear`.
+"""Triton linear layer with tensor descriptors, for many rows on Hopper and later; see `linear_reference.linear`.
 
 Shapes: inputs `[n, in]`, weight `[out, in]`, bias `[out]`, result `[n, out]`:
 
     result[i, o] = sum_k weight[o, k] inputs[i, k] + bias[o]
 
-Tiles are loaded and stored by tensor descriptors (TMA), but for inputs of fewer rows than whole tiles: descriptors take
-longer for rows that there are not than for others (4096 x 14336, 33 rows in a tile of 64: 54 us on one H200, and 33 us
-with 64 rows). These are loaded by pointers, with a mask. One program adds all products of an output in float32, with k
-ascending, by the same instructions as `linear`: a row's result is the same bits by both, however many rows there are.
+Tensor descriptors (TMA) load and store the tiles. Inputs that do not fill their tiles are loaded by pointers with a
+mask, because descriptors are slower for missing rows than for others (4096 x 14336 on one H200: 54 us for 33 rows in a
+tile of 64, 33 us for 64 rows). One program adds all products of an output in float32, with k ascending, by the same
+instructions as `linear`: both give the same bits, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .linear import GROUP, request_lines
 from .types import LinearTiles
 
-# Descriptors take rows of so many bytes, or of a multiple.
+# Descriptors need rows of a multiple of so many bytes.
 _ALIGNMENT = 16
 _HOPPER = (9, 0)
 
@@ -50,7 +50,7 @@ def _linear_kernel(
 ):
     """Tiles of FEATURES output features of ROWS rows.
 
-    Grid: (programs,); each computes every so many-th tile. Reads the rows of `inputs` and of `weight` of its tiles;
+    Grid: (P programs,), each of which computes every P-th tile. Reads the rows of `inputs` and `weight` of its tiles;
     writes their `out`.
     """
     row_blocks, feature_blocks = tl.cdiv(num_rows, ROWS), tl.cdiv(size_out, FEATURES)
@@ -90,7 +90,7 @@ def _has_descriptors(device: torch.device) -> bool:
 
 
 def takes(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `linear` computes with `inputs` `[n, in]` and `weight` `[out, in]` of 16-bit types."""
+    """Whether `linear` takes `inputs` `[n, in]` and `weight` `[out, in]`: they must be aligned and of 16 bits."""
     if inputs.itemsize != 2 or not _has_descriptors(inputs.device):
         return False
     sizes = (weight.shape[0], inputs.stride(0), weight.stride(0))
@@ -100,7 +100,7 @@ def takes(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: LinearTiles) -> torch.Tensor:
-    """See `linear_reference.linear`, of tensors that it `takes`. One launch that depends on shapes and strides only."""
+    """See `linear_reference.linear`, for tensors that it `takes`. One launch, by shapes and strides only."""
     (num_rows, size_in), size_out = inputs.shape, len(weight)
     assert weight.shape[1] == size_in and inputs.stride(1) == weight.stride(1) == 1, "rows must have unit stride"
     out = inputs.new_empty(num_rows, size_out)

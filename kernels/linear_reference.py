@@ -1,5 +1,5 @@
-"""PyTorch reference of a linear layer, `result = inputs @ weight.T + bias`, accumulated in float32, and of that of a
-gated MLP.
+"""PyTorch reference of a linear layer, `result = inputs @ weight.T + bias` with sums in float32, also for gate and up
+of a gated MLP.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ def linear(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """A linear layer of `inputs` `[n, in]`, with sums in float32 at least; `[n, out]` in their dtype. The weight `[out,
-    in]` is of the same dtype, or stored as numbers of few bits; the bias is `[out]` or None.
+    """A linear layer of `inputs` `[n, in]` with sums in float32 or wider; returns `[n, out]` in their dtype. The weight
+    `[out, in]` has the same dtype or is a `StoredWeight`; the bias is `[out]` or None.
 
-    With an activation the outputs, rounded to the dtype, are gate and up, the gate first, and the result is
-    `activation(gate) * up`, `[n, out / 2]`. See `gated_activation_reference.gated_activation`.
+    With an activation the outputs, rounded to the dtype, are gate, then up. The result is `activation(gate) * up`,
+    `[n, out / 2]`. See `gated_activation_reference.gated_activation`.
     """
     dtype = torch.promote_types(inputs.dtype, torch.float32)
     if isinstance(weight, StoredWeight):

@@ -1,13 +1,13 @@
-"""Triton linear layer whose weight is stored, for more than a few rows; the reference is `linear_reference.linear`.
+"""Triton linear layer with a stored weight, for many rows; the reference is `linear_reference.linear`.
 
 Shapes: inputs `[n, in]`, weight `[out, in]` as a `StoredWeight`, bias `[out]`, result `[n, out]`:
 
     result[i, o] = sum_k weight[o, k] inputs[i, k] + bias[o]
 
-`linear` widens a weight's numbers once for every 32 rows. Here a tile is widened once for up to 128 rows, as the first
-operand of the products of four warps together (wgmma), which is in registers. A sum is cut into PARTS of the input
-features, each a program's, so that narrow layers have programs enough; `_add_parts_kernel` adds them in their order.
-The bits are others than those of `linear`.
+`linear` widens a weight once for every 32 rows. This kernel widens a tile once for up to 128 rows, as the first
+operand, in registers, of products of four warps together (wgmma). Each sum is cut into PARTS of the input features, one
+for a program, so that narrow layers have enough programs. `_add_parts_kernel` adds the parts in order. The bits differ
+from those of `linear`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .linear import GROUP
 from .stored_weight import load_scales, stored_arguments, widen_bytes, widen_halves
 from .types import LinearTiles, StoredWeight
 
-# Results that a program of `_add_parts_kernel` has.
+# Results of a program of `_add_parts_kernel`.
 _RESULTS = tl.constexpr(1024)
 
 
 @triton.jit
 def _scale_sums(total, parts, at, FORM):
-    """Sums times the scales of all inputs at `at`, of a shape that is broadcast, and by the outer scale."""
+    """Sums `total` times the outer scale, and times the scales at `at`, which broadcast, if they are for all inputs."""
     outer_ptr, codes_ptr = parts[2], parts[3]
     if FORM[3] is None:
         total *= load_scales(parts, at, None, FORM[1])
@@ -58,9 +58,9 @@ def _linear_kernel(
 ):
     """FEATURES output features of ROWS rows, or a part of their sums.
 
-    Grid: (blocks of output features, blocks of rows, PARTS). Reads the program's rows of `inputs` and of `weight`;
-    writes their `out`, or with PARTS sums in float32, without scales of all inputs, to `out` `[PARTS, n, out]`. `parts`
-    and FORM are those of `stored_sums`.
+    Grid: (blocks of output features, blocks of rows, PARTS). Reads the program's rows of `inputs` and `weight`; writes
+    their `out`, or with PARTS > 1 float32 sums, before `_scale_sums`, to `out` `[PARTS, n, out]`. `parts` and FORM are
+    those of `stored_sums`.
     """
     zeros_ptr = parts[1]
     FORMAT: tl.constexpr = FORM[0]
@@ -131,9 +131,9 @@ def _add_parts_kernel(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The sums of parts `[PARTS, n, out]`, times scales of all inputs, plus the bias.
+    """Results from the parts of sums `[PARTS, n, out]`: the total after `_scale_sums`, plus the bias.
 
-    Grid: (blocks of _RESULTS results,). Reads their sums of all parts; writes them.
+    Grid: (blocks of _RESULTS results,). Reads the program's `sums` of all parts; writes its `out`.
     """
     index = tl.program_id(0).to(tl.int64) * _RESULTS + tl.arange(0, _RESULTS)
     size = num_rows.to(tl.int64) * size_out
@@ -151,10 +151,10 @@ def _add_parts_kernel(
 def linear(
     inputs: torch.Tensor, weight: StoredWeight, bias: torch.Tensor | None, tiles: LinearTiles, num_parts: int
 ) -> torch.Tensor:
-    """See `linear_reference.linear`, with a sum in `num_parts`. One launch or two, by shapes and strides only.
+    """See `linear_reference.linear`; sums have `num_parts` parts. One launch or two, by shapes and strides only.
 
-    A tile's depth divides the input features. It divides their groups, or without zero points groups divide it. Inputs
-    are not rounded.
+    A tile's depth must divide the input features. It must also divide the weight's group, or the group divides it and
+    there are no zero points. Inputs must not need rounding.
     """
     (num_rows, size_in), size_out = inputs.shape, weight.shape[0]
     assert weight.shape[1] == size_in and inputs.stride(1) == 1, "rows must have unit stride"

@@ -1,4 +1,4 @@
-"""Sizes of the tiles of the linear kernels, and for which layers they are faster than cuBLAS; no Triton is needed here.
+"""Tiles of the linear kernels, and the layers for which the kernels are faster than cuBLAS. It imports no Triton.
 
 The result does not depend on the tiles: all of them add the products of an output in the same order.
 """
@@ -7,26 +7,26 @@ from __future__ import annotations
 
 from .types import SCALES_OF_NUMBERS, LinearTiles, StoredWeight
 
-# Rows up to which the kernels may be faster, and up to which they are for gate and up with their activation.
+# Most rows for which the kernels may be faster than cuBLAS, and for gate and up with their activation.
 MAX_ROWS, MAX_GATED_ROWS = 64, 128
-# Rows of the smallest tile: the fewest that `tl.dot` takes.
+# Rows of the smallest tile: the minimum of `tl.dot`.
 FEWEST_ROWS = 16
-# Narrower layers, and those whose rows are not aligned for loads of 16 bytes, are left to the library.
+# cuBLAS runs layers with fewer features, and layers whose rows are not aligned for loads of 16 bytes.
 _MIN_FEATURES, _ALIGNMENT = 256, 8
-# Up to so many tiles of 64 output features all run at once on a GPU of 132 multiprocessors: a deep pipeline pays.
+# So many tiles of 64 output features run at once on a GPU of 132 multiprocessors: a deep pipeline then pays.
 _ONE_WAVE = 264
-# Bytes of each row of a weight that is stored as numbers of few bits in a tile.
+# Bytes of each row of a stored weight in a tile.
 _BYTES_OF_TILE = 64
-# Rows up to which such weights are computed by `linear`, and by `linear_stored`, where the library's own product might.
+# Most rows for which stored weights use `linear`, and `linear_stored`, if the library has a product of its own.
 MAX_STORED_ROWS, MAX_WIDE_STORED_ROWS = 64, 256
 # Output and input features of a tile of `linear_stored`.
 _WIDE_FEATURES, _WIDE_DEPTH = 64, 128
-# Programs that are enough to choose tiles by.
+# The number of programs from which a choice of tiles is good enough.
 _ENOUGH_PROGRAMS = 92
-# With more rows than 32 layers of fewer outputs are left to the library.
+# With more than 32 rows cuBLAS runs layers of fewer outputs.
 _FEWEST_OUTPUTS = 32 * _ENOUGH_PROGRAMS
 
-# Depth, warps and stages by rows and output features, with 33 to 64 and with 65 to 128 rows.
+# Depth, warps and stages by a tile's rows and output features, for 33 to 64 and for 65 to 128 rows.
 _MEDIUM_TILES = {
     (64, 64): (128, 4, 5),
     (64, 128): (128, 4, 4),
@@ -41,23 +41,22 @@ _MEDIUM_DESCRIPTOR_TILES = {
     (128, 32): (128, 4, 5),
     (128, 64): (64, 4, 8),
 }
-# Of 64 rows of gate and up: 28672 x 4096 takes 64 to 66 us with 33 to 64 rows, and 70 in half as many warps.
+# For 64 rows of gate and up: 28672 x 4096 takes 64 to 66 us with 33 to 64 rows, and 70 us with half as many warps.
 _GATED_TILES = LinearTiles(64, 128, 128, 8, 4)
-# Tiles for many rows, the largest first.
+# Tiles for many rows, largest first.
 _TILES_OF_MANY = (
     LinearTiles(256, 128, 64, 8, 3),
     LinearTiles(128, 128, 64, 8, 4),
     LinearTiles(64, 128, 64, 4, 4),
     LinearTiles(32, 64, 128, 4, 4),
 )
-# In a pass that is not captured a GPU waits for the host unless it has so many rows, and the host takes about 50 us
-# longer to launch a kernel with descriptors: first token of Llama-3.1-8B shapes after 2,048 tokens 72 ms with them, 65
-# without.
+# In an uncaptured pass of fewer rows the GPU waits for the host, and the host takes about 50 us longer to launch a
+# kernel with descriptors: TTFT of Llama-3.1-8B shapes for 2,048 tokens is 72 ms with descriptors and 65 ms without.
 ROWS_OF_LONG_PASSES = 4096
 
 
 def _medium(rows: int, size_out: int) -> tuple[int, int]:
-    """Rows and output features of a tile for 33 to 128 rows: the most features of which there are enough tiles."""
+    """Rows and output features of a tile for 33 to 128 rows: the most features that still give enough tiles."""
     tile_rows = 64 if rows <= 64 else 128
     widths = (width for width in (256, 128, 64) if width <= 2 * tile_rows)
     return tile_rows, next((width for width in widths if -(-size_out // width) >= _ENOUGH_PROGRAMS), 32)
@@ -70,16 +69,16 @@ def _medium_tiles(rows: int, size_out: int) -> LinearTiles:
 
 
 def choose_tiles(rows: int, size_out: int, size_in: int) -> LinearTiles | None:
-    """Tiles of `linear` for `rows` inputs of a layer `[size_out, size_in]` in 16-bit floating point; None where cuBLAS
-    is faster.
+    """Tiles of `linear` for `rows` inputs of a layer `[size_out, size_in]` in 16-bit floating point; None if cuBLAS is
+    faster.
 
     Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6), microseconds of the kernel / of cuBLAS, at 1, 16, 32, 64
-    and 128 rows, with `linear_descriptors` where `choose_descriptor_tiles` says so: 6144 x 4096 14.5 / 17.8, 15.3 /
+    and 128 rows, with `linear_descriptors` if `choose_descriptor_tiles` chooses it: 6144 x 4096 14.5 / 17.8, 15.3 /
     16.2, 15.6 / 17.0, 16.0 / 16.9, 18.8 / 17.3; 4096 x 4096 11.6 / 13.4, 11.7 / 13.8, 11.7 / 14.0, 11.3 / 12.5, 13.0 /
     14.1; 28672 x 4096 57.5 / 57.3, 58.5 / 62.4, 60.5 / 66.2, 60.3 / 70.3, 69.2 / 69.2; 4096 x 14336 30.7 / 32.2, 32.1 /
     33.1, 33.7 / 35.0, 33.5 / 37.7, 41.4 / 38.9; 128256 x 4096 236 / 250, 242 / 255, 248 / 270, 256 / 286, 281 / 279; at
-    one row 960 x 576 3.2 / 4.0, 3072 x 576 3.6 / 4.2, 576 x 1536 4.2 / 5.2, 49152 x 576 16.3 / 16.9. The kernels start
-    while the one before still runs, which cuBLAS does not.
+    one row 960 x 576 3.2 / 4.0, 3072 x 576 3.6 / 4.2, 576 x 1536 4.2 / 5.2, 49152 x 576 16.3 / 16.9. Unlike cuBLAS,
+    the kernels start while the kernel before still runs.
     """
     is_aligned = size_in % _ALIGNMENT == 0
     if not (0 < rows <= MAX_ROWS and is_aligned and min(size_out, size_in) >= _MIN_FEATURES):
@@ -90,7 +89,7 @@ def choose_tiles(rows: int, size_out: int, size_in: int) -> LinearTiles | None:
     if is_deep and rows <= FEWEST_ROWS:
         return LinearTiles(FEWEST_ROWS, 16, 512, 2, 4) if rows <= 4 else LinearTiles(FEWEST_ROWS, 32, 256, 4, 6)
     is_one_wave = size_out <= 64 * _ONE_WAVE
-    if not is_one_wave and size_in % 128:  # an even division of narrow layers
+    if not is_one_wave and size_in % 128:  # a depth of 64 divides narrow layers evenly
         return LinearTiles(FEWEST_ROWS if rows <= FEWEST_ROWS else 32, 128, 64, 4, 6)
     if rows > FEWEST_ROWS:
         is_half_wave = size_out < 64 * _ENOUGH_PROGRAMS
@@ -101,23 +100,23 @@ def choose_tiles(rows: int, size_out: int, size_in: int) -> LinearTiles | None:
 def choose_gated_tiles(rows: int, size_out: int, size_in: int) -> LinearTiles | None:
     """Tiles of `linear` for gate and up, `size_out` features together, with their activation; see `choose_tiles`."""
     if MAX_ROWS < rows <= MAX_GATED_ROWS:
-        # Wider tiles have too many results for the registers that the activation takes.
+        # In wider tiles the results and the activation need too many registers.
         return LinearTiles(128, 128, *_MEDIUM_TILES[128, 128]) if choose_tiles(MAX_ROWS, size_out, size_in) else None
     tiles = choose_tiles(rows, size_out, size_in)
     return _GATED_TILES if tiles is not None and tiles[:2] == _GATED_TILES[:2] else tiles
 
 
 def choose_invariant_tiles(rows: int, size_out: int, size_in: int, itemsize: int) -> LinearTiles:
-    """Tiles of `linear` for any number of rows, of a layer of any size and of `itemsize` bytes an element.
+    """Tiles of `linear` for any number of rows of a layer of any size, with `itemsize` bytes an element.
 
-    Where cuBLAS is not to be asked, since the bits of its results depend on the number of rows: of more rows than 16
-    the largest tiles of which there are enough for a GPU.
+    Batch-invariant calls use them, because the bits of cuBLAS' results depend on the number of rows. With more than 16
+    rows they are the largest tiles that still give enough programs for a GPU.
 
     Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6), microseconds of the kernel / of cuBLAS, for layers of
     6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336: 512 rows 54 / 39, 35 / 29, 213 / 159, 105 / 86; 2,048 rows
     167 / 137, 110 / 97, 813 / 613, 380 / 321.
     """
-    if itemsize > 2:  # products by multiplications in float32, of which registers hold few
+    if itemsize > 2:  # products in float32, of which registers hold few
         return LinearTiles(FEWEST_ROWS, 64, 32, 4, 3) if rows <= FEWEST_ROWS else LinearTiles(64, 64, 32, 4, 3)
     tiles = choose_tiles(rows, size_out, size_in)
     if tiles is not None:
@@ -134,7 +133,7 @@ def choose_invariant_tiles(rows: int, size_out: int, size_in: int, itemsize: int
 
 
 def choose_descriptor_tiles(rows: int, size_out: int, tiles: LinearTiles) -> LinearTiles | None:
-    """Tiles of `linear_descriptors` in the place of `tiles` of `linear`; None where that is no slower.
+    """Tiles of `linear_descriptors` in place of `tiles` of `linear`; None if `linear` is as fast.
 
     Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6), microseconds of the kernel / of `linear` / of cuBLAS, for
     layers of 6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336: 64 rows 16.0 / 16.8, 11.3 / 12.5, 60.3 / 61.9,
@@ -152,7 +151,7 @@ def choose_descriptor_tiles(rows: int, size_out: int, tiles: LinearTiles) -> Lin
 
 
 def choose_stored_tiles(rows: int, weight: StoredWeight) -> LinearTiles:
-    """Tiles of `linear` for a weight that is stored as numbers of few bits, and any number of rows.
+    """Tiles of `linear` for a stored weight and any number of rows.
 
     Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6), the products of 32 layers of Llama-3.1-8B in one CUDA
     graph, ms at 1 / 8 / 32 / 128 rows: e4m3 with a scale for each row 2.50 / 2.54 / 4.20 / 9.56, for blocks of 128 x
@@ -174,12 +173,12 @@ def choose_stored_tiles(rows: int, weight: StoredWeight) -> LinearTiles:
 
 
 def choose_wide_stored_tiles(rows: int, weight: StoredWeight) -> tuple[LinearTiles, int] | None:
-    """Tiles of `linear_stored`, and parts of its sums; None where `linear` is faster, or the only one that computes it.
+    """Tiles of `linear_stored` and the number of parts of its sums; None if `linear` is faster or alone can compute it.
 
     Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6), microseconds of this kernel / of `linear`, for layers of
     6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336: e4m3 with a scale for each row, 64 rows 19 / 25, 14 / 16,
     69 / 84, 36 / 51; 128 rows 26 / 38, 19 / 25, 84 / 163, 47 / 79; 4 bits in groups of 128, 32 rows 14 / 15, 11 / 15,
-    40 / 65, 30 / 44; 128 rows 27 / 56, 20 / 38, 81 / 248, 49 / 120; at 32 rows e4m3 is as fast by both.
+    40 / 65, 30 / 44; 128 rows 27 / 56, 20 / 38, 81 / 248, 49 / 120; at 32 rows e4m3 is as fast in both.
     """
     size_out, size_in = weight.shape
     few = FEWEST_ROWS if weight.values.shape[-1] < size_in else 32

@@ -1,19 +1,19 @@
-"""Triton log-probabilities, of given tokens and of the likeliest ones; the references are in `logprobs_reference`.
+"""Triton log-probabilities of given and of the likeliest tokens; the references are in `logprobs_reference`.
 
-Of given tokens. Shapes: scores `[B, n, V]`, tokens and result `[B, n]`:
+Given tokens. Shapes: scores `[B, n, V]`, tokens and result `[B, n]`:
 
     result[b, i] = scores[b, i, t] - log(sum over v of exp(scores[b, i, v])),  t = tokens[b, i]
 
-NaN where t is no token of the vocabulary.
+The result is NaN if t is not in the vocabulary.
 
-Of the likeliest. Shapes: logits `[B, n, V]`, target_ids `[V]`, results `[B, n, W]`: with v_1, v_2, ... the tokens by
-descending logits, and of equal ones by their numbers,
+The likeliest tokens. Shapes: logits `[B, n, V]`, target_ids `[V]`, results `[B, n, W]`. v_1, v_2, ... are the tokens by
+descending logits, and among equal logits by ascending ids:
 
     logprobs[b, i, j] = logits[b, i, v_j] - log(sum over v of exp(logits[b, i, v]))
     tokens[b, i, j] = target_ids[v_j]
 
-A row is cut into blocks, of which a program each finds the W largest, as keys (see `reduction`), and the statistics of
-its softmax; the W largest of a row are among these.
+A row is cut into blocks. For each block a program finds the W largest logits as keys (see `reduction`), which include
+the W largest of the row, and the softmax statistics.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .reduction import (
     value_of_key,
 )
 
-# Tokens of a block: one warp holds them all, so that finding the largest needs no shared memory.
+# Tokens of a block. One warp holds them all, so that finding the largest needs no shared memory.
 _BLOCK = tl.constexpr(512)
 
 
@@ -54,7 +54,7 @@ def _token_logprobs_kernel(
 ):
     """The log-probability of one token.
 
-    Grid: (B * n,). Reads the row's softmax statistics `stats` `[B * n, stat blocks]`, its token and the score of that;
+    Grid: (B * n,). Reads the row's softmax statistics `stats` `[B * n, stat blocks]`, its token and that token's score;
     writes one element of `out` `[B, n]`.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -100,10 +100,10 @@ def _blocks_kernel(
     COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The COUNT largest logits of a block of a row, and the statistics of its softmax.
+    """The COUNT largest logits of a block of a row, and its softmax statistics.
 
-    Grid: (B * n, blocks). Reads _BLOCK of `logits` `[B, n, V]`; writes COUNT of `keys` `[B * n, blocks * COUNT]`,
-    descending, and one element of both `stats` `[B * n, blocks]`.
+    Grid: (B * n, blocks). Reads _BLOCK elements of `logits` `[B, n, V]`; writes COUNT elements of `keys`
+    `[B * n, blocks * COUNT]`, descending, and one element of both `stats` `[B * n, blocks]`.
     """
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
@@ -112,7 +112,7 @@ def _blocks_kernel(
     at = row * tl.num_programs(1) + tl.program_id(1)
     wait_for_inputs(PDL)
     value = tl.load(logits_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
-    value = tl.where(value > float("-inf"), value, float("-inf"))  # NaN is no token
+    value = tl.where(value > float("-inf"), value, float("-inf"))  # NaN counts as -inf
     store_softmax_stats(stats, at, value)
     keys = keys_of(value, token, is_token)
     for rank in range(COUNT):
@@ -134,10 +134,10 @@ def _merge_likeliest_kernel(
     STATS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The COUNT largest of a row.
+    """The COUNT likeliest tokens of a row.
 
-    Grid: (B * n,). Reads a row of `keys` `[B * n, blocks * COUNT]`, of both `stats` `[B * n, blocks]`, and COUNT of
-    `target_ids`, if given; writes a row of `logprobs` and of `tokens` `[B, n, COUNT]`.
+    Grid: (B * n,). Reads a row of `keys` `[B * n, blocks * COUNT]` and of both `stats` `[B * n, blocks]`, and COUNT
+    elements of `target_ids` if given; writes a row of `logprobs` and `tokens` `[B, n, COUNT]`.
     """
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, KEYS)
@@ -157,9 +157,9 @@ def _merge_likeliest_kernel(
 
 
 def likeliest_tokens(logits, target_ids, count):
-    """See `logprobs_reference.likeliest_tokens`; tokens are equal, log-probabilities up to rounding.
+    """See `logprobs_reference.likeliest_tokens`; tokens are equal, log-probabilities equal up to rounding.
 
-    Two launches that depend on shapes only.
+    Two launches, which depend only on shapes.
     """
     batch, width, vocabulary = logits.shape
     assert logits.stride(2) == 1 or vocabulary == 1, "rows must have unit stride"

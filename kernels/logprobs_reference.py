@@ -1,4 +1,4 @@
-"""PyTorch references of log-probabilities: of given tokens, and of the likeliest ones."""
+"""PyTorch references of the log-probabilities of given and of the likeliest tokens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 
 def token_logprobs(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities `[B, n]` float32 of `tokens` `[B, n]` int64 under the softmax of their `scores` `[B, n, V]`, as
-    `log_softmax` in float32 computes them; NaN for what is no token of the vocabulary."""
+    """Log-probabilities `[B, n]` float32 of `tokens` `[B, n]` int64 under the softmax of `scores` `[B, n, V]`, by
+    `log_softmax` in float32; NaN for tokens that are not in the vocabulary."""
     is_token = (tokens >= 0) & (tokens < scores.shape[-1])
     found = scores.float().log_softmax(dim=-1).gather(-1, tokens.where(is_token, 0)[..., None])[..., 0]
     return found.where(is_token, torch.nan)
@@ -16,12 +16,12 @@ def token_logprobs(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def likeliest_tokens(
     logits: torch.Tensor, target_ids: torch.Tensor | None, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities, float32, and tokens of the `count` likeliest ones of `logits` `[B, n, V]`, `[B, n, count]`
-    each: descending, and of equally likely ones the first. NaN counts as -inf; `target_ids` `[V]` int64 are what to
-    call tokens, None for their numbers."""
+    """The `count` likeliest tokens of `logits` `[B, n, V]`: log-probabilities float32, descending, and tokens int64,
+    `[B, n, count]` each; among equals the lowest first. NaN counts as -inf. `target_ids` `[V]` int64 maps tokens; None
+    for none."""
     logits = logits.float()
     logits = torch.where(logits > -torch.inf, logits, -torch.inf)
-    # `topk` takes any of equal values, and a stable sort of all takes long: so of integers in the same order.
+    # `topk` takes any of equal values, and a stable sort is slow: so `topk` of distinct integers in the same order.
     bits = (logits + 0.0).view(torch.int32).long()
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) << 32
     index = (order - torch.arange(logits.shape[-1], device=logits.device)).topk(count).indices

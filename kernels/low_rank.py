@@ -1,14 +1,14 @@
 """Triton low-rank updates of linear layers (LoRA); the reference is `low_rank_reference.add_low_rank`.
 
-Shapes: inputs `[n, in]`, rows' adapters `[n]`, for layer l and adapter a down `[r, in]` and up `[N_l, r]`, outputs of L
+Shapes: inputs `[n, in]`, adapters `[n]`, for layer l and adapter a down `[r, in]` and up `[N_l, r]`, outputs of L
 layers side by side `[n, sum of N_l]`:
 
     out[i, o of l] += sum_{a: row i has a} scale[l, a] sum_r up[l, a][o, r] sum_k down[l, a][r, k] inputs[i, k]
 
-Two launches. The first makes the narrow products, with the sum over k cut into parts whose bounds depend on the input
-features only, so that few rows have many programs; the second adds the parts in order and multiplies by `up`. Programs
-are of one adapter each, and do nothing if none of their rows has it, so weights that no row needs are not read.
-A row's result has the same bits whatever other rows there are, and is the same number whatever adapters these have.
+There are two launches. The first computes the products with `down`. It cuts the sum over k into parts, so that few rows
+have many programs; the bounds of the parts depend only on the input features. The second adds the parts in order and
+multiplies by `up`. A program has one adapter and does nothing if none of its rows has it, so weights that no row needs
+are not read. The bits of a row's result do not depend on the other rows, nor on their adapters.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 
 # Rows of a program, and input features that it multiplies at a time.
 ROWS, DEPTH = tl.constexpr(16), tl.constexpr(128)
-# Output features of a program, by how many a layer has at least: few programs, as each adapter has its own.
+# Output features of a program, by the least output features of a layer: few programs, as each has one adapter.
 _FEATURES = ((8192, 256), (2048, 128), (0, 64))
-# Input features of a part of the narrow sum, and most parts.
+# Input features of a part of the sum over k, and the most parts.
 _PART, _MOST_PARTS = 512, 16
 # Rows above which a program adds all parts itself.
 _MOST_ROWS_OF_PARTS = 64
@@ -31,7 +31,7 @@ _MOST_ROWS_OF_PARTS = 64
 
 @triton.jit
 def _of_rows(adapters_ptr, row, is_row, adapter):
-    """Whether each row has the adapter, and the rest of its adapters: those with larger numbers."""
+    """Whether each row has the adapter, as 0 or 1, and the bits of all its adapters."""
     adapters = tl.load(adapters_ptr + row, mask=is_row, other=0)
     return (adapters >> adapter) & 1, adapters
 
@@ -52,10 +52,10 @@ def _down_kernel(
     RANK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`down` times ROWS rows, or 1 / num_programs(2) of the sum, which is PARTS parts.
+    """`down` times ROWS rows, summed over PARTS parts of the input features.
 
-    Grid: (blocks of rows, L A, parts / PARTS). Reads the program's rows of `inputs` and `adapters`, its part of a
-    `down`; writes that of `narrow` `[parts / PARTS, L A, n, RANK]`, unless no row has the adapter.
+    Grid: (blocks of rows, L A, parts / PARTS). Reads the program's rows of `inputs` and `adapters` and its parts of a
+    `down`; writes its block of `narrow` `[parts / PARTS, L A, n, RANK]`, unless no row has the adapter.
     """
     index = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -96,7 +96,7 @@ def _down_kernel(
 
 @triton.jit
 def _update(pointers, row, is_row, feature, index, count, num_rows, DTYPE, PARTS, RANK):
-    """The update `[features, rows]` of layer and adapter number `index`."""
+    """The update `[features, rows]` of the layer and adapter with number `index`."""
     narrow_ptr, places_ptr, scales_ptr = pointers
     rank = tl.load(places_ptr + index * 5 + 2)
     up_ptr = tl.load(places_ptr + index * 5 + 1).to(tl.pointer_type(DTYPE))
@@ -130,10 +130,10 @@ def _up_kernel(
     FEATURES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Updates of FEATURES outputs of one layer, of those of ROWS rows whose first adapter is the program's.
+    """Updates of FEATURES outputs of a layer, for those of ROWS rows whose first adapter is the program's.
 
     Grid: (blocks of rows, L A, blocks of the widest layer's features). Reads the program's rows of `adapters` and
-    `narrow`, its features of each `up` that its rows have; adds to their `out`.
+    `narrow`, and its features of each `up` that its rows need; adds to their `out`.
     """
     index = tl.program_id(1)
     count = tl.num_programs(1)
@@ -143,7 +143,7 @@ def _up_kernel(
     feature = tl.program_id(2) * FEATURES + tl.arange(0, FEATURES)
     wait_for_inputs(PDL)
     has_it, adapters = _of_rows(adapters_ptr, row, is_row, adapter)
-    # Each row is written by one program, which adds its updates in the order of adapters.
+    # One program writes a row; it adds the updates of all the row's adapters, in order.
     is_own = (has_it != 0) & ((adapters & ((adapters * 0 + 1 << adapter) - 1)) == 0)
     size = tl.load(places_ptr + index * 5 + 3)
     if (tl.max(is_own.to(tl.int32), 0) > 0) & (tl.program_id(2) * FEATURES < size):
@@ -167,7 +167,7 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 
 def add_low_rank(out, inputs, adapters, down, up, places, scales, sizes):
-    """See `low_rank_reference.add_low_rank`. Launches depend on shapes and strides only."""
+    """See `low_rank_reference.add_low_rank`. Launches depend only on shapes and strides."""
     num_rows, size_in = inputs.shape
     assert inputs.stride(1) == out.stride(1) == 1, "rows must have unit stride"
     assert adapters.is_contiguous() and len(adapters) == num_rows

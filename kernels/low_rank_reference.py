@@ -1,4 +1,4 @@
-"""Reference of low-rank updates of linear layers, each of an adapter that some rows have (LoRA)."""
+"""PyTorch reference of low-rank updates of linear layers (LoRA), by adapters that some rows have."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def add_low_rank(
     scales: torch.Tensor,
     sizes: list[int],
 ) -> None:
-    """Add to outputs of L linear layers of the same inputs the updates of A adapters, with sums in float32 at least.
+    """Add updates of A adapters to the outputs of L linear layers with the same inputs, with sums in float32 or wider.
 
     Args:
         out: `[n, sum of sizes]`, the outputs of the layers side by side; written to.
         inputs: `[n, in]`.
-        adapters: `[n]` int64, whose bit a says whether a row has adapter a.
-        down: `[rank, in]` each, of layer l and adapter a number l A + a; the rank may be 0.
-        up: `[sizes[l], rank]` each, likewise.
-        places: where the kernel finds these, see `low_rank_places`.
+        adapters: `[n]` int64; bit a is set if the row has adapter a.
+        down: `[rank, in]` each; that of layer l and adapter a has number l A + a. The rank may be 0.
+        up: `[sizes[l], rank]` each, in the same order.
+        places: addresses and sizes for the kernel, from `low_rank_places`.
         scales: `[L A]` float32, factors on the updates.
         sizes: output features of each layer.
     """
@@ -43,8 +43,8 @@ def add_low_rank(
 
 
 def low_rank_places(down: Sequence[torch.Tensor], up: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-    """`[L A, 5]` int64 on the host: of each layer and adapter the addresses of `down` and `up`, the rank, the layer's
-    output features, and how many the layers before it have."""
+    """`[L A, 5]` int64 on the host, for each layer and adapter: the addresses of `down` and `up`, the rank, the layer's
+    output features, and the output features of all layers before it."""
     count, rows = len(down) // len(sizes), []
     for index, (first, second) in enumerate(zip(down, up, strict=True)):
         layer = index // count

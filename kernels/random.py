@@ -1,7 +1,7 @@
 """Triton random numbers, for use inside kernels; the reference is `random_reference`.
 
-With the words w of Philox4x32-10 of the key (low and high word of the seed) and the counter (number, position, stream,
-step), a of number -1 - g for group g = v // 64 of 64 tokens, b of number v // 4:
+w are the words of Philox4x32-10 for the key (low and high word of the seed) and the counter (number, position, stream,
+step); a are the words of number -1 - g for group g = v // 64 of 64 tokens, b those of number v // 4:
 
     u(w) = min((w + 1/2) / 2^32, 1 - 2^-24),    exponential(w) = -log(1 - u(w)),    uniform(token) = u(w_0)
     race_times[v] = least[g] = exponential(a_0) / 64 if v mod 64 = a_1 >> 26, else least[g] + exponential(b_(v mod 4))
@@ -26,7 +26,7 @@ _GROUP = tl.constexpr(RACE_GROUP)
 
 @triton.jit
 def _philox(seed, position, number, step, stream: tl.constexpr):
-    """See `random_reference._philox`: four uint32 words of each `number`; `step` broadcasts to them."""
+    """See `random_reference._philox`: four uint32 words for each `number`; `step` broadcasts to them."""
     key_0 = seed.to(tl.uint32)
     key_1 = (seed >> 32).to(tl.uint32)
     first = number.to(tl.uint32)
@@ -64,7 +64,7 @@ def uniform(seed, position, token, step, stream: tl.constexpr):
 
 @triton.jit
 def _exponential(word):
-    """See `random_reference._exponential`; equal bit for bit where u < 1/4, else up to rounding of the logarithm."""
+    """See `random_reference._exponential`; equal bit for bit if u < 1/4, else up to rounding of the logarithm."""
     number = _unit(word)
     ratio = number / (2.0 - number)
     square = ratio * ratio
@@ -74,7 +74,7 @@ def _exponential(word):
 
 @triton.jit
 def race_times(seed, position, first_token, step, stream: tl.constexpr, BLOCK: tl.constexpr):
-    """See `random_reference.race_times`: those of BLOCK tokens from `first_token` on, `[BLOCK]`; equal as exponentials.
+    """See `random_reference.race_times`: `[BLOCK]` for tokens from `first_token` on; as equal as `_exponential`.
 
     `first_token` is a multiple of BLOCK, a power of two of at least 4; `seed`, `position` and `step` are scalars.
     """
@@ -92,7 +92,7 @@ def race_times(seed, position, first_token, step, stream: tl.constexpr, BLOCK: t
 
 @triton.jit
 def race_times_of(seed, position, token, stream: tl.constexpr):
-    """See `random_reference.race_times_of`: those of `token`, int32 of any shape; `seed` and `position` are scalars."""
+    """See `random_reference.race_times_of`, for `token`, int32 of any shape; `seed` and `position` are scalars."""
     least_word, place_word, _, _ = _philox(seed, position, -1 - token // _GROUP, position * 0, stream)
     word_0, word_1, word_2, word_3 = _philox(seed, position, token // 4, position * 0, stream)
     member = token % 4

@@ -1,19 +1,19 @@
-"""PyTorch reference of the random numbers: Philox4x32-10 as a pure function of its counter, and sampling by it.
+"""PyTorch reference of the random numbers: Philox4x32-10 as a pure function of its counter, and sampling with it.
 
-With the words w of the key (low and high word of the seed) and the counter (number, position, stream, step):
+w are the words for the key (low and high word of the seed) and the counter (number, position, stream, step):
 
     uniform(token) = u(w_0) = min((w_0 + 1/2) / 2^32, 1 - 2^-24),    exponential(w) = -log(1 - u(w))
     exponential_sample = argmax over tokens v of weights[v] / race_times(seed, position, v, stream, step)
 
-`race_times` are independent exponential numbers of rate 1, made by groups of G = 64 tokens, so that what none of a
-group can be below is known by one of them: the least of G such numbers is exponential of rate G, it is any token's with
-probability 1 / G, and the others exceed it by exponential numbers. With the words a of number -1 - g for group g, and b
-of number v // 4 for token v:
+`race_times` are independent exponential numbers of rate 1. They are made by groups of G = 64 tokens, so that one number
+bounds a group from below: the least of G such numbers is exponential of rate G, it belongs to each token with
+probability 1 / G, and the others exceed it by exponential numbers. a are the words of number -1 - g for group g, and b
+those of number v // 4 for token v:
 
     least[g] = exponential(a_0) / G
     race_times[v] = least[g], g = v // G, if v mod G = a_1 >> 26, else least[g] + exponential(b_(v mod 4))
 
-No state is kept: equal arguments give equal numbers, on every device, however rows are batched.
+There is no state: equal arguments give equal numbers, on every device and in every batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _philox(
     steps: torch.Tensor | int,
 ) -> list[torch.Tensor]:
     """Four random words, int64 below 2**32, of Philox4x32-10 (Salmon et al., SC 2011); see `uniform`."""
-    # An operation with a number takes the host twice as long as one with a tensor.
+    # An operation with a Python number takes the host twice as long as one with a tensor.
     constants = 0xFFFFFFFF, 32, *_PHILOX_MULTIPLIERS, *_PHILOX_KEY_STEPS
     word, half, even_factor, odd_factor, *key_steps = (positions.new_full((), number) for number in constants)
     key = [seeds, seeds >> half]
@@ -62,15 +62,14 @@ def uniform(
 ) -> torch.Tensor:
     """Uniform float32 numbers in (0, 1), a pure function of the arguments: Philox4x32-10 (Salmon et al., SC 2011).
 
-    The tensors broadcast against each other. The number is (word + 0.5) / 2**32, and the largest float32 below 1 where
-    that rounds to 1; so it is never 0 and never 1. Numbers near 0 are fine-grained, those near 1 are multiples of
-    2**-24.
+    The tensors broadcast against each other. The number is (word + 0.5) / 2**32, or the largest float32 below 1 if
+    that rounds to 1; so it is never 0 or 1. Numbers near 0 are fine-grained, numbers near 1 are multiples of 2**-24.
 
     Args:
-        seeds: int64; its low and its high word are the key.
+        seeds: int64; the low and the high word are the key.
         positions: int64, second word of the counter.
         tokens: int64, first word of the counter.
-        stream: third word of the counter; separates numbers for different purposes.
+        stream: third word of the counter, a `RandomStream`.
         steps: int64, last word of the counter: the index of the draft token within its round.
     """
     return _unit(_philox(seeds, positions, tokens, stream, steps)[0])
@@ -81,10 +80,10 @@ def _unit(words: torch.Tensor) -> torch.Tensor:
 
 
 def _exponential(words: torch.Tensor) -> torch.Tensor:
-    """Exponential float32 numbers of rate 1: -log(1 - u) of the numbers u of `uniform`, by their words.
+    """Exponential float32 numbers of rate 1 from words: -log(1 - u) with the u of `uniform`.
 
-    In `exponential_sample` small numbers decide. They come from u near 0, which is fine-grained, and are computed by a
-    series of -log(1 - u) = 2 atanh(u / (2 - u)), since 1 - u is coarse. With -log(u) about 1 in 128 samples among 2**17
+    Small numbers decide in `exponential_sample`. They come from u near 0, which is fine-grained. A series of -log(1 -
+    u) = 2 atanh(u / (2 - u)) computes them, because 1 - u is coarse. With -log(u) about 1 in 128 samples among 2**17
     equal weights would be a tie, which the lowest token wins.
     """
     number = _unit(words)
@@ -97,7 +96,7 @@ def _exponential(words: torch.Tensor) -> torch.Tensor:
 def _least_times(
     seeds: torch.Tensor, positions: torch.Tensor, groups: torch.Tensor, stream: int, steps: torch.Tensor | int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`least` of groups, float32, and the place in its group, int64, of the token that it belongs to."""
+    """`least` of each group, float32, and the index in the group, int64, of the token that has it."""
     words = _philox(seeds, positions, -1 - groups, stream, steps)
     return _exponential(words[0]) / RACE_GROUP, words[1] >> 26
 
@@ -111,7 +110,7 @@ def _times_of_groups(
     stream: int,
     steps: torch.Tensor | int,
 ) -> torch.Tensor:
-    """`race_times` of all tokens of groups, `[..., RACE_GROUP]`, of tensors that broadcast to `[...]`."""
+    """`race_times` of all tokens of groups, `[..., RACE_GROUP]`; the tensors broadcast to `[...]`."""
     quads = groups[..., None] * (RACE_GROUP // 4) + torch.arange(RACE_GROUP // 4, device=groups.device)
     steps = steps[..., None] if isinstance(steps, torch.Tensor) else steps
     words = torch.stack(_philox(seeds[..., None], positions[..., None], quads, stream, steps), dim=-1).flatten(-2)
@@ -122,9 +121,9 @@ def _times_of_groups(
 def race_times(
     seeds: torch.Tensor, positions: torch.Tensor, vocabulary: int, stream: int, steps: torch.Tensor | int = 0
 ) -> torch.Tensor:
-    """Independent exponential float32 numbers of rate 1 of the tokens from 0 to `vocabulary` - 1, `[..., vocabulary]`.
+    """Independent exponential float32 numbers of rate 1 for tokens 0 to `vocabulary` - 1, `[..., vocabulary]`.
 
-    The others as of `uniform`; tensors broadcast to `[...]`.
+    The other arguments are those of `uniform`; tensors broadcast to `[...]`.
     """
     groups = torch.arange(-(-vocabulary // RACE_GROUP), device=seeds.device)
     seeds, positions = seeds[..., None], positions[..., None]
@@ -142,7 +141,7 @@ def race_times_of(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Te
 
 
 def row_seeds(seed: torch.Tensor, batch: int) -> torch.Tensor:
-    """`[batch]` int64 seeds, at least 0, from one `seed` `[1]` int64; that of row r does not depend on `batch`."""
+    """`[batch]` int64 seeds, at least 0, from one `seed` `[1]` int64; the seed of a row does not depend on `batch`."""
     rows = torch.arange(batch, device=seed.device)
     words = _philox(seed, torch.zeros_like(rows), rows, RandomStream.SEED, 0)
     return words[0] | ((words[1] >> 1) << 32)
@@ -158,14 +157,14 @@ def exponential_sample(
     """Sample one token per row with probability proportional to `weights`, by the exponential-race method.
 
     The token is argmax over v of weights[v] / e[v], with independent exponential numbers e. A token of weight 0 is
-    never sampled unless all weights are 0; then token 0 is.
+    sampled only if all weights are 0; it is then token 0.
 
     Args:
         weights: `[..., V]` float32, at least 0.
         seeds: int64, broadcast to `[...]`.
-        positions: int64, broadcast to `[...]`: the position that the sampled token will have, or for draft tokens the
-            first of the round.
-        stream: purpose of the numbers; see `uniform`.
+        positions: int64, broadcast to `[...]`: the position of the sampled token; for draft tokens the position of the
+            round's first.
+        stream: a `RandomStream`.
         steps: see `uniform`; an int64 tensor is broadcast to `[...]`.
 
     Returns:
@@ -179,9 +178,9 @@ def exponential_sample(
 def _sample_by_groups(
     weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, stream: int, steps: torch.Tensor | int
 ) -> torch.Tensor:
-    """`exponential_sample` with the numbers of groups that may have the token only, which the host finds out.
+    """`exponential_sample` that computes only the numbers of groups that may hold the token, as the host finds.
 
-    No token of a group is above the group's largest weight divided by `least`, also where both are rounded.
+    No token's quotient exceeds its group's largest weight divided by `least`, even after rounding.
     """
     shape, vocabulary = weights.shape[:-1], weights.shape[-1]
     counters = [torch.as_tensor(one, device="cpu").expand(shape).reshape(-1) for one in (seeds, positions, steps)]
@@ -195,7 +194,7 @@ def _sample_by_groups(
     bounds /= least
 
     def best(rows: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest weight divided by its number in groups of rows, `[n]` each, and its token."""
+        """The largest quotient, and its token, in n pairs of a row and a group, `[n]` each."""
         seeds, positions, steps = (one[rows] for one in counters)
         arguments = least[rows, groups], place[rows, groups], seeds, positions, groups
         times = _times_of_groups(*arguments, stream, steps)

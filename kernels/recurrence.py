@@ -2,16 +2,16 @@
 
 Shapes: query and key `[B, n, Hk, K]`, value `[B, n, H, V]`, decay `[B, n, H]`, `[B, n, H, K]` or `[B, n, H, V]`, beta
 `[B, n, H]`, state S `[B, H, K, V]`, rates `[H, K, V]`, base and certain `[B]`, positions `[B, n]`, result
-`[B, n, H, V]`; the ring has R slots in place of n columns. For the positions from `base` to the last of the block:
+`[B, n, H, V]`; the ring has R slots in place of n columns. For the positions from `base` to the block's last one:
 
     S = S * exp(decay)
-    u = beta * (value - S^T key) with the delta rule, else beta * value; before the block u is read from the ring
+    u = beta * (value - S^T key) with the delta rule, else beta * value; before the block, u is read from the ring
     S = S + key u^T
     out = S^T query
 
-The columns of S are independent of each other: a program keeps some of them in registers from the first replayed
-position to the last column, so the state is read once and written once, whatever the number of drafts. Sums are in
-float32 without `tl.dot`, which would round the state to TF32.
+The columns of S are independent. A program keeps some of them in registers from the first replayed position to the last
+column, so the state is read once and written once, whatever the number of drafts. Sums are in float32 without `tl.dot`,
+which would round the state to TF32.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ import triton.language as tl
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .ring import find_block
 
-# Elements of the state that a program, which is one warp, keeps in registers.
+# Elements of the state in the registers of a program, which is one warp.
 _TILE = 2048
 COLUMN_BLOCK = tl.constexpr(64)
 
 
 @triton.jit
 def _load_token(position, block, inputs, strides, ring, dim, value_dim, SIZES, DECAY: tl.constexpr):
-    """What the recurrence takes at `position`, from the block or from the ring: the same loads for both.
+    """Inputs of the recurrence at `position`, from the block or from the ring by the same loads.
 
     Args:
-        block: its first column, the position of that, and the end of its positions.
-        inputs, strides: pointers to query, key, value, decay and beta, or None, of the row and of the head, and
-            strides of columns.
-        ring: pointers to keys, updates and decays of the row and of the head.
+        block: the block's first column, that column's position, and the end of the block's positions.
+        inputs, strides: pointers to query, key, value, decay and beta (or None) of the row and head, and strides
+            between columns.
+        ring: pointers to keys, updates and decays of the row and head.
         SIZES: HEADS, KEY_HEADS, DIM, VALUE_DIM and RING of `_recurrence_kernel`, and decays of a head.
 
     Returns:
-        query, key, value (the update u of a replayed position) and decay, in the form that DECAY names, and beta;
-        nothing is read from the end of the block on.
+        query, key, value (for a replayed position the update u), decay in the form DECAY, and beta; nothing is read
+        from the end of the block on.
     """
     HEADS, KEY_HEADS, DIM, VALUE_DIM, RING, DECAYS = SIZES
     begin, first, end = block
@@ -51,7 +51,7 @@ def _load_token(position, block, inputs, strides, ring, dim, value_dim, SIZES, D
     is_new = (position >= first) & (position < end)
     column = (begin + position - first).to(tl.int64)
     slot = position % RING
-    # Scalar conditions as limits: in Triton's interpreter `vector & scalar` is no mask.
+    # Scalar conditions are limits of ranges, because `vector & scalar` is no mask in Triton's interpreter.
     is_key = dim < tl.where(position < end, DIM, 0)
     is_new_key = dim < tl.where(is_new, DIM, 0)
     is_new_value = value_dim < tl.where(is_new, VALUE_DIM, 0)
@@ -125,12 +125,12 @@ def _recurrence_kernel(
 ):
     """VALUE_BLOCK columns of the state of one head of one row.
 
-    Grid: (blocks of V, H, B). Reads the row's positions, base and certain, these columns of the state, of the ring's
-    entries from `base` to the block, and the live columns of the inputs. Writes its elements of `out`, of the state at
-    position min(certain, last + 1), and of the ring's updates at live positions from `certain` on. The first program of
-    a head writes its decays (with rates every program its own), that of the first head of a key head the keys. Entries
-    that one program writes are not among those that another one reads, as `last - base < R`. A row without a live
-    column only writes 0 to `out`.
+    Grid: (blocks of V, H, B). Reads the row's positions, base and certain, its columns of the state, the ring's entries
+    from `base` to the block, and the live columns of the inputs. Writes its elements of `out`, of the state at position
+    min(certain, last + 1), and of the ring's updates at live positions from `certain` on. The first program of a head
+    writes the head's decays (with rates each program writes its own), and that of a key head's first head also the
+    keys. No program writes entries that another one reads, because `last - base < R`. A row without a live column only
+    writes 0 to `out`.
     """
     batch = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
@@ -150,7 +150,7 @@ def _recurrence_kernel(
     stop = tl.minimum(certain, end)
     first_kept = tl.maximum(certain, end - RING)
 
-    # Pointers of the row and of the head.
+    # Pointers to the row and head.
     query_ptr += batch * query_strides[0] + key_head * query_strides[2]
     key_ptr += batch * key_strides[0] + key_head * key_strides[2]
     value_ptr += batch * value_strides[0] + head * value_strides[2]
@@ -185,7 +185,7 @@ def _recurrence_kernel(
     SIZES: tl.constexpr = (HEADS, KEY_HEADS, DIM, VALUE_DIM, RING, DECAYS)
     query, key, value, decay, beta = _load_token(base, block, inputs, strides, own_ring, dim, value_dim, SIZES, DECAY)
     for position in range(base, end):
-        # The next token is loaded while this one is computed.
+        # Load the next token while this one is computed.
         next_query, next_key, next_value, next_decay, next_beta = _load_token(
             position + 1, block, inputs, strides, own_ring, dim, value_dim, SIZES, DECAY
         )
@@ -204,7 +204,7 @@ def _recurrence_kernel(
                 update = update - tl.sum(state * unit_key[:, None], axis=0)
             if beta_ptr is not None:
                 update = update * beta
-        # With `fma` a replayed token changes the state by the very same rounding as in its block.
+        # With `fma` a replayed token has the same rounding as in its own block.
         state = tl.fma(unit_key[:, None], update[None, :], state)
         if position + 1 == stop:
             tl.store(state_at, state, mask=is_tile)
@@ -232,16 +232,16 @@ def _recurrence_kernel(
 
 
 def choose_value_block(dim: int, value_dim: int) -> int:
-    """Columns of the state `[dim, value_dim]` of a head that a program takes."""
+    """Number of columns of a head's state `[dim, value_dim]` in a program."""
     return min(triton.next_power_of_2(value_dim), max(8, min(64, _TILE // triton.next_power_of_2(dim))))
 
 
 def recurrence(
     query, key, value, decay, beta, state, ring, base, certain, positions, dummy, delta, normalize, scale, rates=None
 ):
-    """See `recurrence_reference.recurrence`; computes in float32. One launch that depends on shapes and strides only.
+    """See `recurrence_reference.recurrence`; computes in float32. One launch, which depends only on shapes and strides.
 
-    A state that is read later, after a replay, is bit for bit that of the block in which its tokens were new.
+    A replay gives, bit for bit, the state of the block in which its tokens were new.
     """
     batch, num_columns, heads, value_dim = value.shape
     key_heads, dim = key.shape[2:]

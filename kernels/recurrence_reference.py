@@ -1,12 +1,12 @@
 """PyTorch reference of the recurrence of linear attention and state-space layers, for blocks of drafts.
 
-The formula is in `recurrence`; head h has the key head h // (H / Hk). It covers Gated DeltaNet and Kimi Delta Attention
+The formula is in `recurrence`; head h has key head h // (H / Hk). It covers Gated DeltaNet and Kimi Delta Attention
 (`delta`, `normalize`), Mamba2 (query C, key B, value x, decay dt * A, beta dt) and Mamba1 (one head, `rates` A).
 
-Nothing is rolled back. The stored state is that of position `base`: all tokens before it are in it. For later tokens a
-ring holds what the recurrence needs to pass them again, slot = position mod R: key, u and decay, so that this takes no
-product with the state. A block that begins behind `base` first replays the positions between, which are the drafts of
-the last block that were accepted; the rejected ones are overwritten.
+Nothing is rolled back. The stored state is that of position `base`: it includes all tokens before it. For later tokens
+a ring, slot = position mod R, holds key, u and decay, so that a replay needs no product with the state. A block that
+begins after `base` first replays the positions between them: the accepted drafts of the last block. Rejected drafts are
+overwritten.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ def recurrence(
 ) -> torch.Tensor:
     """Run the recurrence over a block of columns from the state of an earlier position.
 
-    The live columns of a row are adjacent, at consecutive positions, and begin at or after `base`; columns at `dummy`
-    or beyond are no tokens, and may stand before and behind them. A row without a live column changes nothing.
+    The live columns of a row are adjacent, at consecutive positions, and begin at or after `base`. Columns at `dummy`
+    or beyond are padding, before and after the live ones. A row without a live column changes nothing.
 
-    Stored is the state of position min(certain, last + 1), with the last live position, if that is after `base`; it is
-    the `base` of the next call. Live columns at positions from `certain` on are written to the ring (the last R of
-    them). The caller sees to it that `first - base` is at most R // 2, and that `last - base` is less than R in a row
-    with a live column at `certain` or later: R >= 2 K + 1 does it for K drafts.
+    The state of position min(certain, last + 1), where last is the last live position, is stored if that is after
+    `base`; it is the `base` of the next call. The last R live columns at positions from `certain` on are written to the
+    ring. The caller must ensure that `first - base` is at most R // 2, and that `last - base` is less than R in a row
+    with a live column at `certain` or later: R >= 2 K + 1 is enough for K drafts.
 
     Args:
         query: `[B, n, Hk, K]`.
         key: `[B, n, Hk, K]`.
         value: `[B, n, H, V]`.
-        decay: float32 logarithms of the factors on the state: `[B, n, H]`, or `[B, n, H, K]` one for each key channel,
-            or with `rates` `[B, n, H, V]`.
+        decay: float32 logarithms of the factors on the state: `[B, n, H]`, or `[B, n, H, K]` for each key channel, or
+            with `rates` `[B, n, H, V]`.
         beta: `[B, n, H]`, or None for 1.
-        state: `[B, H, K, V]` float32, in place: the state of position `base`. The computation is in its dtype.
-        ring: keys as given, before they are normalised, u and decays of the positions from `base` on, in place. Only
-            entries between `base` and the block are read.
+        state: `[B, H, K, V]` float32, the state of position `base`; updated in place. The computation is in its dtype.
+        ring: keys before normalisation, u and decays of the positions from `base` on; updated in place. Only entries
+            between `base` and the block are read.
         base: `[B]` int64.
-        certain: `[B]` int64: tokens at earlier positions are final and become part of the stored state.
+        certain: `[B]` int64; tokens at earlier positions are final and become part of the stored state.
         positions: `[B, n]` int64, the position of each column.
-        dummy: the position of columns that are no tokens.
-        delta: use the delta rule.
-        normalize: normalise queries and keys, x / sqrt(sum of x^2 + 1e-6).
+        dummy: the position of padding columns.
+        delta: whether to use the delta rule.
+        normalize: whether to normalise queries and keys, x / sqrt(sum of x^2 + 1e-6).
         scale: factor on the queries.
         rates: `[H, K, V]` float32; if given, the logarithm for element (k, v) is decay[v] * rates[k, v].
 
     Returns:
-        `[B, n, H, V]` in the dtype of `value`; 0 in columns that are no tokens.
+        `[B, n, H, V]` in the dtype of `value`; 0 in padding columns.
     """
     dtype, heads = state.dtype, value.shape[2]
     block, is_new = PassPositions.of(positions, dummy), positions < dummy
@@ -77,7 +77,7 @@ def recurrence(
     entry = torch.arange(len(base), device=base.device)[:, None], replayed % ring.keys.shape[1]
     is_replayed = (replayed < block.begin) & is_new.any(dim=1, keepdim=True)
 
-    # One sequence of what is replayed and the block. Elsewhere decay, key and update are 0, which leave S as it is.
+    # One sequence: replayed positions, then the block. Elsewhere decay, key and update are 0 and leave S as it is.
     def join(entries: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         parts = keep(entries[entry], is_replayed), keep(inputs, is_new)
         return torch.cat([part.to(dtype) for part in parts], dim=1)

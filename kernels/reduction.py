@@ -1,12 +1,12 @@
-"""Triton reductions over the vocabulary that verification and the sampling of draft tokens share.
+"""Triton reductions over the vocabulary, shared by verification and the sampling of draft tokens.
 
-A row of scores `[V]` is cut into blocks of one program each, in grids that depend on shapes alone. The programs write
-one partial result per block, and the last kernel of an op merges them; the host reads nothing, so every op is safe in a
-CUDA graph.
+A row of scores `[V]` is cut into blocks with a program each, in grids that depend only on shapes. The programs write a
+partial result for each block, and the last kernel of an op merges them. The host reads nothing, so every op is safe in
+a CUDA graph.
 
-Argmax: the partial result is an int64 key: in its upper half the largest value of the block, as an integer of the same
-order, in its lower half the complement of the index of that value. The largest key of a row is then that of the largest
-value, and among equal values that of the lowest index.
+Argmax: the partial result is an int64 key. Its upper half is the block's largest value as an integer of the same order,
+its lower half the complement of that value's index. The largest key of a row then belongs to the largest value, and
+among equal values to the lowest index.
 
 Softmax: the partial results are m = max score and s = sum exp(score - m) of the block. With M = max m over the blocks,
 softmax = exp(score - M) / sum s exp(m - M).
@@ -24,7 +24,7 @@ from .types import VerificationResult
 LEAST_KEY = tl.constexpr(-(2**63))
 _WORD = tl.constexpr(0xFFFFFFFF)
 
-# Tokens per program: in kernels that only reduce, and in kernels that also compute a random number per token.
+# Tokens of a program: in kernels that only reduce, and in kernels that also compute a random number for each token.
 REDUCE_BLOCK = 4096
 SAMPLE_BLOCK = 1024
 REDUCE_WARPS = 8
@@ -33,10 +33,7 @@ SAMPLE_WARPS = 4
 
 @triton.jit
 def keys_of(value, index, is_valid):
-    """Keys of float32 values.
-
-    As in PyTorch NaN is larger than every number, and zeros of both signs are equal.
-    """
+    """Keys of float32 values. As in PyTorch, NaN is larger than every number, and zeros of both signs are equal."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(value != value, 0x7FFFFFFF, order)
@@ -46,26 +43,26 @@ def keys_of(value, index, is_valid):
 
 @triton.jit
 def largest_key(value, index, is_valid):
-    """Key of the first largest of float32 values, see `keys_of`."""
+    """Key of the first largest float32 value, see `keys_of`."""
     return tl.max(keys_of(value, index, is_valid), axis=0)
 
 
 @triton.jit
 def index_of_key(key):
-    """Index of the value that a key stands for."""
+    """Index of a key's value."""
     return _WORD - (key & _WORD)
 
 
 @triton.jit
 def value_of_key(key):
-    """The number that a key stands for."""
+    """A key's value, float32."""
     order = (key >> 32).to(tl.int32)
     return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def is_key_of_nan(key):
-    """Whether the value that a key stands for is NaN; of numbers the keys are smaller."""
+    """Whether a key's value is NaN; keys of numbers are smaller."""
     return (key >> 32) == 0x7FFFFFFF
 
 
@@ -80,19 +77,19 @@ def store_softmax_stats(stats, at, score):
 
 @triton.jit
 def merge_softmax_stats(maxima, totals):
-    """Base and normaliser of rows from the statistics of their blocks, `[rows, blocks]`.
+    """Base and normaliser of rows, from the statistics `[rows, blocks]` of their blocks.
 
-    softmax = exp(score - base) / normaliser, which is NaN everywhere if the normaliser is not above 0.
+    softmax = exp(score - base) / normaliser, which is NaN everywhere unless the normaliser is above 0.
     """
     base = tl.max(maxima, axis=1)
-    # The maximum of a block or a row of -inf alone is -inf; exp(-inf - -inf) would be NaN.
+    # The maximum of a block or row of only -inf is -inf; exp(-inf - -inf) would be NaN.
     base = tl.where(base == float("-inf"), 0.0, base)
     return base, tl.sum(totals * tl.exp(maxima - base[:, None]), axis=1)
 
 
 @triton.jit
 def load_softmax(stats, row, num_stats, STATS: tl.constexpr):
-    """`merge_softmax_stats` of one row of `softmax_stats`, `[1]` each."""
+    """`merge_softmax_stats` for one row of `softmax_stats`, `[1]` each."""
     stat = tl.arange(0, STATS)[None, :]
     is_stat = stat < num_stats
     maxima = tl.load(stats[0] + row * num_stats + stat, mask=is_stat, other=float("-inf"))
@@ -136,8 +133,8 @@ def _softmax_stats_kernel(
 ):
     """Maximum m and sum of exp(score - m) of one block of a row.
 
-    Grid: (B * n, blocks). Reads BLOCK scores of `scores` `[B, n, V]` and, to divide them by it, one of `temperatures`
-    `[B]`, if given; writes one element of both `stats`, `[B * n, blocks]` float32.
+    Grid: (B * n, blocks). Reads BLOCK scores of `scores` `[B, n, V]` and, if given, their divisor in `temperatures`
+    `[B]`; writes one element of both `stats`, `[B * n, blocks]` float32.
     """
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -171,7 +168,7 @@ def argmax_keys(scores: torch.Tensor) -> torch.Tensor:
 def softmax_stats(scores: torch.Tensor, temperatures: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Maximum and sum of exponentials of each block of `scores` `[B, n, V]`, `[B * n, blocks]` float32 each.
 
-    With `temperatures` `[B]` scores are divided by them first.
+    Scores are first divided by `temperatures` `[B]` if given.
     """
     batch, width, vocabulary = scores.shape
     assert scores.stride(2) == 1 or vocabulary == 1, "rows must have unit stride"
@@ -203,7 +200,7 @@ def _merge_keys_kernel(
 ):
     """Merge the keys of a row.
 
-    Grid: (rows,). Reads a row of `keys` `[rows, blocks]`, and one element of `target_ids`, if given; writes one element
+    Grid: (rows,). Reads a row of `keys` `[rows, blocks]` and one element of `target_ids` if given; writes one element
     of `out` `[rows]`.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -217,7 +214,7 @@ def _merge_keys_kernel(
 
 
 def merge_keys(keys: torch.Tensor, shape: torch.Size, target_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """Tokens in the given shape from `keys` `[rows, blocks]`, mapped by `target_ids`."""
+    """Tokens in the given shape from `keys` `[rows, blocks]`, mapped by `target_ids` if given."""
     out = torch.empty(shape, dtype=torch.int64, device=keys.device)
     _merge_keys_kernel[(len(keys),)](
         keys,
@@ -231,6 +228,6 @@ def merge_keys(keys: torch.Tensor, shape: torch.Size, target_ids: torch.Tensor |
 
 
 def empty_result(batch: int, num_drafts: int, device: torch.device) -> VerificationResult:
-    """Uninitialised result of `batch` rows with `num_drafts` each."""
+    """Uninitialised result for `batch` rows of `num_drafts` each."""
     shapes = (batch, num_drafts + 1), batch, batch
     return VerificationResult(*(torch.empty(one, dtype=torch.int64, device=device) for one in shapes))

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def find_block(positions_ptr, stride, num_columns, dummy, COLUMN_BLOCK: tl.constexpr):
-    """First live column of a row's `positions` `[n]` int64, its position, and the number of live columns.
+    """The first live column of a row with `positions` `[n]` int64, its position, and the number of live columns.
 
     A row without a live column has position `dummy` and number 0.
     """

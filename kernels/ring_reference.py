@@ -1,7 +1,7 @@
-"""Blocks of columns and rings of what a row's last tokens left, in PyTorch; the Triton counterpart is `ring`.
+"""Blocks of columns, and rings of values of a row's last tokens, in PyTorch; the Triton counterpart is `ring`.
 
-A ring `[B, R, ...]` has an entry for a position in slot position mod R. Nothing in it is ever rolled back: the block
-that covers a position again overwrites its entry.
+A ring `[B, R, ...]` has the entry of a position in slot position mod R. Nothing is ever rolled back: a block that
+covers a position again overwrites its entry.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class PassPositions(NamedTuple):
 
     Attributes:
         first: the position that column 0 would have; the dummy slot in a row without a token.
-        begin: of the first token; the dummy slot or beyond in a row without one.
-        last: of the last token; -1 in a row without one.
+        begin: position of the first token; the dummy slot or beyond in a row without a token.
+        last: position of the last token; -1 in a row without a token.
     """
 
     first: torch.Tensor
@@ -28,7 +28,7 @@ class PassPositions(NamedTuple):
 
     @classmethod
     def of(cls, positions: torch.Tensor, dummy: int) -> PassPositions:
-        """Those of a pass over `positions` `[B, n]` int64, `dummy` or beyond for columns without a token."""
+        """For a pass over `positions` `[B, n]` int64, which are `dummy` or beyond for columns without a token."""
         columns = torch.arange(positions.shape[1], device=positions.device)
         is_token = positions < dummy
         return cls(
@@ -38,18 +38,18 @@ class PassPositions(NamedTuple):
         )
 
     def at(self, positions: torch.Tensor, ring: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """What is known at `positions` `[B, m]` int64, `[B, m, ...]`: of `tokens` `[B, n, ...]` of the pass, or of
-        earlier ones, in `ring` `[B, R, ...]`. Anything is returned for those after the last token, before the text, and
-        too far back."""
+        """Values `[B, m, ...]` at `positions` `[B, m]` int64: from `tokens` `[B, n, ...]` of the pass, or for earlier
+        positions from `ring` `[B, R, ...]`. They are undefined after the last token, before the text, and too far
+        back."""
         size = ring.shape[1]
         index = torch.where(positions < self.begin, positions % size, size + positions - self.first)
         return _gather(torch.cat([ring.to(tokens.dtype), tokens], dim=1), index.clamp(0, size + tokens.shape[1] - 1))
 
     def keep(self, ring: torch.Tensor, tokens: torch.Tensor, earliest: torch.Tensor | None = None) -> None:
-        """Put the last of `tokens` `[B, n, ...]`, of the columns of the pass, into `ring` `[B, R, ...]`: those at
-        positions from `earliest` `[B]` int64 on, if it is given."""
+        """Store the last `tokens` `[B, n, ...]` of the pass in `ring` `[B, R, ...]`; only those at positions from
+        `earliest` `[B]` int64 on if it is given."""
         slots = torch.arange(ring.shape[1], device=ring.device)
-        # The latest position that a slot is for; before the first token it keeps what it has.
+        # The latest position of each slot. A slot whose position is before the first token keeps its entry.
         positions = self.last - (self.last - slots) % ring.shape[1]
         first_kept = self.begin if earliest is None else torch.maximum(self.begin, earliest[:, None])
         latest = _gather(tokens, (positions - self.first).clamp(min=0)).to(ring.dtype)
@@ -62,10 +62,10 @@ def with_dims_of(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def keep(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`values` `[B, n, ...]` where `mask` `[B, n]`, else 0 whatever they hold."""
+    """`values` `[B, n, ...]` where `mask` `[B, n]`, else 0, also for NaN."""
     return values.masked_fill(~with_dims_of(mask, values), 0)
 
 
 def _gather(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """`[B, m, ...]`: `columns` `[B, m]` int64 of `values` `[B, n, ...]`."""
+    """Columns `[B, m, ...]` of `values` `[B, n, ...]` by `columns` `[B, m]` int64."""
     return values.gather(1, with_dims_of(columns, values).expand(-1, -1, *values.shape[2:]))

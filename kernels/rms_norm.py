@@ -2,12 +2,12 @@
 
 Shapes: inputs, addend, total and result `[rows, D]`, weight `[D]`:
 
-    result[r] = x[r] / sqrt(mean(x[r]^2) + eps) * (offset + weight),  x[r] = inputs[r], less its mean if CENTERED
-    total[r] = inputs[r] + addend[r], rounded to the dtype, and normed in the place of inputs[r]
+    result[r] = x[r] / sqrt(mean(x[r]^2) + eps) * (offset + weight),  x[r] = inputs[r], minus its mean if CENTERED
+    total[r] = inputs[r] + addend[r], rounded to the dtype, which is normed instead of inputs[r]
 
-One program computes whole rows. The order of its sums depends on D and the dtype only: the sizes of blocks do, and
-rows are given to the kernel so that Triton's compiler knows the same about their alignment for every number of rows
-and every stride. So a row's result is the same bits whatever rows are beside it.
+A program computes whole rows. The order of its sums depends only on D and the dtype: so do the sizes of blocks, and the
+launch lets Triton's compiler assume the same alignment for every number of rows and every stride. So the bits of a
+row's result do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import triton.language as tl
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .types import NormKind
 
-# Rows of fewer elements share a program.
+# Fewest elements of a program: narrower rows share one.
 _FEWEST_ELEMENTS = 2048
 _ELEMENTS_OF_WARP, _MOST_WARPS = 512, 32
-# Triton loads 16 bytes at a time where addresses of rows are divisible by 16, in bytes and in elements.
+# Triton loads 16 bytes at a time if addresses of rows are divisible by 16, in bytes and in elements.
 _ALIGNMENT = 16
 
 
@@ -48,10 +48,10 @@ def _rms_norm_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS rows. Row r is at `r // inner * stride_outer + r % inner * stride_inner` of the inputs.
+    """ROWS rows. Row r of the inputs is at `r // inner * stride_outer + r % inner * stride_inner`.
 
-    Grid: (blocks of rows). Reads the program's rows of `inputs` and all of `weight`; writes its rows of `out`. With
-    `addend` it also reads its rows of `addend`, and writes those of `total`.
+    Grid: (blocks of rows,). Reads the program's rows of `inputs` and all of `weight`; writes its rows of `out`. With
+    `addend` it also reads its rows of `addend` and writes those of `total`.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -83,14 +83,14 @@ def _rms_norm_kernel(
 
 @functools.cache
 def _sizes(width: int) -> tuple[int, int, int]:
-    """For rows of `width` elements that number as a power of two, rows of a program, and its warps."""
+    """For rows of `width` elements: the next power of two, rows of a program, and its warps."""
     block = triton.next_power_of_2(width)
     rows = max(1, _FEWEST_ELEMENTS // block)
     return block, rows, min(_MOST_WARPS, rows * block // _ELEMENTS_OF_WARP)
 
 
 def _rows_of(inputs: torch.Tensor) -> tuple[torch.Tensor, int, int, int] | None:
-    """`inputs` `[..., D]` as rows at two strides: tensor, rows of the inner level, strides; None if they are not."""
+    """`inputs` `[..., D]` as rows at up to two strides: tensor, inner number of rows, outer, inner stride; or None."""
     sizes, strides = list(inputs.shape[:-1]), list(inputs.stride()[:-1])
     levels: list[tuple[int, int]] = []  # innermost first
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
@@ -105,22 +105,22 @@ def _rows_of(inputs: torch.Tensor) -> tuple[torch.Tensor, int, int, int] | None:
         return None
     levels += [(1, width)] * (2 - len(levels))
     (inner, stride_inner), (_, stride_outer) = levels
-    # Rows whose width is not divisible are read in one way only, as those of a contiguous tensor.
+    # Rows whose width is not divisible are only read from contiguous tensors.
     is_contiguous = width % _ALIGNMENT != 0 and stride_inner == stride_outer == width
     is_aligned = all(one % _ALIGNMENT == 0 for one in (width, stride_inner, stride_outer, inputs.data_ptr()))
     return (inputs, inner, stride_outer, stride_inner) if is_contiguous or is_aligned else None
 
 
 def rms_norm(inputs, weight, eps, kind):
-    """See `rms_norm_reference.rms_norm`; sums in float32. One launch that depends on shapes and strides only.
+    """See `rms_norm_reference.rms_norm`; sums in float32. One launch, which depends only on shapes and strides.
 
-    Rows may be at up to two strides, as the heads of a part of a wider tensor are; others are copied first.
+    Rows may be at up to two strides, such as heads in a slice of a wider tensor; other inputs are copied first.
     """
     return _rms_norm(inputs, None, weight, eps, kind)[1]
 
 
 def add_rms_norm(inputs, addend, weight, eps, kind):
-    """See `rms_norm_reference.add_rms_norm`; the same bits as a sum by PyTorch and then `rms_norm`. One launch.
+    """See `rms_norm_reference.add_rms_norm`; the same bits as PyTorch's sum and then `rms_norm`. One launch.
 
     Rows of `inputs` may be at up to two strides.
     """
@@ -131,7 +131,7 @@ def add_rms_norm(inputs, addend, weight, eps, kind):
 def _rms_norm(
     inputs: torch.Tensor, addend: torch.Tensor | None, weight: torch.Tensor | None, eps: float, kind: NormKind
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The sum, None without `addend`, and its norm."""
+    """The sum, or None without `addend`, and its norm."""
     width = inputs.shape[-1]
     assert weight is None or (weight.shape == (width,) and weight.is_contiguous()), "the weight must be [D], contiguous"
     out = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)

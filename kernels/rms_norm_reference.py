@@ -1,4 +1,4 @@
-"""PyTorch references of normalisation over the last dimension: RMSNorm, and LayerNorm without bias; also of a sum."""
+"""PyTorch references of norms over the last dimension: RMSNorm and LayerNorm without bias, also of a sum."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from .types import NormKind
 
 
 def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind) -> torch.Tensor:
-    """The rows of `inputs` `[..., D]` normalised, in their dtype but computed in float32 at least; the formula is in
-    `rms_norm`. The weight `[D]`, None for none, is of the inputs' dtype if `kind.cast_first`."""
+    """The norm of the rows of `inputs` `[..., D]` in their dtype, computed in float32 or wider; the formula is in
+    `rms_norm`. The weight is `[D]`, or None; with `kind.cast_first` it has the inputs' dtype."""
     dtype = torch.promote_types(inputs.dtype, torch.float32)
     states = inputs.to(dtype)
     if kind.centered:

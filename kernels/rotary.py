@@ -1,20 +1,20 @@
 """Triton rotary position embedding; the references are in `rotary_reference`.
 
-Cosines and sines, in float32 with the functions that PyTorch's kernels use. Shapes: frequencies `[R / 2]`, positions
-`[B, n]`, results `[B, n, R]` or `[B, n, R / 2]`. For token i of row b and frequency j, at the places of pair j:
+One kernel computes cosines and sines, in float32 with the functions of PyTorch's kernels. Shapes: frequencies
+`[R / 2]`, positions `[B, n]`, results `[B, n, R]` or `[B, n, R / 2]`. For token i of row b, at the places of pair j:
 
     cosine = scaling cos(positions[b, i] frequencies[j]),    sine = scaling sin(positions[b, i] frequencies[j])
 
-Query and key in one launch, which may store key and value. Shapes: query, key and results `[B, heads, n, D]`, cosines
-and sines `[B or 1, n, R]` or `[B or 1, n, R / 2]`. For pair (x1, x2) of a head, with cosines (c1, c2) and sines (s1,
-s2) of its token:
+Another rotates query and key in one launch, which may also store key and value. Shapes: query, key and results
+`[B, heads, n, D]`, cosines and sines `[B or 1, n, R]` or `[B or 1, n, R / 2]`. For a pair (x1, x2) of a head with the
+cosines (c1, c2) and sines (s1, s2) of its token:
 
     result = (x1 c1 - x2 s1, x2 c2 + x1 s2)
 
 With a cache of keys `[B, slots, heads, D]` and values `[B, slots, heads, Dv]`, token i of row b stores its key and its
 value at slot positions[b, i]; with scales `[B, slots, heads, 2]` as float8, see `float8_reference`.
 
-Every product and sum is rounded as PyTorch rounds it when each is a kernel of its own, so results are the same bits.
+Every product and sum is rounded as in PyTorch, where each is a kernel of its own, so results are the same bits.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def _rotary_angles_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The angles of one token.
+    """Cosines and sines of one token.
 
-    Grid: (B * n,). Reads a position and all `frequencies`; writes a row of `cos` and of `sin`. Without LIBDEVICE, which
-    the interpreter lacks, the last bits may differ.
+    Grid: (B * n,). Reads a position and all `frequencies`; writes a row of `cos` and of `sin`. The interpreter has no
+    LIBDEVICE; without it the last bits may differ.
     """
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)
@@ -79,7 +79,7 @@ def _rotary_angles_kernel(
 
 
 def rotary_angles(frequencies, positions, dtype, kind):
-    """See `rotary_reference.rotary_angles`. One launch that depends on shapes and strides only."""
+    """See `rotary_reference.rotary_angles`. One launch, which depends only on shapes and strides."""
     assert frequencies.is_contiguous(), "frequencies must be contiguous"
     batch, num_tokens = positions.shape
     count = len(frequencies)
@@ -101,7 +101,7 @@ def rotary_angles(frequencies, positions, dtype, kind):
         LIBDEVICE=positions.is_cuda,
         BLOCK=block,
         num_warps=max(1, min(4, block // 32)),
-        # The product is rounded before the functions reduce it.
+        # The product must be rounded before the functions reduce it.
         enable_fp_fusion=False,
         **dependent_launch(positions.device),
     )
@@ -126,14 +126,14 @@ def _rotate_heads(
     SIZES,
     KIND,
 ):
-    """HEADS heads of one token, from `first_head` on; stored as float8 with their scales, if these are stored.
+    """Rotate HEADS heads of one token from `first_head` on; the results are float8 with scales if `scale_ptr` is given.
 
-    `strides_h` are those of heads of the states, the result and the scales; SIZES pairs, elements behind them, HEADS,
-    and powers of two for the first two; KIND flags of `RotaryKind`.
+    `strides_h`: strides between heads of the states, the result and the scales. SIZES: numbers of pairs and of elements
+    after them, HEADS, and powers of two for the first two. KIND: flags of `RotaryKind`.
     """
     cos_ptr, sin_ptr = angles
     stride_h, out_stride_h, scale_stride_h = strides_h
-    # One by one: Triton 3.9 makes numbers of an unpacked tuple tensors.
+    # Not unpacked: Triton 3.9 makes tensors of the constants of an unpacked tuple.
     PAIRS: tl.constexpr = SIZES[0]
     REST: tl.constexpr = SIZES[1]
     HEADS: tl.constexpr = SIZES[2]
@@ -233,12 +233,11 @@ def _rotary_kernel(
     KIND: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """HEADS heads of one token: of the query, in later blocks of the key, and in the last ones of the value.
+    """HEADS heads of one token: of the query, then of the key, then of the value, by the block.
 
-    Grid: (B * n, blocks of query heads, of key heads and, with STORES, of value heads). Reads the program's heads, and
-    the cosines and sines of its token; writes these heads of the result, `[B, n, heads, D]`. With STORES heads of key
-    and value are written to the slot `positions[b, i]` of the caches `second_out` and `values`, their scales to that of
-    `scales`.
+    Grid: (B * n, blocks of query heads, key heads and, with STORES, value heads). Reads the program's heads and the
+    cosines and sines of its token; writes the heads of the result, `[B, n, heads, D]`. With STORES heads of key and
+    value go to the slot `positions[b, i]` of the caches `second_out` and `values`, and scales to that of `scales`.
     """
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -296,7 +295,7 @@ def _rotary_kernel(
 
 @functools.cache
 def _sizes(most_heads: int, pairs: int, rest: int) -> tuple[int, int, int, int]:
-    """Heads of a program, powers of two for `pairs` and for the `rest` of a head, and warps."""
+    """Heads of a program, powers of two for `pairs` and for the `rest` of a head, and warps of a program."""
     block = triton.next_power_of_2(pairs)
     heads = min(triton.next_power_of_2(most_heads), max(1, _ELEMENTS // (2 * block)))
     rest_block = triton.next_power_of_2(max(rest, 1))
@@ -304,9 +303,9 @@ def _sizes(most_heads: int, pairs: int, rest: int) -> tuple[int, int, int, int]:
 
 
 def rotary(cos, sin, states, kind):
-    """See `rotary_reference.rotary`; of one or two tensors. One launch that depends on shapes and strides only.
+    """See `rotary_reference.rotary`, for one or two tensors. One launch, which depends only on shapes and strides.
 
-    Results have the memory of `[B, n, heads, D]`.
+    Results have the memory layout of `[B, n, heads, D]`.
     """
     assert 1 <= len(states) <= 2, "one or two tensors are rotated"
     outputs = [_empty_like(one) for one in states]
@@ -330,7 +329,7 @@ def rotate_and_store(cos, sin, states, kind, keys, values, value_states, positio
 
 
 def _empty_like(states: torch.Tensor) -> torch.Tensor:
-    """`[B, heads, n, D]` with the memory of `[B, n, heads, D]`."""
+    """`[B, heads, n, D]` with the memory layout of `[B, n, heads, D]`."""
     batch, heads, columns, size = states.shape
     return torch.empty(batch, columns, heads, size, dtype=states.dtype, device=states.device).transpose(1, 2)
 
@@ -343,11 +342,10 @@ def _launch(
     kind: RotaryKind,
     stored: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None,
 ) -> None:
-    """Launch the kernel for `first` and `second`, what is rotated, `[B, heads, n, D]`, and where to; either may be
-    None.
+    """Launch the kernel for `first` and `second`, pairs of states `[B, heads, n, D]` and result; either may be None.
 
-    The first goes to `[B, n, heads, D]`, contiguous, the second likewise, or to a cache with `stored`: new values `[B,
-    heads, n, Dv]`, their cache, the positions of both caches, and scales or None.
+    A result is `[B, n, heads, D]`, contiguous. With `stored` the second result is a cache; `stored` has new values
+    `[B, heads, n, Dv]`, their cache, the positions in both caches, and scales or None.
     """
     assert kind.shared_angles or not kind.half_angles, "half as many angles as elements are shared"
     given = [one[0] for one in (first, second) if one is not None]
@@ -362,7 +360,7 @@ def _launch(
     heads_of = [0 if one is None else one[0].shape[1] for one in (first, second)]
     (first, first_out), (second, second_out) = (
         (one[0] if one[0].stride(3) == 1 else one[0].contiguous(), one[1])
-        for one in (first or second, second or first)  # of one without heads nothing is read
+        for one in (first or second, second or first)  # nothing is read of the one without heads
     )
     value, values, positions, scales = stored or (None, None, None, None)
     value_size = 1 if value is None else value.shape[3]
@@ -397,7 +395,7 @@ def _launch(
         SIZES=(pairs, rest, heads, block, rest_block),
         KIND=(kind.inputs_interleaved, kind.outputs_interleaved, kind.shared_angles, kind.rounded),
         num_warps=num_warps,
-        # Products that are added are not fused with the sum, which would leave out a rounding.
+        # Products and sums are not fused, because that would omit a rounding.
         enable_fp_fusion=False,
         **dependent_launch(cos.device),
     )

@@ -13,8 +13,8 @@ from .types import AnglesKind, RotaryKind
 def rotary_angles(
     frequencies: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype, kind: AnglesKind
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of `positions` `[B, n]` int64 times `frequencies` `[R / 2]`, float32 or narrower; in float32,
-    and cast to `dtype` at the end. Each is `[B, n, R]`, or `[B, n, R / 2]` if `kind.repeats` is `"once"`."""
+    """Cosines and sines of `positions` `[B, n]` int64 times `frequencies` `[R / 2]`, float32 or narrower. They are
+    computed in float32 and cast to `dtype`, `[B, n, R]` each, or `[B, n, R / 2]` if `kind.repeats` is `"once"`."""
     angles = positions[..., None].float() * frequencies.float()
     if kind.repeats == "halves":
         angles = torch.cat([angles, angles], dim=-1)
@@ -26,11 +26,10 @@ def rotary_angles(
 def rotary(
     cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind
 ) -> list[torch.Tensor]:
-    """Rotate the first R elements of every head of `states`, query, key or both, `[B, heads, n, D]` with numbers of
-    heads of their own; the others are copied. The formula is in `rotary`.
+    """Rotate the first R elements of every head of `states` and copy the others; `states` are query, key or both,
+    `[B, heads, n, D]`, where the number of heads may differ. The formula is in `rotary`.
 
-    `cos` and `sin` are `[B or 1, n, R]`, or `[B or 1, n, R / 2]` if `kind.half_angles`; `kind` says which elements are
-    pairs.
+    `cos` and `sin` are `[B or 1, n, R]`, or `[B or 1, n, R / 2]` if `kind.half_angles`; `kind` determines the pairs.
     """
     return [_rotate(one, cos.unsqueeze(1), sin.unsqueeze(1), kind) for one in states]
 
@@ -46,8 +45,8 @@ def rotate_and_store(
     positions: torch.Tensor,
     scales: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """`rotary` of a key, the last of `states`, and of a query before it if there is one, which alone is returned; the
-    key and its value are stored as by `kv_cache_reference.write_kv`."""
+    """`rotary` of a key, the last of `states`, and of a query before it if there is one. The key and its value are
+    stored as in `kv_cache_reference.write_kv`; only the query is returned."""
     *query, key = rotary(cos, sin, states, kind)
     write_kv(keys, values, key, value_states, positions, scales)
     return query

@@ -1,4 +1,4 @@
-"""Triton kernels of what a round does with the rows of a `DecodeState`; the references are in `round_state_reference`.
+"""Triton kernels of a round's slots, commits and draft inputs in a `DecodeState`; see `round_state_reference`.
 
 Shapes: tokens `[B, slots]`; lengths, limits, finished and offsets `[B]`; drafts `[B, K]`; ends `[B, E]`; tokens of a
 result `[B, n]`, accepted and committed `[B]`. For position p = lengths[b] + first + i of row b:
@@ -8,13 +8,13 @@ result `[B, n]`, accepted and committed `[B]`. For position p = lengths[b] + fir
     committed'[b] = min(committed[b], limits[b] - lengths[b]) up to the first i with result[b, i] in ends[b] or
                     NO_TOKEN, that one included; 0 if finished[b]
 
-The drafts may be the nodes of a tree, see `Tree`, node i with slot lengths[b] - 1 + i and position
-p = lengths[b] - 1 + depths[b, i]; the position is dummy if finished[b], if p > limits[b] - 2 and if the node is not
-used, the slot if finished[b].
+and tokens[b, lengths[b] + i] = max(result[b, i], 0) for i < committed'[b].
 
-Then tokens[b, lengths[b] + i] = max(result[b, i], 0) for i < committed'[b]. One program computes a row.
+The drafts may be the nodes of a tree, see `Tree`. Node i has slot lengths[b] - 1 + i and position
+p = lengths[b] - 1 + depths[b, i]. The position is dummy if finished[b], if p > limits[b] - 2, or if the node is unused;
+the slot is dummy if finished[b] or if lengths[b] - 1 > limits[b] - 2. A program computes a row.
 
-The first inputs of a drafter in a round are four results `[B, W]`. With `kept = W - num_masks`, column c of row b has
+The inputs of a drafter's first pass are four results `[B, W]`. With `kept = W - num_masks`, column c of row b has
 
     slot = lengths[b] - shift - kept + c
     source = c - kept + clamp(committed[b], 0, kept)    (kept columns, c < kept)
@@ -60,8 +60,8 @@ def _slots_kernel(
     """Slots of a row, and with `block` the tokens at its positions.
 
     Grid: (B,). Reads an element of `lengths`, `limits` and `finished`; writes a row of `slots` `[B, count]`. With
-    `block` it reads the last committed token of `tokens` and a row of `drafts`, and writes one of `block`; of a tree
-    it reads a row of `parents` and `depths`, and writes one of `positions`.
+    `block` it reads the last committed token of `tokens` and a row of `drafts`, and writes a row of `block`. With a
+    tree it reads a row of `parents` and `depths`, and writes a row of `positions`.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH).to(tl.int64)
@@ -118,7 +118,8 @@ def _slots(
     count: int,
     dummy: int,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-    """Tokens, slots and positions of nodes, `[B, count]` each, None without `tokens` and `depths`."""
+    """Tokens, slots and positions of nodes, `[B, count]` each; tokens are None without `tokens`, positions without
+    `depths`."""
     assert lengths.is_contiguous() and limits.is_contiguous() and finished.is_contiguous()
     assert tokens is None or tokens.stride(1) == 1
     out, slots, positions = (
@@ -162,7 +163,7 @@ def _position_ids_kernel(
 ):
     """BLOCK position ids of a row.
 
-    Grid: (B, blocks). Reads the program's elements of `slots` `[B, n]`, and one of `offsets`; writes those of `out`.
+    Grid: (B, blocks). Reads the program's elements of `slots` `[B, n]` and one of `offsets`; writes those of `out`.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
@@ -217,7 +218,7 @@ def _commit_kernel(
     """Commit one row.
 
     Grid: (B,). Reads a row of the result and of `ends`, and an element of `limits`; updates one of `lengths` and
-    `finished`; writes the committed tokens of `tokens` and an element of `out`, and a row of what is `kept`, if given.
+    `finished`; writes the committed tokens to `tokens`, an element of `out`, and a row of `kept` if given.
     """
     row = tl.program_id(0).to(tl.int64)
     step = tl.arange(0, WIDTH)
@@ -300,7 +301,7 @@ def _prepare_inputs_kernel(
     """Prepare one row.
 
     Grid: (B,). Reads the row's length, number of committed tokens, limit and finished flag, and the tokens of its kept
-    columns; writes the row of the four results of `out`, `DraftInputs`.
+    columns; writes the row's four results in `out`, a `DraftInputs`.
     """
     row = tl.program_id(0).to(tl.int64)
     wait_for_inputs(PDL)
@@ -329,8 +330,7 @@ def _prepare_inputs_kernel(
 def prepare_inputs(tokens, lengths, committed, limits, finished, width, num_masks, mask_token, shift):
     """See `round_state_reference.prepare_inputs`; equal bit for bit. One launch; safe in a CUDA graph.
 
-    Reads one element per row of `lengths`, `committed`, `limits` and `finished`, and of `tokens` the kept ones, all
-    inside the row. The launch depends on shapes and strides only.
+    The launch depends only on shapes and strides. All reads of `tokens` are inside the row.
     """
     batch = len(tokens)
     assert all(one.is_contiguous() for one in (lengths, committed, limits, finished)), "numbers must be contiguous"

@@ -1,5 +1,5 @@
-"""PyTorch references of what a round does with the rows of a `DecodeState`: slots and tokens to run, commits, and
-what a drafter reads first."""
+"""PyTorch references of a round's operations on a `DecodeState`: the slots and tokens to run, the commit, and the
+inputs of the drafter's first pass."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .types import NO_TOKEN, DraftInputs, VerificationResult
 def next_slots(
     lengths: torch.Tensor, limits: torch.Tensor, finished: torch.Tensor, first: int, count: int, dummy: int
 ) -> torch.Tensor:
-    """`[B, count]` int64: the slots of the positions `lengths + first` to `lengths + first + count - 1` of each row.
-    The dummy slot for `finished` rows, and for positions that `limits` leave without a next token."""
+    """`[B, count]` int64: the slots of each row's positions `lengths + first` to `lengths + first + count - 1`; `dummy`
+    for `finished` rows, and for positions after which `limits` allow no token."""
     positions = lengths[:, None] + torch.arange(first, first + count, device=lengths.device)
     return torch.where(finished[:, None] | (positions > limits[:, None] - 2), dummy, positions)
 
@@ -25,8 +25,8 @@ def block(
     drafts: torch.Tensor,
     dummy: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last committed token of each row and its `drafts` `[B, K]`, of `tokens` `[B, slots]`, and their slots; both
-    `[B, K + 1]` int64. Other arguments are those of `next_slots`."""
+    """The last committed token of each row, from `tokens` `[B, slots]`, with its `drafts` `[B, K]`; and their slots.
+    Both are `[B, K + 1]` int64. Other arguments are those of `next_slots`."""
     last = tokens.gather(1, (lengths - 1)[:, None])
     return torch.cat([last, drafts], dim=1), next_slots(lengths, limits, finished, -1, drafts.shape[1] + 1, dummy)
 
@@ -41,11 +41,12 @@ def tree_block(
     depths: torch.Tensor,
     dummy: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`block` of drafts `[B, N]` that are the nodes of a tree, and their positions, `[B, N + 1]` int64 each.
+    """`block` for drafts `[B, N]` that are the nodes of a tree, and their positions, `[B, N + 1]` int64 each.
 
-    Nodes are at slots from the last committed token's on, in order; positions are those of their depths, `dummy` for
-    finished rows, positions that the limit leaves without a next token, and nodes that are not used. Slots are `dummy`
-    for finished rows only: attention reads all slots up to a node's own, so none may hold what was never written.
+    Nodes have consecutive slots from the last committed token's on. Their positions follow from their depths, and are
+    `dummy` for finished rows, for positions after which the limit allows no token, and for unused nodes. Slots are
+    `dummy` only for finished rows and rows at their limit: attention reads all slots up to a node's own, so each must
+    have been written.
 
     Args:
         parents, depths: see `Tree`.
@@ -73,19 +74,19 @@ def commit(
     result: VerificationResult,
     kept: VerificationResult | None,
 ) -> torch.Tensor:
-    """Append the tokens of `result` to the rows, up to an end-of-sequence token or the length limit.
+    """Append the tokens of `result` to their rows, up to an end-of-sequence token or the length limit.
 
     Args:
-        tokens: `[B, slots]` int64; written. What the last slot holds afterwards is undefined.
+        tokens: `[B, slots]` int64; written. The last slot is undefined afterwards.
         lengths: `[B]` int64; updated.
         finished: `[B]` bool; updated.
         limits: `[B]` int64.
         ends: `[B, E]` int64, end-of-sequence tokens of each row.
-        result: of a verification, tokens `[B, n]`; `NO_TOKEN` ends a row, too, which gets token 0 for it.
-        kept: where the result is copied to, with what was committed; tokens `[B, n]` or wider. None for nowhere.
+        result: a verification's result, with tokens `[B, n]`; `NO_TOKEN` also ends a row and is committed as token 0.
+        kept: a copy of the result with the final `committed` is written here; tokens `[B, n]` or wider. May be None.
 
     Returns:
-        `[B]` int64, how many tokens each row has committed.
+        `[B]` int64, the number of tokens that each row has committed.
     """
     steps = torch.arange(result.tokens.shape[1], device=tokens.device)
     remaining = torch.where(finished, 0, limits - lengths)
@@ -93,7 +94,7 @@ def commit(
     is_end = (result.tokens[..., None] == ends[:, None]).any(dim=-1) | (result.tokens == NO_TOKEN)
     is_end &= steps < committed[:, None]
     has_ended = is_end.any(dim=1)
-    if len(steps) > 1:  # else a row that has ended commits its one token
+    if len(steps) > 1:  # else a row that ends here commits its only token
         committed = torch.where(has_ended, is_end.int().argmax(dim=1) + 1, committed)
 
     slots = torch.where(steps < committed[:, None], lengths[:, None] + steps, tokens.shape[1] - 1)
@@ -118,32 +119,31 @@ def prepare_inputs(
     mask_token: int,
     shift: int,
 ) -> DraftInputs:
-    """Lay out the rows of a drafter's first forward pass after a round: `[padding | kept tokens | masks]`.
+    """Lay out the rows of a drafter's first pass after a round: `[padding | kept tokens | masks]`.
 
-    Every row ends with `num_masks` mask columns. Before them are the tokens that the round kept, as many as the row
-    committed, the newest last; the columns in front of these are padding. So the newest kept token of every row is in
-    the same column, and the logits of the `1 + num_masks` draft tokens come from the last `1 + num_masks` columns.
+    Every row ends with `num_masks` mask columns. Before them are the tokens that the row has committed in the round,
+    the newest last, and before these is padding. So the newest token of every row is in the same column, and the last
+    `1 + num_masks` columns give the logits of the `1 + num_masks` draft tokens.
 
-    Slots are consecutive: the newest kept token has slot `length - 1 - shift`, and the masks have the slots after it. A
-    kept column holds the token `shift` places after its slot. A column predicts the token `1 + shift` places after its
-    slot; if that is at the length limit or beyond, the column is padding. So the newest kept token of a row that has
-    reached its limit is padding as well. So are columns with a negative slot, and all columns of a finished row. A
-    padding column holds token 0 at position 0 and writes the dummy slot, the last one, so that it changes no live slot.
+    Slots are consecutive: the newest token has slot `length - 1 - shift`, and the masks have the slots after it. A kept
+    column holds the token `shift` places after its slot and predicts the token `1 + shift` places after its slot. If
+    that is at the length limit or beyond, the column is padding; so the newest token of a row at its limit is padding,
+    too. Columns with a negative slot, and all columns of a finished row, are padding. A padding column holds token 0 at
+    position 0 and writes the dummy slot, the last one, so that it changes no live slot.
 
-    Masks are valid for one round: the next round writes its kept tokens from the slot where the masks of this one
-    began, and its own masks after them; no query sees what is left beyond those.
+    Masks are valid for one round: the next round writes its kept tokens from the first mask's slot on and then its own
+    masks. No query sees older slots beyond these.
 
     Args:
         tokens: `[B, slots]` int64, committed tokens; the last column belongs to the dummy slot.
-        lengths: `[B]` int64, committed tokens of each row.
-        committed: `[B]` int64, how many of them the last round added; counts accepted tokens, not drafted ones. Clamped
-            to 0 to `W - num_masks`, the most that a round keeps.
+        lengths: `[B]` int64, number of committed tokens of each row.
+        committed: `[B]` int64, number of tokens that the last round committed, clamped to 0 to `W - num_masks`.
         limits: `[B]` int64, the length at which a row ends, less than `slots`.
         finished: `[B]` bool.
-        width: W, columns of each row: of tokens that the round kept, and of masks.
+        width: W, number of columns: of kept tokens and of masks.
         num_masks: 0 for sequential drafting, K - 1 for parallel drafting.
         mask_token: token id of mask columns.
-        shift: 1 if slot p holds token p + 1 beside the hidden state at p (EAGLE), 0 if it holds token p.
+        shift: 1 if slot p holds token p + 1 with the hidden state at p (EAGLE), 0 if it holds token p.
     """
     num_kept = width - num_masks
     column = torch.arange(width, device=tokens.device)

@@ -6,8 +6,8 @@ Shapes: values `[outer, size, inner]` and its sum `[outer, inner]`; values, soft
     softmax[r, k] = exp(values[r, k] - m) / sum_j exp(values[r, j] - m),    m = max_j values[r, j]
     running[r, k] = sum_(j <= k) values[r, j]
 
-All in float32. One program reduces a row, in blocks and by warps of which there are as many as the row's size asks for:
-the bits of a result do not depend on the number of rows.
+All are in float32. A program reduces a whole row, and only the row's size determines its blocks and warps, so the bits
+of a result do not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import triton.language as tl
 
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 
-# Elements of a row that a program reads at a time, and of which it has a partial sum each; and elements of a warp.
+# Most elements of a row that a program reads at a time, each with a partial sum of its own; and elements of a warp.
 _MOST_AT_A_TIME, _OF_A_WARP = 4096, 512
-# Columns, of sums over another dimension than the last, of a program.
+# Columns of a program, for sums over another dimension than the last.
 _COLUMNS = 128
 
 
 @kernel
 def _sum_kernel(values_ptr, out_ptr, size: Unspecialised, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Sum of a row. Grid: (rows,). Reads a row of `values` `[rows, size]`; writes one element of `out` `[rows]`."""
+    """Sum of a row. Grid: (rows,). Reads a row of `values` `[rows, size]`; writes an element of `out` `[rows]`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     wait_for_inputs(PDL)
@@ -64,7 +64,7 @@ def _softmax_kernel(
 ):
     """Softmax of a row, or its logarithm.
 
-    Grid: (rows,). Reads a row of `values` `[rows, size]`, three times if it is longer than BLOCK; writes that of `out`.
+    Grid: (rows,). Reads a row of `values` `[rows, size]` three times; writes that row of `out`.
     """
     values_ptr += tl.program_id(0).to(tl.int64) * size
     out_ptr += tl.program_id(0).to(tl.int64) * size
@@ -90,7 +90,7 @@ def _softmax_kernel(
 
 @kernel
 def _running_sum_kernel(values_ptr, out_ptr, size: Unspecialised, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Running sums of a row. Grid: (rows,). Reads a row of `values` `[rows, size]`; writes that of `out`."""
+    """Running sums of a row. Grid: (rows,). Reads a row of `values` `[rows, size]`; writes that row of `out`."""
     values_ptr += tl.program_id(0).to(tl.int64) * size
     out_ptr += tl.program_id(0).to(tl.int64) * size
     column = tl.arange(0, BLOCK)
@@ -105,7 +105,7 @@ def _running_sum_kernel(values_ptr, out_ptr, size: Unspecialised, BLOCK: tl.cons
 
 
 def _block(size: int) -> dict[str, int]:
-    """Block and warps of the program of a row of `size` elements."""
+    """Block and warps of a program for a row of `size` elements."""
     block = max(16, min(_MOST_AT_A_TIME, triton.next_power_of_2(size)))
     return {"BLOCK": block, "num_warps": max(1, block // _OF_A_WARP)}
 

@@ -1,4 +1,4 @@
-"""PyTorch references of reductions of rows, in float32 or, for float64 values, in float64."""
+"""PyTorch references of reductions of rows, in float32, or in float64 for float64 values."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def row_sum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def row_softmax(values: torch.Tensor, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
-    """Softmax over the last dimension of `values` `[rows, size]`, or its logarithm; as large, in `dtype`.
+    """`[rows, size]` in `dtype`: softmax over the last dimension of `values` `[rows, size]`, or its logarithm.
 
-    A row of -inf alone, or with NaN, gives NaN.
+    A row of only -inf, or with NaN, gives NaN.
     """
     values = _at_least_float32(values)
     return (values.log_softmax(-1) if is_log else values.softmax(-1)).to(dtype)
 
 
 def row_cumsum(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Running sums over the last dimension of `values` `[rows, size]`; as large, in `dtype`."""
+    """`[rows, size]` in `dtype`: running sums over the last dimension of `values` `[rows, size]`."""
     return _at_least_float32(values).cumsum(-1).to(dtype)

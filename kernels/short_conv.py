@@ -4,7 +4,7 @@ Shapes: inputs `[B, n, C]`, ring `[B, Rc, C]`, positions `[B, n]`, weight `[C, W
 
     out[b, i, c] = f(bias[c] + sum_t weight[c, t] x[b, positions[b, i] - W + 1 + t, c])
 
-with f = SiLU or the identity, and x[b, p, c] of the block, of the ring where p is before the block, or 0 where p < 0.
+with f = SiLU or the identity, and x[b, p, c] from the block, from the ring if p is before it, or 0 if p < 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .ring import find_block
 
 CHANNEL_BLOCK = tl.constexpr(64)
-# Columns that are convolved at a time: few in the blocks of rounds, more in prompts.
+# Columns that are convolved at a time: few in rounds, more in prompts.
 _COLUMN_BLOCKS = (8, 32)
 
 
@@ -42,9 +42,9 @@ def _short_conv_kernel(
 ):
     """CHANNEL_BLOCK channels of one row, COLUMN_BLOCK columns at a time.
 
-    Grid: (blocks of C, B). Reads the row's positions, the program's channels of the inputs, and those of the ring at
-    the W - 1 positions before the block; writes these channels of `out`, and then the inputs of the last Rc live
-    columns to the ring.
+    Grid: (blocks of C, B). Reads the row's positions and the program's channels of the inputs, and of the ring at the
+    W - 1 positions before the block; writes these channels of `out`, and then the last Rc live columns of the inputs to
+    the ring.
     """
     batch = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)
@@ -89,7 +89,7 @@ def _short_conv_kernel(
             mask=(column < num_columns)[:, None] & is_channel[None, :],
         )
 
-    # A long block writes slots that its first columns read.
+    # A long block writes ring slots that its first columns read.
     tl.debug_barrier()
     for start in range(tl.maximum(begin, end - RING), end, COLUMN_BLOCK):
         column = start + tl.arange(0, COLUMN_BLOCK)
@@ -102,7 +102,7 @@ def _short_conv_kernel(
 
 
 def short_conv(inputs, ring, positions, dummy, weight, bias, silu):
-    """See `short_conv_reference.short_conv`; sums in float32. One launch that depends on shapes and strides only."""
+    """See `short_conv_reference.short_conv`; sums in float32. One launch, which depends only on shapes and strides."""
     batch, num_columns, channels = inputs.shape
     assert ring.dtype == inputs.dtype and ring.shape[::2] == (batch, channels) and ring.is_contiguous()
     assert weight.shape[0] == channels and weight.is_contiguous(), "the weight must be contiguous"

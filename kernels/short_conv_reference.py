@@ -1,7 +1,7 @@
 """PyTorch reference of causal depthwise convolutions over the last W positions, for blocks of drafts.
 
 The formula is in `short_conv`. A ring holds the inputs of earlier positions, slot = position mod Rc. Nothing is rolled
-back: inputs of rejected drafts are overwritten by the block that covers their positions.
+back: a block that covers the positions of rejected drafts overwrites their inputs.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ def short_conv(
     bias: torch.Tensor | None,
     silu: bool,
 ) -> torch.Tensor:
-    """Convolve a block of columns, and write its inputs to the ring (those of its last Rc positions).
+    """Convolve a block of columns and write the inputs of its last Rc positions to the ring.
 
-    The live columns of a row are adjacent, at consecutive positions; columns at `dummy` or beyond are no tokens, and
-    may stand before and behind them. A row without a live column changes nothing. With K drafts Rc >= W - 1 + 2 K + 2
-    holds all that a later block may read; only slots of the W - 1 positions before the block are read.
+    The live columns of a row are adjacent, at consecutive positions. Columns at `dummy` or beyond are padding, before
+    and after the live ones. A row without a live column changes nothing. With K drafts Rc >= W - 1 + 2 K + 2 is enough
+    for all later blocks. Only slots of the W - 1 positions before the block are read.
 
     Args:
         inputs: `[B, n, C]`.
-        ring: `[B, Rc, C]` in the dtype of `inputs`, in place.
+        ring: `[B, Rc, C]` in the dtype of `inputs`; updated in place.
         positions: `[B, n]` int64, the position of each column.
-        dummy: the position of columns that are no tokens.
-        weight: `[C, W]`; the last one is that of the column itself.
+        dummy: the position of padding columns.
+        weight: `[C, W]`; the last tap is that of the column itself.
         bias: `[C]` or None.
-        silu: apply SiLU to the result.
+        silu: whether to apply SiLU to the result.
 
     Returns:
-        `[B, n, C]` in the dtype of `inputs`, summed in float32 (float64 if `inputs` are); 0 in columns that are no
-        tokens.
+        `[B, n, C]` in the dtype of `inputs`, summed in float32 (in float64 for float64 inputs); 0 in padding columns.
     """
     num_columns, width = inputs.shape[1], weight.shape[1]
     dtype = torch.promote_types(inputs.dtype, torch.float32)
     block = PassPositions.of(positions, dummy)
-    # The W - 1 positions before column 0, and those of the columns.
+    # The W - 1 positions before column 0, then those of the columns.
     places = block.first + torch.arange(1 - width, num_columns, device=positions.device)
     sequence = keep(block.at(places, ring, inputs), places >= 0).to(dtype)
     weight = weight.to(dtype)

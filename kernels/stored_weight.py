@@ -1,17 +1,15 @@
-"""Numbers of stored weights inside of Triton kernels, as floating point; the formulas are those of
-`stored_weight_reference`.
+"""Stored weights as floating point inside Triton kernels; the formulas are in `stored_weight_reference`.
 
-Conversions of Triton go through float32, one element at a time. On GPUs weights for products in bfloat16 are widened
-by integer instructions and one exact multiplication instead, a pair at a time:
+Triton's conversions go through float32, one element at a time. On NVIDIA GPUs weights for bfloat16 products are widened
+in pairs instead, by integer instructions and one exact multiplication:
 
-    e4m3    exponent and fraction are moved to their places in bfloat16, and the difference of biases is 2^120
-    int8    128 + the low seven bits is a number of bfloat16, less 128 or, by the sign, 256
-    4 bits  128 + the number is one of bfloat16, less 128 + its zero point
-    codes   permutations of bytes look both halves of a code up, in float16 too: see `look_up`
+    e4m3    exponent and fraction move to their places in bfloat16; a factor of 2^120 is the difference of biases
+    int8    128 + the low seven bits is a bfloat16 number; 128, or 256 for negative numbers, is subtracted
+    4 bits  128 + the number is a bfloat16 number; 128 + the zero point is subtracted
+    codes   byte permutations look up both bytes of a code, also for float16: see `look_up`
 
-NaN of e4m3 is no number that a weight has, and read as 480.
-
-Inputs are rounded in float32, by integers and additions that every GPU has.
+Weights have no NaN of e4m3; it is read as 480. Inputs are rounded in float32, by integer operations and additions that
+every GPU has.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ from .launch import dependent_launch, kernel, wait_for_inputs
 from .stored_weight_reference import CODES, LARGEST, LEAST_SCALE
 from .types import SCALES_OF_OUTER, StoredWeight
 
-# Parts of a sum, of which each is a warp's: they are added at the end, in their order.
+# Parts of a sum, one for each warp; they are added at the end, in order.
 SPLITS = tl.constexpr(4)
-# What the kernels call the formats of `StoredWeight.values` without codes, and of scales that are no floating point of
-# Triton.
+# Names in the kernels of the formats of `StoredWeight.values` without codes, and of scales whose dtype Triton cannot
+# load as floating point.
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8", torch.uint8: "int4"}
 _SCALES = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0", torch.uint8: "codes"}
 _SCALES_OF_OUTER = tl.constexpr(SCALES_OF_OUTER)
-# Inputs of a program whose groups are smaller.
+# Inputs of a program of `_round_kernel`, if a group is smaller.
 _INPUTS = 2048
 _LEAST = tl.constexpr(LEAST_SCALE)
 
@@ -84,11 +82,11 @@ fma.rn.bf16x2 $3, $6, n, $3;
 
 
 def look_up(codes: tuple[float, ...], dtype: torch.dtype) -> str:
-    """PTX that makes codes in a type of 16 bits of the low numbers of 4 bytes, $0 and $1, and of the high ones.
+    """PTX that maps the 4-bit numbers of 4 bytes to 16-bit codes: low numbers to $0 and $1, high ones to $2 and $3.
 
-    A permutation of bytes picks 4 of 8 by 3 bits each: by the numbers of 2 bytes in their order, the first and the
-    second byte of what they stand for, from the codes of numbers up to 7, and from the others. The fourth bits, spread
-    to bytes, choose between those. Codes whose second half is the first one with the other sign have that only.
+    A byte permutation picks 4 of 8 bytes by 3 bits each: the first, or the second, bytes of the codes of 4 numbers, as
+    if these were below 8 or were above. The fourth bits, spread to bytes, select between the two. If the codes from 8
+    on are those below 8 with the other sign, the fourth bit only sets the sign.
     """
     parts = torch.tensor(codes, dtype=dtype, device="cpu").view(torch.uint8).view(2, 2, 4, 2).permute(3, 0, 1, 2)
     words = [[[int.from_bytes(bytes(word), "little") for word in half] for half in one] for one in parts.tolist()]
@@ -117,17 +115,17 @@ _NF4_FLOAT16 = tl.constexpr(look_up(CODES["nf4"], torch.float16))
 
 @triton.jit
 def rows_of_fragments(FEATURES: tl.constexpr):
-    """Split and feature of each row of a tile `[SPLITS * FEATURES]` that is loaded, for `in_fragments`: `SPLITS` warps
-    have 8 adjacent rows each, and then the next 8 of each."""
+    """Split and feature of each row of a loaded tile `[SPLITS * FEATURES]`, for `in_fragments`: each of SPLITS warps
+    has 8 adjacent rows, then each has the next 8."""
     index = tl.arange(0, SPLITS * FEATURES)
     return index // 8 % SPLITS, index // (8 * SPLITS) * 8 + index % 8
 
 
 @triton.jit
 def in_fragments(values):
-    """A tile of a weight, whose rows are `rows_of_fragments`, as the operand `[SPLITS, FEATURES, m]` of products: every
-    warp has a split, and every thread keeps what it has loaded, which is adjacent. The columns are then in the order of
-    `as_fragments`, since thread t of four has columns 4 t to 4 t + 3 of every 16."""
+    """A weight's tile with rows `rows_of_fragments` as the operand `[SPLITS, FEATURES, m]` of products. Every warp has
+    a split, and every thread keeps the adjacent columns that it has loaded. Thread t of four has columns 4 t to 4 t + 3
+    of every 16, so the columns are in the order of `as_fragments`."""
     FEATURES: tl.constexpr = values.shape[0] // SPLITS
     COLUMNS: tl.constexpr = values.shape[1]
     parts = tl.reshape(values, [FEATURES // 8, SPLITS, 8, 4, COLUMNS // 16, 4])
@@ -136,7 +134,7 @@ def in_fragments(values):
 
 @triton.jit
 def as_fragments(inputs):
-    """Inputs `[SPLITS * n, m]` as the other operand `[SPLITS, m, n]`."""
+    """Inputs `[SPLITS * n, m]` as the other operand `[SPLITS, m, n]`, for `in_fragments`."""
     ROWS: tl.constexpr = inputs.shape[0] // SPLITS
     COLUMNS: tl.constexpr = inputs.shape[1]
     parts = tl.permute(tl.reshape(inputs, [SPLITS, ROWS, 4, COLUMNS // 16, 4]), (0, 3, 2, 4, 1))
@@ -145,7 +143,7 @@ def as_fragments(inputs):
 
 @triton.jit
 def add_splits(sums):
-    """`[SPLITS, n, m]` added one after the other."""
+    """The sum of `[SPLITS, n, m]` over splits, in order."""
     parts = tl.reshape(tl.permute(sums, (1, 2, 0)), [sums.shape[1], sums.shape[2], 2, 2])
     even, odd = tl.split(parts)
     first, third = tl.split(even)
@@ -155,7 +153,7 @@ def add_splits(sums):
 
 @triton.jit
 def widen_bytes(stored, FORMAT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
-    """Numbers of 8 bits, in uint8, as `dtype`; FORMAT is "e4m3" or "int8"."""
+    """8-bit numbers, stored as uint8, in `dtype`; FORMAT is "e4m3" or "int8"."""
     if ASM and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             _E4M3 if FORMAT == "e4m3" else _INT8, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4
@@ -170,8 +168,8 @@ def widen_bytes(stored, FORMAT: tl.constexpr, dtype: tl.constexpr, ASM: tl.const
 
 @triton.jit
 def widen_halves(stored, zeros, FORMAT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
-    """Numbers of 4 bits as `dtype`, the first and the second ones of uint8 `[n, m]`: integers less `zeros` `[n]` in
-    float32, or the codes of FORMAT."""
+    """4-bit numbers in `dtype`, the first and the second ones of uint8 `[n, m]`: integers minus `zeros` `[n]` in
+    float32, or codes of FORMAT."""
     if FORMAT == "int4" and ASM and dtype == tl.bfloat16:
         bias = tl.broadcast_to((zeros + 128).to(tl.bfloat16)[:, None], stored.shape)
         return tl.inline_asm_elementwise(
@@ -187,7 +185,7 @@ def widen_halves(stored, zeros, FORMAT: tl.constexpr, dtype: tl.constexpr, ASM: 
 
 @triton.jit
 def codes_of_halves(stored, FORMAT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
-    """`widen_halves` of codes."""
+    """`widen_halves` for codes."""
     if ASM and dtype != tl.float32:
         if FORMAT == "nf4":
             LOOK_UP: tl.constexpr = _NF4_BFLOAT16 if dtype == tl.bfloat16 else _NF4_FLOAT16
@@ -208,7 +206,7 @@ def codes_of_halves(stored, FORMAT: tl.constexpr, dtype: tl.constexpr, ASM: tl.c
 
 @triton.jit
 def code_of(number, FORMAT: tl.constexpr):
-    """What `number`, from 0 to 15, stands for, in float32."""
+    """The float32 code of `number`, which is 0 to 15."""
     CODES: tl.constexpr = _NF4 if FORMAT == "nf4" else _E2M1
     code = tl.zeros(number.shape, tl.float32)
     for index in tl.static_range(16):
@@ -218,7 +216,7 @@ def code_of(number, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_scales(parts, at, mask, SCALES: tl.constexpr):
-    """Scales in float32 of the `parts` of `stored_sums`, at places `at`; without the outer one of a whole weight."""
+    """Float32 scales at `at`, from `parts` of `stored_sums`, without the outer scale of a whole weight."""
     scales_ptr, _, outer_ptr, codes_ptr, shift_ptr = parts
     scale = tl.load(scales_ptr + at) if mask is None else tl.load(scales_ptr + at, mask=mask, other=0)
     if SCALES == "e4m3":
@@ -232,7 +230,7 @@ def load_scales(parts, at, mask, SCALES: tl.constexpr):
 
 
 def stored_arguments(inputs: torch.Tensor, weight: StoredWeight | None, depth: int) -> dict[str, tuple | None]:
-    """`parts` and FORM of `stored_sums` for the weight of a layer of `inputs`, in tiles of `depth`; None if plain."""
+    """`parts` and FORM of `stored_sums` for a layer's inputs and stored weight, in tiles of `depth`; None if plain."""
     if weight is None:
         return {"parts": None, "FORM": None}
     values, scales, size_in = weight.values, weight.scales, weight.shape[-1]
@@ -267,18 +265,18 @@ def stored_sums(
     IS_EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sums `[FEATURES, ROWS]` of the products of a layer whose weight is stored.
+    """Sums `[FEATURES, ROWS]` of the products of a layer with a stored weight.
 
     Args:
-        weight_ptr: of the first feature.
-        parts: pointers to what else is stored: scales, zeros, outer scales, codes of scales, and shift.
-        inputs, is_row: `[SPLITS * ROWS]`, pointers to rows and whether there are these, the same ones for each split.
-        own_feature: `[FEATURES]`, each one less `first`.
-        places: features of each of the HALVES, the first of the program, and the last of a half.
-        strides: of features, of the weight and the scales.
-        FORM: format of numbers, of scales, features of a scale, inputs of a scale, and whether there are instructions
-            of PTX. GROUP_SIZE is None where a scale is for all inputs; numbers are scaled before their products where
-            it is less than DEPTH, and else products.
+        weight_ptr: pointer to the program's first feature.
+        parts: pointers to scales, zeros, outer scales, codes of scales, and shift.
+        inputs, is_row: `[SPLITS * ROWS]`, pointers to rows and whether the rows exist, repeated for each split.
+        own_feature: `[FEATURES]`, feature numbers minus `first`.
+        places: the number of features of each of HALVES, the program's `first` feature, and the last one of a half.
+        strides: strides between features, of the weight and of the scales.
+        FORM: format of numbers, format of scales, features of a scale, inputs of a scale (GROUP_SIZE), and whether
+            PTX can be used. GROUP_SIZE is None if a scale is for all inputs. Scales multiply the numbers if it is less
+            than DEPTH, else the products.
         SIZES: HALVES, FEATURES and DEPTH.
         IS_EVEN: whether `SPLITS * DEPTH` divides the input features.
     """
@@ -305,7 +303,7 @@ def stored_sums(
     weight = weight_ptr + feature.to(tl.int64)[:, None] * weight_stride + stored_split[:, None] + stored_depth[None, :]
     blocks_at = (first + feature) // SCALE_ROWS * scales_stride
     scales_at = (first + own_feature) // SCALE_ROWS * scales_stride
-    if GROUP_SIZE is None:  # ahead of the inputs: no load is outstanding at the end
+    if GROUP_SIZE is None:  # before the inputs, so that no load is outstanding at the end
         scale = load_scales(parts, scales_at, None, SCALES)
     wait_for_inputs(PDL)
 
@@ -363,14 +361,14 @@ def stored_sums(
 
 @triton.jit
 def _to_int8(values):
-    """float32 rounded to integers, half to even, from -128 to 127."""
+    """float32 rounded to integers -128 to 127, half to even."""
     rounded = (values + 12582912.0) - 12582912.0  # 1.5 * 2^23, where the distance of numbers is 1
     return tl.where(rounded > 127.0, 127.0, rounded)
 
 
 @triton.jit
 def _to_e4m3(values):
-    """float32 of up to 448 rounded to numbers of e4m3, half to even."""
+    """float32 of magnitude up to 448, rounded to e4m3 numbers, half to even."""
     bits = values.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     small = (values + 24576.0) - 24576.0  # 1.5 * 2^14, where the distance of numbers is 2^-9
@@ -409,7 +407,7 @@ def _round_kernel(
 
 
 def rounded_inputs(inputs, weight):
-    """See `stored_weight_reference.rounded_inputs`. One launch that depends on shapes and strides only."""
+    """See `stored_weight_reference.rounded_inputs`. One launch, which depends only on shapes and strides."""
     size_in = inputs.shape[-1]
     rows = inputs.reshape(-1, size_in)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()

@@ -1,11 +1,11 @@
-"""PyTorch references of weights that are stored as numbers of few bits, and of inputs that are rounded to these.
+"""PyTorch references of stored (quantised) weights, and of the rounding of inputs to their formats.
 
     weight[o, k] = (values[o, k] - zeros[o / rows, k / group]) * scales[o / rows, k / group]
 
-Numbers of 4 bits have no sign and a zero point each, 8 where `zeros` has none; others have none. Or they stand for one
-of 16 numbers each, their `codes`, without zero points. With s = scales[...] a scale that is itself stored is
+4-bit numbers are unsigned with zero points, 8 if `zeros` is None, or they index 16 `codes`, without zero points. Other
+numbers have no zero points. With s = scales[...], scale number i of the weight may also be
 
-    s / outer, or for scale number i of the weight      scale_codes[s] * outer[i / 256] + shift
+    s / outer                                   or      scale_codes[s] * outer[i / 256] + shift
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 from .types import SCALES_OF_OUTER, StoredWeight
 
-# What the largest number of a row's inputs becomes, by the format that they are rounded to.
+# The magnitude that the largest of a group of inputs is scaled to, by the format to which inputs are rounded.
 LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127.5}
 # The least scale of inputs.
 LEAST_SCALE = 1e-12
-# The number of 4 bits that stands for 0 where there are no zero points.
+# The zero point of 4-bit integers without `zeros`.
 ZERO_POINT = 8
 # e2m1 has two bits of exponent and one of fraction. nf4 are quantiles of a normal distribution (Dettmers et al., QLoRA,
-# 2023, Appendix E), and the first of two numbers is in the high half of its byte, as bitsandbytes packs them.
+# 2023, Appendix E); bitsandbytes packs the first of two numbers in the high half of a byte.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 CODES = {
     "e2m1": (*_E2M1, *(-code for code in _E2M1)),
@@ -35,7 +35,7 @@ CODES = {
 
 
 def dequantise(weight: StoredWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The weight, computed in `dtype`, of each expert if there are any."""
+    """The weight `[out, in]`, or `[experts, out, in]`, computed in `dtype`."""
     values = weight.values
     if values.dtype == torch.uint8:
         halves = values & 0xF, values >> 4
@@ -58,20 +58,19 @@ def _scales(weight: StoredWeight, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _spread(scales: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
-    """`scales` of blocks for every element."""
+    """`scales` of blocks, repeated for every element."""
     for dim, size in ((-2, weight.rows), (-1, weight.group)):
         scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
     return scales
 
 
 def round_inputs(inputs: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
-    """`inputs` `[..., in]` as groups of numbers in the format of `weight` with a scale each are, computed in float32 at
-    least."""
+    """`inputs` `[..., in]` rounded to the format of `weight`, with a scale for each group, in float32 or wider."""
     values, kind = inputs.to(torch.promote_types(inputs.dtype, torch.float32)), weight.values.dtype
     size, group = values.shape[-1], weight.group
     groups = torch.nn.functional.pad(values, (0, -size % group)).unflatten(-1, (-1, group))
     largest = groups.abs().amax(-1, keepdim=True)
-    # Not by a Python number: on a GPU torch multiplies by the reciprocal of that.
+    # A tensor: on a GPU torch divides by a Python number by multiplying with its reciprocal.
     scale = (largest / torch.full_like(largest, LARGEST[kind])).clamp(min=LEAST_SCALE)
     rounded = groups / scale
     rounded = rounded.round().clamp(-128, 127) if kind == torch.int8 else rounded.to(kind).to(values.dtype)

@@ -1,12 +1,12 @@
-"""Triton kernels that draft from what followed earlier occurrences of the last tokens of a text.
+"""Triton kernels of suffix decoding: draft the tokens that followed earlier occurrences of a text's last tokens.
 
 The reference is `suffix_drafts_reference.suffix_drafts`. Shapes: tokens `[B, slots]`, lengths `[B]`, history `[H]`,
-drafts `[B, K]`, all int64. A place s < H is `history[s]`, and H + s a row's `tokens[b, s]`. The first kernel finds
+drafts `[B, K]`, all int64. Place s < H is `history[s]`, and place H + s is `tokens[b, s]`. The first kernel finds
 
     matched[b, s] = the largest m <= LONGEST with place[s - j] = tokens[b, lengths[b] - 1 - j] for all j < m
 
-of places that have a token after them, and keeps of each block of places the OCCURRENCES largest keys
-(matched << PLACE_BITS) + s. The largest ones of all blocks are sorted, and the second kernel counts what follows them.
+for places with a token after them, and keeps the OCCURRENCES largest keys (matched << PLACE_BITS) + s of each block of
+places. The largest keys of all blocks are sorted, and the second kernel counts the tokens that follow them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _occurrences_kernel(
 ):
     """The occurrences in BLOCK places.
 
-    Grid: (B, blocks of the history and then of a row). Reads the last LONGEST tokens of a row, and the program's places
-    of the history or the row; writes `keys` `[B, blocks, OCCURRENCES]`, in no order, -1 where there are no more.
+    Grid: (B, blocks of the history, then of a row). Reads the last LONGEST tokens of a row, and the program's places of
+    the history or the row; writes `keys` `[B, blocks, OCCURRENCES]`, unordered, -1 where there are no more.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -67,7 +67,7 @@ def _occurrences_kernel(
         matched += is_match.to(tl.int32)
         most = tl.where(tl.sum(is_match.to(tl.int32), axis=0) > 0, most, 0)
         back += 1
-    # All places with longer matches than `least` are kept, which are fewer than OCCURRENCES, and the last ones with it.
+    # Keep all places with matches longer than `least`, which are fewer than OCCURRENCES, then the last equal ones.
     longest = tl.max(matched, axis=0)
     least = longest * 0 + 1
     level = longest * 0 + 2
@@ -87,7 +87,7 @@ def _occurrences_kernel(
 
 @triton.jit
 def _following(text, history_ptr, place, length, history_size, is_occurrence):
-    """Tokens at places, `NO_TOKEN` beyond the text that they are in."""
+    """Tokens at `place`; `NO_TOKEN` beyond the end of the place's text."""
     is_earlier = place < history_size
     earlier = tl.load(history_ptr + place, mask=is_occurrence & is_earlier, other=_NO_TOKEN)
     own = place - history_size
@@ -107,10 +107,10 @@ def _drafts_kernel(
     num_drafts: Unspecialised,
     PDL: tl.constexpr,
 ):
-    """Drafts of a row, of all match lengths for their scores, and then of the best one.
+    """Drafts of a row: first for all match lengths to score them, then for the best match length.
 
     Grid: (B,). Reads a row of `keys` `[B, OCCURRENCES]`, descending, and the tokens after these places; writes a row of
-    `drafts`. Products of 0 and 1 count the occurrences that go on alike, at most OCCURRENCES.
+    `drafts`. Products of zeros and ones count the occurrences with the same next token, at most OCCURRENCES.
     """
     row = tl.program_id(0).to(tl.int64)
     text = tokens_ptr + row * tokens_stride

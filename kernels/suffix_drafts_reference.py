@@ -1,7 +1,6 @@
-"""PyTorch reference of drafting from what followed earlier occurrences of the last tokens of a text.
+"""PyTorch reference of suffix decoding (arXiv 2411.04975), by the rule of ArcticInference and vLLM.
 
-The rule is that of suffix decoding (arXiv 2411.04975), as ArcticInference and vLLM run it, over occurrences that are
-searched for instead of kept in a tree.
+Occurrences are searched for in every round; there is no suffix tree.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from .types import LONGEST_MATCH, MOST_OCCURRENCES, NO_TOKEN, PLACE_BITS
 
 
 def suffix_drafts(tokens: torch.Tensor, lengths: torch.Tensor, history: torch.Tensor, num_drafts: int) -> torch.Tensor:
-    """Tokens that probably follow, by how often they did after other occurrences of the last tokens.
+    """The tokens that most often followed other occurrences of each text's last tokens.
 
-    With S_m the occurrences of the last m tokens of a text, in the text itself and in earlier ones, draft k of match
-    length m is the most frequent token after those of S_m that all drafts before k followed, and P_m(k) the product of
-    the shares that the drafts up to k had. The match length is the m with the largest sum of P_m(k) over k < min(m, K):
-    a short match vouches for few tokens. Of equal ones the longest is taken, and of equally frequent tokens the one
-    after the longest match, then the latest one.
+    S_m are the occurrences of the last m tokens of a text, in the text itself and in earlier texts. Draft k of match
+    length m is the most frequent next token among those occurrences of S_m that all drafts before k followed. P_m(k) is
+    the product of the shares of the drafts up to k. The match length is the m with the largest sum of P_m(k) over k <
+    min(m, K), so that a short match gives few tokens. Among equal m the longest is taken; among equally frequent tokens
+    the one after the longest match, then the latest.
 
     Args:
         tokens: `[B, slots]` int64, texts.
-        lengths: `[B]` int64, of the texts, at least 1.
-        history: `[H]` int64, earlier texts, each with `NO_TOKEN` after it; there is no draft beyond one.
+        lengths: `[B]` int64, lengths of the texts, at least 1.
+        history: `[H]` int64, earlier texts, each followed by `NO_TOKEN`, beyond which there is no draft.
         num_drafts: K.
 
     Returns:

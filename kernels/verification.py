@@ -1,36 +1,36 @@
 """Triton verification of drafts; the references are in `verification_reference`.
 
 Shapes: scores `[B, K + 1, V]`, drafts `[B, K]`, draft_probs `[B, K, V_d]`, remaining `[B]`, tokens `[B, K + 1]`,
-accepted and committed `[B]`. With p_i = softmax(scores[b, i]), q_i = draft_probs[b, i], drafts d_1 ... d_K that follow
-p_0 ... p_{K-1}, and u_i = uniform(ACCEPT), rejection sampling gives
+accepted and committed `[B]`. With p_i = softmax(scores[b, i]), q_i = draft_probs[b, i], drafts d_1 ... d_K, where d_i
+was drawn from q_{i-1} and is verified by p_{i-1}, and u_i = uniform(ACCEPT) of draft i, rejection sampling gives
 
-    accepted[b] = a = number of leading i with u_i q_i(d_i) < p_i(d_i),    committed[b] = a + 1
+    accepted[b] = a = number of leading i with u_i q_{i-1}(d_i) < p_{i-1}(d_i),    committed[b] = a + 1
     tokens[b, a] ~ max(p_a - q_a, 0) normalised, the recovered token; p_K if a = K, the bonus token
 
-where q_i is 1 on d_i and 0 elsewhere without draft_probs. Block verification, with c = clamp(remaining[b], 0, K):
+Without draft_probs q_{i-1} is 1 on d_i and 0 elsewhere. Block verification, with c = clamp(remaining[b], 0, K):
 
     w_0 = 1,    w_i = min(w_{i-1} p_{i-1}(d_i) / q_{i-1}(d_i), 1),    e_i = sum_v max(w_i p_i(v) - q_i(v), 0)
     h_i = e_i / (e_i + 1 - w_i) for i < c,    h_c = w_c
     accepted[b] = a = largest i <= c with u_i < h_i, or 0,    committed[b] = a + 1
     tokens[b, a] ~ max(w_a p_a - q_a, 0) normalised, the recovered token; p_a if a = c, the bonus token
 
-Only the drafts before the first i where p_i or q_i is no distribution, of scores or draft logits without a softmax,
-count as drafts. With e = `random.race_times` of the row's seed and the token's position, a token is drawn by
+Drafts from the first i on where p_i or q_i is no distribution (scores or draft logits without a softmax) are ignored.
+With e = `random.race_times` of the row's seed and the token's position, a token is drawn by
 
-    next token = argmax over v of residual[v] / e[v], or of probs[v] / e[v] where the residual is 0 everywhere;
-    NO_TOKEN where probs are NaN
+    next token = argmax over v of residual[v] / e[v], or of probs[v] / e[v] if the residual is 0 everywhere;
+                 NO_TOKEN if probs are NaN
 
-Whether the residual is 0 everywhere is known only when all blocks of a row are done. So every program writes the keys
-(see `reduction`) of both maxima, and a merging kernel chooses.
+Only when all blocks of a row are done is it known whether the residual is 0 everywhere. So every program writes the
+keys (see `reduction`) of both maxima, and a merging kernel chooses.
 
-By the target's own tokens, with drafts `[B, N]`, parents and depths `[B, N + 1]`, tokens and path `[B, D + 1]`, and e_i
-the race times of position lengths[b] + depths[b, i],
+Verification by the target's own tokens, with drafts `[B, N]`, parents and depths `[B, N + 1]`, tokens and path
+`[B, D + 1]`, and the race times e_i of position lengths[b] + depths[b, i]:
 
     chosen_i = argmax over v of scores[b, i, v], or of p_i(v) / e_i(v) with seeds
     path_0 = 0,    path_(j + 1) = the i with parents[b, i] = path_j and drafts[b, i - 1] = chosen_(path_j)
 
-accepted is the largest j with a path_j, tokens[j] = chosen_(path_j). Without parents, those of node i are i - 1, and
-tokens are all of chosen.
+accepted is the largest j with a path_j, and tokens[j] = chosen_(path_j). Without parents, the parent of node i is
+i - 1, and tokens are all of chosen.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 class _Laws(NamedTuple):
-    """An argument of kernels: what the tokens of a round are drawn from, and strides of rows and steps.
+    """Kernel argument: the distributions of a round's tokens, with strides of rows and steps.
 
     Attributes:
-        scores: `[B, K + 1, V]` float32, of whose softmax the target's tokens are.
-        draft_probs: `[B, K, V_d]` float32, distributions of the drafts; None of point masses.
+        scores: `[B, K + 1, V]` float32; the target's tokens have their softmax as distribution.
+        draft_probs: `[B, K, V_d]` float32, distributions of the drafts; None for point masses.
         draft_ids: `[V]` int64, index of each token in the draft vocabulary; None if that is the first V_d tokens.
         vocabulary, draft_vocabulary: V and V_d.
     """
@@ -84,7 +84,7 @@ class _Laws(NamedTuple):
     def of(
         cls, scores: torch.Tensor, drafts: torch.Tensor, probs: torch.Tensor | None, ids: torch.Tensor | None
     ) -> _Laws:
-        """With their shapes, dtypes and strides checked, of the arguments of `verify_sampling` and `verify_block`."""
+        """From the arguments of `verify_sampling` and `verify_block`, whose shapes, dtypes and strides are checked."""
         batch, num_drafts = drafts.shape
         assert scores.shape[:2] == (batch, num_drafts + 1), "shapes must agree"
         assert scores.dtype == torch.float32, "scores must be float32"
@@ -112,7 +112,7 @@ def _score_of(laws, row, step, token, mask):
 
 @triton.jit
 def _draft_prob(laws, row, step, token, mask):
-    """Draft probability q of `token`, int64 in the target's vocabulary, likewise; 0 where `mask` is false."""
+    """Draft probability q of `token`, int64 in the target's vocabulary, at steps of a row; 0 where `mask` is false."""
     index = token
     if laws.draft_ids is not None:
         index = tl.load(laws.draft_ids + token, mask=mask, other=-1)
@@ -122,16 +122,16 @@ def _draft_prob(laws, row, step, token, mask):
 
 @triton.jit
 def _has_probs(draft_prob):
-    """Whether a draft was drawn from a distribution, by its probability q: not where the drafter's logits have none."""
+    """Whether q, the draft's probability, is a number; it is NaN if the drafter's logits have no softmax."""
     return draft_prob < float("inf")
 
 
 @triton.jit
 def _store_next(keys_ptr, out, residual, p_next, seed, length, accepted, token, is_token, BLOCK: tl.constexpr):
-    """Write the keys of one block, of the maximum of residual / e and of the maximum of p_next / e, and the counts.
+    """Write one block's keys of the maxima of residual / e and of p_next / e, and the counts.
 
     For grids (B, blocks). Writes one element each of `keys[0]` and `keys[1]`, `[B, blocks]`, and in the first block of
-    a row one of `accepted` and `committed` `[B]` of `out`, a `VerificationResult`.
+    a row one element of `accepted` and `committed` `[B]` of `out`, a `VerificationResult`.
     """
     position = length + accepted
     row = tl.program_id(0).to(tl.int64)
@@ -157,9 +157,9 @@ def _merge_recovered_kernel(
     STEPS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Merge the keys of a row, and write its tokens: the drafts, and the next token at index `accepted`.
+    """Merge the keys of a row and write its tokens: the drafts, with the next token at index `accepted`.
 
-    Grid: (B,). Reads `keys` `[2, B, blocks]`, `drafts` `[B, K]` and of `out` `accepted`; writes its `tokens`.
+    Grid: (B,). Reads `keys` `[2, B, blocks]`, `drafts` `[B, K]` and `accepted` of `out`; writes `tokens` of `out`.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
@@ -177,7 +177,7 @@ def _merge_recovered_kernel(
 
 
 def _merge_recovered(keys: torch.Tensor, drafts: torch.Tensor, out: VerificationResult) -> None:
-    """Write `out.tokens` from the `keys` `[2, B, blocks]`, once `out.accepted` is written."""
+    """Write `out.tokens` from `keys` `[2, B, blocks]` and `out.accepted`."""
     batch, num_drafts = drafts.shape
     _merge_recovered_kernel[(batch,)](
         keys,
@@ -208,11 +208,11 @@ def _verify_sampling_kernel(
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count the accepted drafts of a row, and write the keys of one block of the distribution of the token after them.
+    """Count the accepted drafts of a row, and write the keys of one block for the token after them.
 
-    Grid: (B, blocks). Reads the softmax statistics `stats` `[B * (K + 1), stat blocks]`, the drafts of
-    the row and their probabilities, and BLOCK elements of `scores[b, a]` and `draft_probs[b, a]` of `laws`, where a is
-    the number of accepted drafts, which every program computes. Writes what `_store_next` does.
+    Grid: (B, blocks). Reads the softmax statistics `stats` `[B * (K + 1), stat blocks]`, the row's drafts and their
+    probabilities, and BLOCK elements of `scores[b, a]` and `draft_probs[b, a]` of `laws`, where a is the number of
+    accepted drafts, which every program computes. Writes as `_store_next`.
     """
     row = tl.program_id(0).to(tl.int64)
     seed = tl.load(seeds_ptr + row)
@@ -259,8 +259,7 @@ def _verify_sampling_kernel(
 def verify_sampling(scores, drafts, draft_probs, draft_ids, seeds, lengths):
     """See `verification_reference.verify_sampling`; equal up to rounding. Three launches.
 
-    `scores` are read once for the softmax statistics of all rows, and once more in the row of the recovered or bonus
-    token.
+    `scores` are read once for the softmax statistics, and again only at the step of the recovered or bonus token.
     """
     num_drafts = drafts.shape[1]
     laws = _Laws.of(scores, drafts, draft_probs, draft_ids)
@@ -300,11 +299,11 @@ def _prefix_weights_kernel(
     num_stats: Unspecialised,
     STATS: tl.constexpr,
 ):
-    """Softmax base and normaliser of every row of scores of a batch row, and the weights w_i.
+    """Softmax base and normaliser at every step of a row, and the weights w_i.
 
-    Grid: (B,). Reads `stats` `[B * (K + 1), stat blocks]`, and the target's and the draft probability of
-    each draft; writes `row_stats` `[B, K + 1, 3]` float32: base, normaliser, w_i, which is NaN after the first row
-    without a distribution.
+    Grid: (B,). Reads `stats` `[B * (K + 1), stat blocks]`, and the target's and the draft probability of each draft;
+    writes `row_stats` `[B, K + 1, 3]` float32: base, normaliser, and w_i, which is NaN after the first step without a
+    distribution.
     """
     row = tl.program_id(0).to(tl.int64)
     weight = tl.full([1], 1.0, tl.float32)
@@ -368,11 +367,11 @@ def _verify_block_kernel(
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count the accepted drafts of a row, and write the keys of one block of the distribution of the token after them.
+    """Count the accepted drafts of a row, and write the keys of one block for the token after them.
 
     Grid: (B, blocks). Reads `row_stats` and `excesses` of the row, and BLOCK elements of `scores[b, a]` and
-    `draft_probs[b, a]` of `laws`, where a is the number of accepted drafts, which every program computes. Writes what
-    `_store_next` does.
+    `draft_probs[b, a]` of `laws`, where a is the number of accepted drafts, which every program computes. Writes as
+    `_store_next`.
     """
     row = tl.program_id(0).to(tl.int64)
     seed = tl.load(seeds_ptr + row)
@@ -380,7 +379,7 @@ def _verify_block_kernel(
     remaining = tl.load(remaining_ptr + row)
     count = tl.maximum(tl.minimum(remaining, num_drafts), 0).to(tl.int32)
 
-    # Element i is for the prefix of the first i drafts, 1 to K; its random number is that of its last draft.
+    # Element i is for the prefix of the first i drafts, 1 to K, and has the random number of its last draft.
     prefix = tl.arange(0, STEPS)
     stat = tl.arange(0, STATS)
     at = (row * num_drafts + prefix)[:, None] * num_stats + stat[None, :]
@@ -408,14 +407,14 @@ def _verify_block_kernel(
 def verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, remaining):
     """See `verification_reference.verify_block`; equal up to rounding. Five launches.
 
-    `scores` are read once for the softmax statistics of all rows, once with `draft_probs` in all rows but the last for
-    e_i, and once more in the row of the recovered or bonus token.
+    `scores` are read once for the softmax statistics, once with `draft_probs` at all steps but the last for e_i, and
+    again at the step of the recovered or bonus token.
     """
     batch, num_drafts = drafts.shape
     laws = _Laws.of(scores, drafts, draft_probs, draft_ids)
     assert seeds.is_contiguous() and lengths.is_contiguous() and remaining.is_contiguous()
     keys, stats, out = laws.empty_keys(), softmax_stats(scores), empty_result(*drafts.shape, drafts.device)
-    # Of each row of scores the base and the normaliser of its softmax, and w_i of the drafts before it.
+    # At each step the base and the normaliser of the softmax, and w_i of the drafts before it.
     row_stats = torch.empty(batch, num_drafts + 1, 3, dtype=torch.float32, device=scores.device)
     _prefix_weights_kernel[(batch,)](
         laws,
@@ -478,8 +477,8 @@ def _walk_kernel(
 ):
     """Merge the keys of the blocks, and follow the chosen tokens of one row.
 
-    Grid: (B,). Reads a row of `keys` `[B, N + 1, blocks]`, `drafts` and `parents`; writes one of `tokens` of `out`,
-    a `VerificationResult`, and of `path`, `[B, D + 1]` each, and an element of `accepted` and `committed`.
+    Grid: (B,). Reads a row of `keys` `[B, N + 1, blocks]`, `drafts` and `parents`; writes a row of `tokens` of `out`, a
+    `VerificationResult`, and of `path`, `[B, D + 1]` each, and an element of `accepted` and `committed`.
     """
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, NODES)
@@ -514,7 +513,7 @@ def _walk_kernel(
             token = tl.sum(tl.where(index == node, chosen, 0), axis=0)
             tl.store(tokens_ptr + step, token)
             tl.store(path_ptr + step, node.to(tl.int64))
-            # After the last accepted node the path has moved on as often as there are accepted ones, and stays.
+            # Up to the last accepted node `accepted` equals `step`; from then on it is less, and the path stays.
             fits = is_draft & (parent == node) & (draft == token) & (accepted == step) & (step < depth)
             child = tl.min(tl.where(fits, index, NODES), axis=0)
             accepted += tl.where(child < NODES, 1, 0)
@@ -524,7 +523,7 @@ def _walk_kernel(
 
 
 def verify_tree(scores, drafts, parents, depths, seeds, lengths, depth):
-    """See `verification_reference.verify_tree`; equal, but for tokens that rounding decides. Two or three launches.
+    """See `verification_reference.verify_tree`; equal, except for tokens that rounding decides. Two or three launches.
 
     The rows of `scores` may have any strides.
     """

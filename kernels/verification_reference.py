@@ -1,4 +1,4 @@
-"""PyTorch references of the verification of drafts: rejection sampling, block verification, the target's own tokens."""
+"""PyTorch references of verification: rejection sampling, block verification, and by the target's own tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def verify_sampling(
 
     Draft d is accepted if `u * q(d) < p(d)`. After a rejection the recovered token is sampled from max(p - q, 0),
     normalised; after K acceptances the bonus token is sampled from p. Without `draft_probs` q is the point mass on d.
-    The inequality is strict, so a token of probability 0 is never accepted. Where max(p - q, 0) is 0 everywhere the
+    The inequality is strict, so a token of probability 0 is never accepted. If max(p - q, 0) is 0 everywhere, the
     recovered token is sampled from p.
 
-    A row of `draft_probs` that is NaN, of draft logits without a softmax, is no distribution: its draft and those after
-    it are not verified, as if the row had fewer drafts: the law is the target's whatever the drafter says.
-    A row of scores with NaN or +inf, or of -inf alone, has no softmax: its draft is rejected, and the token there is
-    `NO_TOKEN`.
+    A row of `draft_probs` is NaN if the draft logits have no softmax. Its draft and the drafts after it are not
+    verified, as if there were fewer drafts, so the distribution is the target's whatever the drafter does.
+
+    A row of scores with NaN or +inf, or only -inf, has no softmax: its draft is rejected and its token is `NO_TOKEN`.
 
     Args:
         scores: `[B, K + 1, V]` float32 processed logits of the target; p is their softmax.
@@ -36,7 +36,7 @@ def verify_sampling(
         draft_ids: `[V]` int64, index of each token in the draft vocabulary, -1 if it has none; None if the draft
             vocabulary is the first V_d tokens.
         seeds: `[B]` int64 row seeds.
-        lengths: `[B]` int64, the position that the first draft would have.
+        lengths: `[B]` int64, the position of the first draft.
     """
     batch, num_drafts = drafts.shape
     rows = torch.arange(batch, device=drafts.device)
@@ -74,19 +74,19 @@ def verify_block(
 ) -> VerificationResult:
     """Lossless block verification (arXiv 2403.10444, algorithm 2): the drafts of a row are verified jointly.
 
-    With w(0) = 1 and w(i) = min(w(i - 1) p(d_i) / q(d_i), 1), and e(i) the sum of max(w(i) p - q, 0) over the tokens
-    after d_1 ... d_i, the prefix of i drafts passes with probability e(i) / (e(i) + 1 - w(i)), that of all drafts with
-    probability w(K). The longest prefix that passes is accepted. The next token is sampled from max(w(i) p - q, 0);
-    after all drafts from p. No lossless rule that sees only these drafts accepts more of them in expectation.
+    w(0) = 1, w(i) = min(w(i - 1) p(d_i) / q(d_i), 1), and e(i) is the sum of max(w(i) p - q, 0) over the tokens after
+    d_1 ... d_i. The prefix of i drafts passes with probability e(i) / (e(i) + 1 - w(i)), the prefix of all drafts with
+    probability w(K). The longest prefix that passes is accepted. The next token is sampled from max(w(i) p - q, 0), or
+    from p after all drafts. No lossless rule that sees only these drafts accepts more of them in expectation.
     `verify_sampling` accepts as many if the drafts are point masses or K is 1.
 
     The number of accepted drafts depends on all drafts, so two rounds must not share random numbers: these are a
-    function of the first position of the round and the index of the draft. Zero probabilities are treated as in
-    `verify_sampling`. The first row of scores or of `draft_probs` without a softmax ends the drafts, which a shorter
-    block is lossless for, too; the token drawn from such scores is `NO_TOKEN`.
+    function of the round's first position and the index of the draft. Zero probabilities are treated as in
+    `verify_sampling`. The first row of scores or of `draft_probs` without a softmax ends the drafts, because a shorter
+    block is lossless, too; the token drawn from such scores is `NO_TOKEN`.
 
-    Arguments are those of `verify_sampling`, and `remaining` `[B]` int64, the tokens that the row may still commit;
-    drafts beyond are ignored.
+    The arguments are those of `verify_sampling`, and `remaining` `[B]` int64, the number of tokens that the row may
+    still commit; drafts beyond are ignored.
     """
     batch, num_drafts = drafts.shape
     rows = torch.arange(batch, device=drafts.device)
@@ -129,25 +129,25 @@ def verify_tree(
     lengths: torch.Tensor,
     depth: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Accept the drafts that the target would have said without drafts: from the root on, the child with its token.
+    """Accept the drafts that are the target's own tokens: from the root on, the child with the target's token.
 
-    The target's token after a node is the most likely one or, with `seeds`, that which is drawn at the node's position:
-    the numbers of a draw depend on seed and position only, and no drafts are compared with numbers of their own. So a
-    text is that of rounds without drafts, whatever the drafts and however they were chosen.
+    The target's token after a node is the most likely one or, with `seeds`, the one that is drawn at the node's
+    position. The random numbers of a draw depend only on seed and position, and there are none for acceptance. So a
+    text is the same as without drafts, whatever the drafts are.
 
     Args:
-        scores: `[B, N + 1, V]`, processed logits of the target at the root and at the drafts; float32 with `seeds`,
-            else of any floating dtype. Of equal ones the lowest token is the most likely. NaN is larger than every
-            number, and with `seeds` the token of a row without a softmax is `NO_TOKEN`.
-        drafts: `[B, N]` int64. Those of one parent are different. N may be 0 of a chain.
-        parents, depths: see `Tree`; None of a chain.
+        scores: `[B, N + 1, V]`, processed logits of the target at the root and the drafts; float32 with `seeds`, else
+            of any floating dtype. Among equal scores the lowest token is the most likely. NaN is larger than every
+            number; with `seeds` the token of a row without a softmax is `NO_TOKEN`.
+        drafts: `[B, N]` int64. Siblings are different. N may be 0 in a chain.
+        parents, depths: see `Tree`; None for a chain.
         seeds: `[B]` int64 row seeds; None for greedy decoding.
         lengths: `[B]` int64, the position of the token after the root.
-        depth: D, the most drafts of a path; N of a chain.
+        depth: D, the most drafts of a path; N for a chain.
 
     Returns:
         tokens `[B, D + 1]`, accepted and committed `[B]` of a `VerificationResult`, and the path `[B, D + 1]` int64,
-        the nodes that were accepted, the root first; after these both are undefined.
+        the accepted nodes, root first. Tokens and path are undefined after these.
     """
     batch = len(drafts)
     steps = torch.arange(depth + 1, device=drafts.device).expand(batch, -1)
@@ -176,7 +176,7 @@ def verify_tree(
 
 
 def _draft_prob(draft_probs: torch.Tensor, draft_ids: torch.Tensor | None, drafts: torch.Tensor) -> torch.Tensor:
-    """`[B, K]`: q of the drafts `[B, K]`."""
+    """`[B, K]`, the draft probabilities q of the drafts `[B, K]`."""
     index = drafts if draft_ids is None else draft_ids[drafts]
     size = draft_probs.shape[-1]
     probs = draft_probs.gather(-1, index.clamp(0, size - 1).unsqueeze(-1)).squeeze(-1)
@@ -196,9 +196,8 @@ def _append_recovered_or_bonus(
 
     Args:
         probs: `[B, V]` float32, the target's distribution of that token; NaN if there is none.
-        residual: `[B, V]` float32, the weights of the recovered token; None where K is 0.
-        is_bonus: `[B]` bool, where it is the bonus token, sampled from `probs`. Where the residual sums to 0 it is as
-            well.
+        residual: `[B, V]` float32, the weights of the recovered token; None if K is 0.
+        is_bonus: `[B]` bool, whether it is the bonus token, sampled from `probs`, as also if the residual sums to 0.
         accepted: `[B]` int64, number of accepted drafts.
     """
     weights = probs

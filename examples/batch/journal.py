@@ -14,8 +14,8 @@ SETTINGS = "settings.json"
 
 
 class Journal:
-    """Finished prompts of a run, which is to write the jsonl file `output`: a jsonl file for each process, in a folder
-    beside it. Completions depend on `settings`, JSON values.
+    """Finished prompts of a run that writes the jsonl file `output`: a jsonl file for each process, in a folder beside
+    it. Completions depend on `settings`, JSON values.
 
     When the run is finished the files are joined and the folder is removed. The output is written atomically: if it
     exists, it is complete.
@@ -28,8 +28,8 @@ class Journal:
         self._file: Any = None
 
     def begin(self) -> set[int | str] | None:
-        """Start the run, or resume it: ids of the prompts that are done, or None if the output exists. To be called by
-        one process, before the others `open`. Lines that a crash cut off are removed.
+        """Start the run, or resume it. Returns the ids of finished prompts, or None if the output exists. One process
+        calls it, before the others `open`. Lines that a crash cut off are removed.
 
         Raises `ValueError` if files belong to a run with other settings or to one that still runs, or are damaged.
         """
@@ -80,7 +80,7 @@ class Journal:
         return found
 
     def finish(self, records: Iterable[dict[str, Any]], summary: dict[str, Any]) -> None:
-        """Write the output and its summary, and remove the folder; to be called by one process."""
+        """Write the output and its summary, and remove the folder; one process calls it."""
         write_whole(self.summary, json.dumps({"settings": self.settings, **summary}, indent=1))
         write_whole(self.output, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
         shutil.rmtree(self._folder)

@@ -15,7 +15,7 @@ Cost = Callable[[int, int], int]
 
 def cut(lengths: Sequence[int], limit: int, cost: Cost) -> list[range]:
     """Cut prompts, by their descending `lengths`, into batches of neighbours that cost at most `limit` each, or have
-    one row: the indices of each."""
+    one row. Returns the indices of each batch."""
     batches, start = [], 0
     while start < len(lengths):
         end = start + 1
@@ -45,8 +45,8 @@ def cut_evenly(lengths: Sequence[int], limit: int, cost: Cost, processes: int) -
 class SharedWork:
     """A queue of batches: each process claims the next one when it is free, so that no process waits for another.
 
-    All processes construct it together. The counters are in a store of torch.distributed in the main process, which
-    therefore has to end last: it waits until `done` is the number of all prompts.
+    All processes construct it together. The counters are in a store of torch.distributed in the main process. So the
+    main process has to end last: it waits until `done` is the number of all prompts.
     """
 
     def __init__(self, state: PartialState):

@@ -284,7 +284,7 @@ def prompts_sentence(arguments: dict, data: dict) -> str:
 
 
 def about_weights(folder: Path, training: dict) -> str:
-    """How the weights in `folder` are stored, if not as usual, or how to get them."""
+    """How the weights in `folder` are stored, if not in bfloat16, or how to train missing ones."""
     if not any(folder.glob("*.safetensors")):
         return missing_weights(training)
     return IN_8_BITS if training["arguments"].get("weight_bits") == 8 else ""

@@ -1,6 +1,6 @@
-"""Whole prompts, composed of templates and words: specific, as users' are, where those of a small target are vague.
+"""Whole prompts composed of templates and words. They are specific, as users' prompts are; a small target's are vague.
 
-In `composed_prompts.json`, `{name}` stands for one of the words of that name, which may have places of their own, and
+In `composed_prompts.json`, `{name}` stands for one of the words of that name, which may contain such places, too, and
 `{2-90}` for a number.
 """
 

@@ -11,15 +11,15 @@ from safetensors.torch import load_file
 
 from hf_specdec.training.objective import Batch
 
-# Documents of a batch differ by less in length, and their prompts by less than one of so many parts of a doubling.
+# Tokens of a bucket of document lengths; buckets of prompt lengths in each doubling.
 LENGTH_BUCKET, BUCKETS_PER_DOUBLING = 32, 6
-# Cost of a token of a prompt, which the target and the keys of drafters read, as a share of that of an answer.
+# Cost of a token of a prompt, as a share of an answer's: the target and the drafter's keys read it.
 PROMPT_COST = 0.25
 
 
 class Documents:
-    """Prompts and answers, end to end in one tensor, with the lengths `[D]` of documents and of their prompts; longer
-    ones than `max_length` are cut."""
+    """Prompts and answers, end to end in one tensor, with the lengths `[D]` of documents and of their prompts.
+    Documents longer than `max_length` are cut."""
 
     def __init__(self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_lengths: torch.Tensor, max_length: int):
         self.tokens = tokens
@@ -47,8 +47,8 @@ class Documents:
     def epoch(self, indices: torch.Tensor, tokens_per_batch: int, seed: int) -> list[torch.Tensor]:
         """Random batches of documents whose prompts, and whose answers, are of similar length.
 
-        A batch's padded tokens are at most `tokens_per_batch`, where those of its shortest prompt count `PROMPT_COST`
-        in every document. The order of the batches, and of the documents in each, is random.
+        A batch's padded tokens are at most `tokens_per_batch`; in every document, as many tokens as the shortest prompt
+        has count `PROMPT_COST`. The order of the batches, and of the documents in each, is random.
         """
         generator = torch.Generator().manual_seed(seed)
         shuffled = indices[torch.randperm(len(indices), generator=generator)]
@@ -70,7 +70,7 @@ class Documents:
         return [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
 
     def split(self, held_out: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Indices of the documents to train on, and of `held_out` others; of those that have places."""
+        """Indices of the documents to train on, and of `held_out` others, with two tokens of answer at least."""
         usable = (self.lengths - self.prompt_lengths >= 2).nonzero()[:, 0]
         shuffled = usable[torch.randperm(len(usable), generator=torch.Generator().manual_seed(seed))]
         return shuffled[held_out:], shuffled[:held_out]
@@ -99,7 +99,7 @@ def shard_counts(folder: Path) -> dict[str, int]:
 
 
 def written_options(folder: Path) -> dict:
-    """The `WriteOptions` of the first shard of `folder`, by name, but `prompts` of all shards."""
+    """The `WriteOptions` of the first shard of `folder`, by name, with the `prompts` of all shards."""
     options = []
     for path in sorted(folder.glob("shard-*.safetensors")):
         with safe_open(path, framework="pt") as shard:
@@ -109,7 +109,7 @@ def written_options(folder: Path) -> dict:
 
 def draft_vocabulary(counts: torch.Tensor, size: int, always: list[int]) -> tuple[torch.Tensor, float]:
     """The `size` most frequent tokens by their `counts` `[V]` as EAGLE-3's `d2t`, sorted ids minus their indices, and
-    the share of all that these cover; the ids `always`, such as those that end a turn, are there however rare."""
+    the share of all tokens that they cover. The ids `always`, such as ends of turns, are included however rare."""
     ranked = counts.clone()
     ranked[always] = counts.max() + 1
     ids = ranked.argsort(descending=True, stable=True)[:size].sort().values

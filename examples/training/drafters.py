@@ -77,8 +77,8 @@ NOT_INHERITED = ("quantization_config", "dtype", "architectures", "_name_or_path
 def new_drafter(
     args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Tensor, mask_token_id: int | None
 ) -> CachedDrafter:
-    """An untrained drafter, bound to `target`; `d2t` `[V_d]` int64 is the draft vocabulary, `mask_token_id` None for a
-    drafter that drafts one token a pass."""
+    """An untrained drafter, bound to `target`. `d2t` `[V_d]` int64 is the draft vocabulary; `mask_token_id` is None for
+    a drafter that drafts one token a pass."""
     name = args.target_name or target.config.name_or_path
     if args.family in ("pard", "pard2"):
         drafter = _new_pard(args, target, mask_token_id, name)
@@ -93,9 +93,9 @@ def new_drafter(
 def _new_with_layers(
     args: argparse.Namespace, target: PreTrainedModel, d2t: torch.Tensor, mask_token_id: int | None, name: str
 ) -> DraftLayersDrafter:
-    """EAGLE-3, P-EAGLE, DFlash or DSpark with layers in the shapes of the target's, whose embedding and head it shares.
+    """EAGLE-3, P-EAGLE, DFlash or DSpark with layers in the shapes of the target's; it shares embedding and head.
 
-    All layers of blocks see the whole block, and DSpark's Markov head says nothing yet.
+    All layers of blocks see the whole block, and DSpark's Markov head adds zeros at first.
     """
     text, count = target.config.get_text_config(), len(decoder_layers(target))
     settings = {
@@ -165,7 +165,7 @@ def _new_mtp(args: argparse.Namespace, target: PreTrainedModel, name: str) -> Mt
 
 @torch.no_grad()
 def _scale_like_final_norm(norm: nn.Module, target: PreTrainedModel) -> None:
-    """Initialize the weight of `norm` with that of the target's final norm, which the shared head was trained with."""
+    """Initialize `norm` with the weight of the target's final norm, since the shared head was trained with it."""
     final_norm = getattr(target.get_decoder(), "norm", None)
     if type(final_norm).__name__.endswith("RMSNorm"):
         ones = torch.ones(1, len(norm.weight), dtype=target.dtype, device=target.device)
@@ -175,8 +175,8 @@ def _scale_like_final_norm(norm: nn.Module, target: PreTrainedModel) -> None:
 def _new_pard(args: argparse.Namespace, target: PreTrainedModel, mask_token_id: int, name: str) -> DraftModelDrafter:
     """A draft model initialized with copies of some of the target's layers, and of its embedding, norm and head.
 
-    PARD-2's projection begins at zero, so that it begins as PARD. It reads the last hidden state and those of three
-    layers, as far apart as in the published drafters.
+    PARD-2's projection begins at zero, so it begins as PARD. It reads the last hidden state and those of three layers,
+    as far apart as in the published drafters.
     """
     text, count = target.config.get_text_config(), len(decoder_layers(target))
     kept = spread_layers(count, args.layers)
@@ -211,9 +211,9 @@ def _new_pard(args: argparse.Namespace, target: PreTrainedModel, mask_token_id: 
 def start_from(drafter: DraftLayersDrafter, trained: DraftLayersDrafter) -> None:
     """Initialize `drafter` with the weights of `trained`, which may have fewer layers or MLPs of other widths.
 
-    Of a wider MLP the units with the largest weights are kept. The outputs of layers and of units of MLPs that
-    `trained` lacks begin at zero, so the first draft token is that of `trained`. The hidden state of mask tokens is
-    copied if `trained` has one. EAGLE-3 and P-EAGLE begin from one another, DFlash and DSpark each from its own kind.
+    A narrower MLP keeps the units with the largest weights. The outputs of layers and of units of MLPs that `trained`
+    lacks begin at zero, so the first draft token is that of `trained`. The hidden state of mask tokens is copied if
+    `trained` has one. EAGLE-3 and P-EAGLE begin from one another, DFlash and DSpark each from its own kind.
 
     Raises:
         ValueError: the families, the mask tokens, the draft vocabularies of Markov heads or the shapes of other tensors
@@ -284,7 +284,7 @@ def spread_layers(count: int, kept: int) -> list[int]:
 
 
 def thinned_config(target: PreTrainedModel, kept: list[int]) -> dict:
-    """The target's configuration with the layers `kept` only; raises `ValueError` if it does not number them."""
+    """The target's configuration with the layers `kept` only; raises `ValueError` if it states another number."""
     config = target.config.get_text_config().to_dict()
     count = config.get("num_hidden_layers")
     if count != len(decoder_layers(target)):
@@ -302,15 +302,15 @@ def thinned_config(target: PreTrainedModel, kept: list[int]) -> dict:
 
 
 def rope_theta(text) -> float:
-    """The target's RoPE base; that of its full-attention layers if layer types differ."""
+    """The target's RoPE base; the one of its full-attention layers if layer types differ."""
     parameters = text.rope_parameters or {}
     parameters = parameters.get("full_attention", parameters)
     return parameters.get("rope_theta", 10000.0)
 
 
 def choose_mask_token(counts: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token with the highest id that occurs in no document, by their `counts` `[V]`, a special token if possible;
-    raises `ValueError` if every token occurs."""
+    """The token with the highest id that occurs in no document, by `counts` `[V]`, a special token if possible. Raises
+    `ValueError` if every token occurs."""
     unused = (counts == 0).nonzero()[:, 0].tolist()
     if not unused:
         raise ValueError("Every token occurs in the training data; give one that may stand for masks: --mask-token-id.")

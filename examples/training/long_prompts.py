@@ -41,8 +41,8 @@ CHAT_SHARE, CODE_SHARE, QUESTION_SHARE, INSTRUCTION_FIRST, FOLLOW_UP_SHARE = 0.2
 
 
 class Passage(NamedTuple):
-    """A text that the target wrote, without special tokens, the ids of most of it, and what it answers; None for an
-    article."""
+    """A text that the target wrote, without special tokens, the ids of most of it, and the prompt that it answers,
+    None for an article."""
 
     text: str
     tokens: list[int]
@@ -50,8 +50,8 @@ class Passage(NamedTuple):
 
 
 class LongPrompts:
-    """Makes prompts of about the lengths that are asked for, of `passages`, of which at least one is not empty;
-    `decode` gives the text of ids, without special tokens."""
+    """Makes prompts of about a given length of `passages`, at least one of them not empty. `decode` gives the text of
+    ids, without special tokens."""
 
     def __init__(self, passages: list[Passage], decode: Callable[[list[int]], str], rng: random.Random):
         passages = [passage for passage in passages if passage.text and passage.tokens]

@@ -125,7 +125,7 @@ FREE_SHARE, CODING_SHARE, SITUATION_SHARE = 0.25, 0.22, 0.2
 
 
 def entries(text: str) -> list[str]:
-    """What `|` and ends of lines separate in `text`."""
+    """The parts of `text` between `|` and line ends."""
     return [entry for line in text.strip().splitlines() for entry in line.split("|")]
 
 
@@ -147,12 +147,12 @@ def random_opening(rng: random.Random) -> str:
 
 
 def random_article_opening(rng: random.Random) -> tuple[str, str]:
-    """What a user might ask about an article, and the article's first words, after which the target continues it."""
+    """A question about an article, and the article's first words, which the target continues."""
     return rng.choice(_ARTICLE_TASKS), _filled(rng.choice(_ARTICLES), rng)
 
 
 def _filled(template: str, rng: random.Random) -> str:
-    """`template` with random words in its places, and with a capital at its beginning."""
+    """`template` with random words in its places, and a capital first letter."""
     words = {"topic": rng.choice(_TOPICS), "person": rng.choice(_PEOPLE), "place": rng.choice(_PLACES)}
     text = template.format(**words, day=rng.choice(DAYS), year=rng.randint(1750, 2024))
     return text[:1].upper() + text[1:]
@@ -195,7 +195,7 @@ class PromptFilter:
         )
 
     def accepts(self, text: str) -> bool:
-        """Whether to train on a prompt; at least two words, new, and not held out."""
+        """Whether to train on a prompt: it has two words at least, is new, and not held out."""
         words = normalized_words(text)
         if len(words) < 2:
             return False

@@ -8,8 +8,8 @@ TAIL = 64
 
 
 def loop_at_end(tokens: np.ndarray, max_period: int, min_repeats: int) -> tuple[int, int] | None:
-    """The loop that `tokens` end in, as (first index, period), the shortest one: an n-gram of at most `max_period`
-    tokens that occurs at least `min_repeats` times in a row at the end; None if they end in none."""
+    """The shortest loop that `tokens` end in, as (first index, period), or None. A loop is an n-gram of at most
+    `max_period` tokens that occurs at least `min_repeats` times in a row at the end."""
     for period in range(1, min(max_period, len(tokens) // min_repeats) + 1):
         differs = np.flatnonzero(tokens[period:] != tokens[:-period])
         start = int(differs[-1]) + 1 if len(differs) else 0
@@ -39,7 +39,7 @@ def is_degenerate(tokens: np.ndarray) -> bool:
 
 
 def trimmed_length(tokens: np.ndarray) -> int:
-    """Tokens of a text to train on: up to the second period of a loop at its end; none of other degenerate texts."""
+    """Number of tokens to train on: up to the second period of a loop at the end; 0 for other degenerate texts."""
     loop = loop_at_end(tokens, max_period=TAIL, min_repeats=3)
     if loop is not None:
         start, period = loop

@@ -333,7 +333,7 @@ class FixedDrafts:
     """The drafts `current` in every round; `times` are the times of the rounds. Interface: see `AutoDrafts`."""
 
     def __init__(self, current: RoundShape, times: RoundTimes):
-        self.current, self._times = current, times
+        self.current, self.times = current, times
 
     def next(self, tokens_left: Callable[[], float]) -> RoundShape:
         return self.current
@@ -342,7 +342,7 @@ class FixedDrafts:
         raise no_memory(drafted)
 
     def ran(self, drafted: RoundShape, milliseconds: float, is_typical: bool) -> None:
-        self._times.add(drafted, milliseconds, is_typical)
+        self.times.add(drafted, milliseconds, is_typical)
 
 
 class AutoDrafts:
@@ -368,7 +368,7 @@ class AutoDrafts:
         split: PreTrainedModel | None = None,
     ):
         self._candidates = candidates(most)
-        self._acceptance, self._times, self._price = acceptance, times, price
+        self._acceptance, self.times, self._price = acceptance, times, price
         # Rounds of a split model whose times the ranks have not agreed on yet.
         self._split, self._own_times = split, []
         known = [one for one in self._candidates if one in times]
@@ -418,7 +418,7 @@ class AutoDrafts:
             self._own_times.clear()
 
     def _learn(self, drafted: RoundShape, milliseconds: float, is_typical: bool) -> None:
-        self._times.add(drafted, milliseconds, is_typical)
+        self.times.add(drafted, milliseconds, is_typical)
         self._elapsed += milliseconds
         if is_typical:
             self._waiting.discard(drafted)
@@ -429,10 +429,10 @@ class AutoDrafts:
 
     def _rate(self, drafted: RoundShape) -> float:
         """Expected tokens a millisecond and row."""
-        return self._acceptance.expected_tokens(drafted) / self._times.milliseconds(drafted)
+        return self._acceptance.expected_tokens(drafted) / self.times.milliseconds(drafted)
 
     def _choose(self, tokens_left: Callable[[], float]) -> None:
-        known = [one for one in self._candidates if one in self._times]
+        known = [one for one in self._candidates if one in self.times]
         if not known:
             return
         best, rate = max(known, key=self._rate), self._rate(self.current)
@@ -443,14 +443,14 @@ class AutoDrafts:
     def _gain(self, drafted: RoundShape, rate: float, tokens_left: Callable[[], float]) -> float:
         """Milliseconds that `drafted` saves over rounds at `rate`: in the time left, the time passed or `_HORIZON`."""
         share = 1 - rate / max(self._rate(drafted), rate)
-        return share * max(tokens_left() / rate, self._times.total, _HORIZON)
+        return share * max(tokens_left() / rate, self.times.total, _HORIZON)
 
     def _tries(self, tokens_left: Callable[[], float]) -> Sequence[RoundShape]:
         """Rounds of a trial that is worth its cost; empty if there is none."""
-        if self.current not in self._times:
+        if self.current not in self.times:
             return ()
         rate = self._rate(self.current)
-        unknown = [one for one in self._candidates if one not in self._times and one not in self._waiting]
+        unknown = [one for one in self._candidates if one not in self.times and one not in self._waiting]
         found = max(unknown, key=self._rate, default=None)
         if found is not None:
             cost = self._price(found) + _ROUNDS_TO_TRY * self._loss(found, rate)
@@ -463,7 +463,7 @@ class AutoDrafts:
         self._waiting.clear()  # none of their rounds was typical
         # Known times change with the text; neighbours are tried again first.
         self._is_upwards = not self._is_upwards
-        others = [one for one in self._candidates if one in self._times and one != self.current]
+        others = [one for one in self._candidates if one in self.times and one != self.current]
         again = self._nearest([one for one in others if (one.width > self.current.width) == self._is_upwards])
         if again is None:
             return ()
@@ -476,7 +476,7 @@ class AutoDrafts:
     def _loss(self, drafted: RoundShape, rate: float) -> float:
         """Milliseconds that a round with `drafted` is expected to lose over the same tokens at `rate`."""
         tokens = self._acceptance.expected_tokens(drafted)
-        return max(self._times.milliseconds(drafted) - tokens / rate, 0.0)
+        return max(self.times.milliseconds(drafted) - tokens / rate, 0.0)
 
 
 # What chooses the drafts of each round.

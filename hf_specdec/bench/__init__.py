@@ -1,4 +1,4 @@
-"""`hf-specdec bench`: how fast a target generates with drafters and without, measured in one run."""
+"""`hf-specdec bench`: measures how fast a target generates with and without drafters, in one run."""
 
 from .command import add_bench
 

@@ -1,4 +1,4 @@
-"""Batches of prompts as `generate()` reads them: of texts, or of random tokens."""
+"""Batches of prompts for `generate()`: texts or random tokens."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Batch = dict[str, torch.Tensor]
 def text_batches(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], batch_size: int, device: torch.device
 ) -> list[Batch]:
-    """Batches of all prompts in order, left-padded; as user turns if the tokenizer has a chat template. Every batch has
-    `batch_size` rows: the last one is filled up with the first prompts."""
+    """Left-padded batches of all prompts in order, as user turns if the tokenizer has a chat template. Every batch has
+    `batch_size` rows: the first prompts fill up the last batch."""
     pad_on_the_left(tokenizer)
     batches = []
     for texts in _full_batches(prompts, batch_size):
@@ -30,7 +30,7 @@ def text_batches(
 def random_batches(
     vocab_size: int, length: int, num_prompts: int, batch_size: int, device: torch.device
 ) -> list[Batch]:
-    """Batches of prompts of `length` random tokens, which are the same for every batch size."""
+    """Batches of prompts of `length` random tokens. The prompts are the same for every batch size."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size, (num_prompts, length), generator=generator)
     return [

@@ -1,4 +1,4 @@
-"""Clocks for `generate()` calls: time to first tokens, and the GPU's own time."""
+"""Clocks for `generate()` calls: the time to the first token (TTFT), and the GPU's own time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def synchronize(device: torch.device) -> None:
 
 class Clock(BaseStreamer):
     """A streamer that records when the `first` and the `last` tokens of a call reach the host, by
-    `time.perf_counter()`."""
+    `time.perf_counter()`; None before."""
 
     def __init__(self) -> None:
         self._has_prompt = False
@@ -44,16 +44,16 @@ class Clock(BaseStreamer):
         pass
 
 
-# Microseconds; the longest gap between kernels of a CUDA graph, or of a stream whose queue is not empty. Gaps in which
-# the GPU waits for the host are longer.
+# Microseconds. Gaps between kernels of a CUDA graph, or of a stream with queued work, are no longer; gaps in which the
+# GPU waits for the host are longer.
 SHORT_GAP = 4.0
 
 
 class GpuClock(Clock):
-    """Also measures how long the GPU `device` computes after the first tokens, by the profiler, eagerly or in CUDA
-    graphs.
+    """A clock that also measures, by the profiler, how long the GPU `device` computes after the first tokens, eagerly
+    or in CUDA graphs.
 
-    Profiling slows a call down, so it is done in a separate call from those that are timed.
+    Profiling slows a call down, so it needs a call of its own beside those that are timed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,24 +64,24 @@ class GpuClock(Clock):
         self._runs = False
 
     def on_first(self) -> None:
-        synchronize(self._device)  # The first round's drafting may still be running.
+        synchronize(self._device)  # the first round's drafting may still be running
         self._profiler.start()
         self._runs = True
 
     def busy_seconds(self) -> float:
-        """Seconds of kernels and copies since the first tokens, with the gaps of up to `SHORT_GAP` between them; to be
+        """Seconds of kernels and copies since the first tokens, with gaps of up to `SHORT_GAP` between them. To be
         called once, after `generate()`."""
         if not self._runs:
             return 0.0
         self._profiler.stop()
         self._runs = False
-        # Launches are excluded: they are events of the host, but also report the time of their kernel.
+        # Launches are excluded: they are host events that also report the time of their kernel.
         on_device = (event for event in self._profiler.events() if event.device_type == DeviceType.CUDA)
         return busy_time([(event.time_range.start, event.time_range.end) for event in on_device]) / 1e6
 
 
 def busy_time(intervals: Iterable[tuple[float, float]], short_gap: float = SHORT_GAP) -> float:
-    """Length of the union of `intervals`, gaps of up to `short_gap` between them filled."""
+    """Length of the union of `intervals`, with gaps of up to `short_gap` between them filled."""
     total, until = 0.0, -math.inf
     for start, end in sorted(intervals):
         if start - until > short_gap:

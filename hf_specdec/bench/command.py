@@ -1,4 +1,4 @@
-"""The subcommand: arguments, the order of the cases, output."""
+"""The subcommand `bench`: arguments, order of the cases, output."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _add_conditions(parser: argparse.ArgumentParser) -> None:
-    """Add the options of how every case is run."""
+    """Add the options that determine how every case is run."""
     add, flag = parser.add_argument, partial(parser.add_argument, action="store_true")
     add("--dtype", choices=DTYPES, help="bfloat16 on a GPU, else float32, by default")
     add("--device", help="a GPU if there is one")
@@ -125,7 +125,7 @@ def _add_conditions(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(arguments: argparse.Namespace) -> None:
-    """Measure every case and print the table; raises `OSError` or `ValueError` if an argument is invalid, a file does
+    """Measure every case and print the table. Raises `OSError` or `ValueError` if an argument is invalid, a file does
     not exist, or no case could be measured."""
     check_arguments(arguments)
     was_initialized = dist.is_initialized()
@@ -137,7 +137,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
 
 
 def check_drafters(names: Sequence[str]) -> None:
-    """Say at once which drafters will fail, as they are measured after all baselines; raises `ValueError` if all do."""
+    """Report drafters that cannot be read, before the baselines are measured; raise `ValueError` if none can be."""
     missing = {}
     for name in names:
         try:
@@ -163,7 +163,7 @@ def measure(arguments: argparse.Namespace) -> None:
     prompts = None if arguments.random_weights else load_prompts(arguments.prompts, arguments.limit)
     bandwidth = copy_bandwidth(device)  # while there is memory for two large buffers
     target = load_target(arguments.target, dtype, device, arguments.random_weights, arguments.tensor_parallel)
-    hidden = None if is_first_process() else True  # None: where there is no terminal
+    hidden = None if is_first_process() else True  # None: hidden without a terminal
     with tqdm(total=count_passes(arguments), desc="bench", unit="run", disable=hidden, leave=False) as bar:
         bench = Bench(
             target=target,
@@ -187,7 +187,7 @@ def measure(arguments: argparse.Namespace) -> None:
         cases: list[Case] = []
         for case in measure_all(bench, arguments):
             cases.append(case)
-            save(report, cases, arguments.output)  # Figures so far are kept if the next case crashes the process.
+            save(report, cases, arguments.output)  # keeps the figures so far if the next case crashes the process
         report["drift"] = drift = measure_drift(bench, cases, arguments)
     save(report, cases, arguments.output)
     if is_first_process():
@@ -198,7 +198,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def check_measured(cases: list[Case], arguments: argparse.Namespace) -> None:
-    """Raise `ValueError` if no case could be measured, or none of those with a drafter."""
+    """Raise `ValueError` if no case could be measured, or no case with a drafter."""
     if all(case.error is not None for case in cases):
         raise ValueError("No case could be measured.")
     drafted = [case for case in cases if case.name in arguments.drafter]
@@ -207,7 +207,7 @@ def check_measured(cases: list[Case], arguments: argparse.Namespace) -> None:
 
 
 def save(report: dict[str, Any], cases: list[Case], output: Path | None) -> None:
-    """Put `cases`, sorted by setting and compared with the baselines, into `report`, and write that to `output`."""
+    """Sort `cases` by setting, compare them with the baselines, add them to `report`, and write it to `output`."""
     cases.sort(key=lambda case: case.setting)
     compare(cases)
     report["cases"] = [asdict(case) for case in cases]
@@ -262,8 +262,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def find_device(name: str | None, tensor_parallel: bool) -> torch.device:
-    """The device called `name`, by default a GPU if there is one; with `tensor_parallel` the one of this rank, of the
-    type that transformers uses. Raises `ValueError` if torch cannot use it."""
+    """The device called `name`, by default a GPU if there is one; with `tensor_parallel` the rank's device, of the type
+    that transformers uses. Raises `ValueError` if torch cannot use it."""
     if tensor_parallel:
         kind = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         if name not in (None, kind.type):
@@ -278,7 +278,7 @@ def find_device(name: str | None, tensor_parallel: bool) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # What torch raises depends on how it was built.
+    except (RuntimeError, AssertionError) as error:  # torch's exception depends on its build
         raise ValueError(f"--device is {name!r}, which torch cannot use here: {str(error).splitlines()[0]}") from error
     return device
 
@@ -286,7 +286,7 @@ def find_device(name: str | None, tensor_parallel: bool) -> torch.device:
 def batch_maker(
     arguments: argparse.Namespace, prompts: list[str] | None, target: PreTrainedModel
 ) -> Callable[[Case], list[Batch]]:
-    """A function that makes the batches of a case; also sets the end-of-sequence tokens of `target`."""
+    """A function that makes the batches of a case. Also sets the end-of-sequence tokens of `target`."""
     ignore_eos = arguments.ignore_eos or arguments.random_weights or arguments.synthetic_acceptance is not None
     if prompts is None:
         set_end_tokens(target, None, arguments.eos_token, ignore_eos)
@@ -300,13 +300,13 @@ def batch_maker(
 
 
 def settings(arguments: argparse.Namespace) -> list[Setting]:
-    """The settings to measure every drafter and baseline in; with a prompt length if prompts are random tokens."""
+    """The settings in which drafters and baselines are measured; with prompt lengths if prompts are random tokens."""
     lengths = arguments.prompt_length if arguments.random_weights else [None]
     return list(starmap(Setting, product(arguments.batch_size, arguments.temperature, lengths)))
 
 
 def drafter_cases(name: str, arguments: argparse.Namespace) -> list[Case]:
-    """The cases of the drafter called `name`; K is None where the drafter's own number is to be used."""
+    """The cases of the drafter called `name`; K is None for the drafter's own."""
     return [
         Case(name, k, *setting, draft_probs, tree)
         for setting in settings(arguments)
@@ -317,7 +317,7 @@ def drafter_cases(name: str, arguments: argparse.Namespace) -> list[Case]:
 
 
 def measure_all(bench: Bench, arguments: argparse.Namespace) -> Iterator[Case]:
-    """Measure all cases, one after the other; each is yielded when it is measured."""
+    """Measure all cases, one after the other, and yield each."""
     for setting in settings(arguments):
         for name in BASELINES:
             if name in arguments.baselines:
@@ -327,7 +327,7 @@ def measure_all(bench: Bench, arguments: argparse.Namespace) -> Iterator[Case]:
 
 
 def configured(drafter: Drafter, arguments: argparse.Namespace) -> Drafter:
-    """`drafter`, which runs its rounds as the command line says."""
+    """`drafter`, configured as the command line says."""
     return drafter.configure(
         compile_rounds=bool(arguments.compile),
         batch_invariant=arguments.batch_invariant,
@@ -348,10 +348,10 @@ def measure_baseline(bench: Bench, name: str, setting: Setting, arguments: argpa
 
 
 def measure_drift(bench: Bench, cases: list[Case], arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Measure the first baseline again at the end, and compare: how much slower the machine has become meanwhile.
+    """Measure the first baseline again, and compare: how much slower has the machine become?
 
-    Cases are measured one after the other, so their ratios are only reliable if this ratio is near 1. None if there is
-    no baseline, or no other case was measured after it.
+    Cases are measured one after the other, so their ratios are reliable only if this ratio is near 1. None if there is
+    no baseline, or only one case.
     """
     first = next((case for case in cases if case.name in BASELINES and case.ms_per_round is not None), None)
     if first is None or len(cases) == 1:
@@ -364,13 +364,13 @@ def measure_drift(bench: Bench, cases: list[Case], arguments: argparse.Namespace
 
 
 def measure_drafter(bench: Bench, name: str, arguments: argparse.Namespace) -> Iterator[Case]:
-    """Measure the drafter called `name` at every K and setting; it is loaded before and freed afterwards."""
+    """Load the drafter called `name`, measure it at every K and setting, and free it."""
     try:
         load = random_drafter if arguments.random_weights else AutoDrafter.from_pretrained
         drafter = configured(load(name, bench.target), arguments)
         if arguments.synthetic_acceptance is not None:
-            drafter.configure(engine="static")  # In the stock engine transformers verifies.
-    except Exception as error:  # The cases of this drafter fail; the others are measured.
+            drafter.configure(engine="static")  # in the stock engine transformers verifies
+    except Exception as error:  # this drafter's cases fail; the others are measured
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         yield from (replace(case, error=message) for case in drafter_cases(name, arguments))
         return
@@ -383,7 +383,7 @@ def measure_drafter(bench: Bench, name: str, arguments: argparse.Namespace) -> I
 
 def acceptance(arguments: argparse.Namespace, drafter: Drafter, case: Case) -> AbstractContextManager:
     """The context of a drafter's `generate()` calls: scripted acceptance with `--synthetic-acceptance`. With K = "auto"
-    an acceptance length is that of the drafter's own K."""
+    an acceptance length is meant for the drafter's own K."""
     asked = arguments.synthetic_acceptance
     if asked is None:
         return nullcontext()

@@ -1,4 +1,4 @@
-"""Measuring one case: a baseline or a drafter, with its number of draft tokens, batch size and other settings."""
+"""Measurement of a case: a baseline or a drafter, with its K, batch size and other settings."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from .batches import Batch
 from .clock import Clock, GpuClock, synchronize
 from .traffic import round_bytes
 
-# New tokens of the call that `GpuClock` records; with more, summing up the profiler's events takes long.
+# New tokens of the call that `GpuClock` records. With more tokens the profiler's events take long to sum up.
 RECORDED_TOKENS = 32
 
 
 @dataclass
 class Spread:
-    """One figure over several runs."""
+    """A figure over several runs."""
 
     median: float
     low: float
@@ -47,14 +47,14 @@ class Spread:
 
 @dataclass
 class Latency:
-    """A time of many requests, in milliseconds; `p99` is what 99 % of them take at most."""
+    """A time over many requests, in milliseconds; 99 % of them take at most `p99`."""
 
     median: float
     p99: float
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Latency | None:
-        """None if there are none."""
+        """From times in seconds; None if there are none."""
         if not seconds:
             return None
         ordered = sorted(seconds)
@@ -62,7 +62,7 @@ class Latency:
 
 
 class Setting(NamedTuple):
-    """The settings that cases must share to be compared with each other; see `Case`."""
+    """The settings that comparable cases share; see `Case`."""
 
     batch_size: int
     temperature: float
@@ -79,45 +79,46 @@ class Setting(NamedTuple):
 
 @dataclass
 class Case:
-    """A case and its figures; figures that do not apply are None, and after an error all of them are.
+    """A case and its figures. Figures that do not apply are None, and after an error all are.
 
-    A round is one pass of the target and, with a drafter, the drafting after it; without a drafter it is one decoding
+    A round is one pass of the target and, with a drafter, the drafting after it. Without a drafter it is one decoding
     step.
 
     Attributes:
-        name: `"dynamic"` and `"static"` for plain `generate()` on those caches, `"engine"` for the static engine
-            without a drafter, else the drafter.
+        name: `"dynamic"` or `"static"` for plain `generate()` with that cache, `"engine"` for the static engine without
+            a drafter, else the drafter's name.
         k: draft tokens a round, or "auto"; None for plain `generate()`, 0 for the engine alone.
         batch_size: rows.
-        temperature: of sampling; 0 for greedy decoding.
-        prompt_length: tokens of every prompt if they are random; None for texts.
-        draft_probs: of the drafter, `"on"`, `"off"` or `"auto"` (see `Drafter.configure`); None without a drafter, and
-            in greedy decoding and of trees, where it changes nothing.
-        tree: N, drafts of a round that are verified as a tree of up to `k` in a row, or "auto"; 0 of chains.
-        error: why it could not be measured.
+        temperature: sampling temperature; 0 for greedy decoding.
+        prompt_length: number of tokens of every prompt if prompts are random; None for texts.
+        draft_probs: `"on"`, `"off"` or `"auto"` (see `Drafter.configure`); None without a drafter, and in greedy
+            decoding and with trees, where it has no effect.
+        tree: N, number of drafts of a round's tree of depth up to `k`, or "auto"; 0 for chains.
+        error: why the case could not be measured.
         engine: which engine of hf_specdec ran, `"static"` or `"stock"`, with the reason; None for plain `generate()`.
-        tokens: new tokens of a run, of all rows, end-of-sequence tokens included and padding not.
-        rounds: of a run, over all batches.
-        cached_tokens: tokens of prompts that a run did not prefill, since other prompts began with them.
-        same_texts: share of the rows whose text is that of plain `generate()` with the dynamic cache; only of greedy
-            decoding. In dtypes narrower than float32 rounding decides ties, so that less than 1 is no error.
-        acceptance_length: mean tokens that a row commits a round.
-        acceptance_per_position: share of the drafts at each position that were accepted.
-        rounds_by_k, rounds_by_tree: how many rounds of all runs had which K, and trees of how many drafts; empty on the
-            stock engine.
+        tokens: new tokens of a run, over all rows, with end-of-sequence tokens and without padding.
+        rounds: rounds of a run, over all batches.
+        cached_tokens: tokens of prompts that a run did not prefill, because of the prefix cache.
+        same_texts: share of the rows with the same text as plain `generate()` with the dynamic cache; only for greedy
+            decoding. In dtypes narrower than float32 rounding decides ties, so less than 1 is no error.
+        acceptance_length: mean number of tokens that a row commits in a round.
+        acceptance_per_position: share of accepted drafts at each position.
+        rounds_by_k, rounds_by_tree: number of rounds of all runs by K, and by drafts of the tree; empty for the stock
+            engine.
         ms_per_round: wall time from the first tokens of a call to its last, over the rounds between them.
-        ms_to_first_token: wall time from the call to its first tokens.
-        cold_ms_to_first_token: the same of the case's first call, which may compile, capture and allocate.
-        request_to_first_token: from adding a request to a manager to its first tokens.
-        request_per_token: mean time of a request between two tokens.
-        request_gap: between tokens of a request that come one after the other; those of one round come together.
+        ms_to_first_token: wall time from the call to its first tokens (TTFT).
+        cold_ms_to_first_token: TTFT of the case's first call, which may compile, capture and allocate.
+        request_to_first_token: time from adding a request to a manager to its first tokens.
+        request_per_token: mean time between two tokens of a request.
+        request_gap: time between successive tokens of a request, without those of the same round, which come together.
         tokens_per_second: new tokens of all rows over the wall time of whole calls.
-        round_over_engine, round_over_dynamic: `ms_per_round` over that of the engine alone, of plain `generate()`.
+        round_over_engine, round_over_dynamic: `ms_per_round` over that of the engine without a drafter, and over that
+            of plain `generate()` with the dynamic cache.
         speedup: `tokens_per_second` over that of plain `generate()` with the dynamic cache.
-        gpu_ms_per_round: time that the GPU computes a round, without the time it waits for the host.
-        peak_memory_bytes: the most that torch had allocated on a GPU, weights included, and what rows hold.
+        gpu_ms_per_round: time for which the GPU computes in a round, without waiting for the host.
+        peak_memory_bytes: peak of torch's allocations on a GPU, weights included, plus that of the rows' memory.
         bytes_per_round: see `round_bytes`.
-        bandwidth_share: those bytes over the round's time, as a share of the measured bandwidth of a copy.
+        bandwidth_share: `bytes_per_round` over the round's time, as a share of the measured copy bandwidth.
     """
 
     name: str
@@ -162,13 +163,13 @@ class Case:
 
 
 def short_name(name: str) -> str:
-    """The last part of a folder's or repository's name."""
+    """The last part of the name of a folder or repository."""
     return Path(name).name
 
 
 @dataclass
 class Run:
-    """Sums over one pass over all batches."""
+    """Sums of one pass over all batches."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -183,22 +184,21 @@ class Run:
 
 @dataclass
 class Bench:
-    """Measures the cases of one target.
+    """Measures the cases of a target.
 
     Attributes:
         target: the model that generates.
-        batches: makes the inputs of the `generate()` calls of a case.
-        options: of every `generate()` call; a case adds those of sampling.
+        batches: makes the inputs of a case's `generate()` calls.
+        options: options of every `generate()` call; a case adds those of sampling.
         runs: measured passes over the batches of a case, after one warm-up pass.
         bandwidth: bytes a second of a copy on the target's device.
-        gpu_time: whether the GPU's own time is recorded too, in a separate call.
-        continuous: whether the static engine runs all prompts of a case by continuous batching, on as many rows as the
-            batch size; else batch after batch.
-        serve: whether a manager runs the prompts of a case, as many at once as the batch size: another is added
-            whenever one has ended.
+        gpu_time: whether to record also the GPU's own time, in a separate call.
+        continuous: whether the static engine runs all prompts of a case by continuous batching, with the batch size as
+            number of rows; if not, batch after batch.
+        serve: whether a manager runs the prompts of a case, with the batch size as number of concurrent requests.
         is_scripted: whether acceptance is scripted, so that texts are not compared.
         progress: called after every pass.
-        plain_texts: tokens generated by plain `generate()`, by setting.
+        plain_texts: tokens that plain `generate()` generated, by setting.
     """
 
     target: PreTrainedModel
@@ -220,8 +220,8 @@ class Bench:
         context: Callable[[], AbstractContextManager] = nullcontext,
         **options: Any,
     ) -> Case:
-        """Measure `case` with or without a `drafter` and fill in its figures, or `case.error` if an exception is
-        raised; `context` is that of the `generate()` calls, `options` are further ones of theirs."""
+        """Measure `case` with or without a `drafter`, and fill in its figures, or `case.error` after an exception.
+        `context` is a context for the `generate()` calls, `options` are their additional options."""
         options["do_sample"] = case.temperature > 0
         if case.temperature > 0:
             options |= {"temperature": case.temperature, "top_k": 0, "top_p": 1.0}
@@ -229,18 +229,18 @@ class Bench:
             options |= {"assistant_model": drafter, "num_assistant_tokens": case.k or None, "tree": case.tree}
         try:
             if drafter is not None:
-                # Before the context, so that the check of the target runs with true verification.
+                # Before the context, so that the equivalence check runs with true verification.
                 why_not_equivalent(self.target, "static")
             with context():
                 self._measure(case, self.batches(case), drafter, options)
-        except Exception as error:  # Out of memory, or an unsuitable drafter: the other cases are measured.
+        except Exception as error:  # such as out of memory or an unsuitable drafter; the other cases are measured
             case.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
         self._free_memory(drafter)
         return case
 
     def _measure(self, case: Case, batches: list[Batch], drafter: Drafter | None, options: dict[str, Any]) -> None:
         device = self.target.device
-        # On a GPU every batch is warmed up, because kernels may be compiled or tuned for each shape.
+        # On a GPU every batch is warmed up, because kernels may be compiled or tuned for its shape.
         cold = self._run(batches if device.type != "cpu" else batches[:1], drafter, options)
         if cold.to_first:
             case.cold_ms_to_first_token = 1e3 * cold.to_first[0]
@@ -253,7 +253,7 @@ class Bench:
             found.append(self._run(batches, drafter, options))
             self.progress()
         if device.type == "cuda":
-            # What rows hold is not of torch's allocator.
+            # The rows' memory is not from torch's allocator.
             case.peak_memory_bytes = torch.cuda.max_memory_allocated(device) + peak_committed_bytes(device)
         self._fill(case, found)
         self._compare_texts(case, found[0].texts)
@@ -282,7 +282,7 @@ class Bench:
             new = out[:, prompt:].cpu()
             counts = count_tokens(new, self.target.generation_config.eos_token_id)
             run.texts += [row[:count] for row, count in zip(new.tolist(), counts, strict=True)]
-            # The first tokens come with the pass over the prompts.
+            # The prefill gives the first tokens.
             rounds = drafter.stats.num_rounds if drafter is not None else out.shape[1] - prompt - 1
             run.tokens += sum(counts)
             run.rounds += rounds
@@ -295,7 +295,7 @@ class Bench:
         return run
 
     def _run_requests(self, batches: list[Batch], drafter: Drafter, options: dict[str, Any]) -> Run:
-        """The prompts of all batches as requests; no time of a round, since prefill runs between rounds."""
+        """Run the prompts of all batches as requests. Rounds are not timed, because prefill runs between them."""
         prompts = _prompts_of(batches)
         config = ContinuousBatchingConfig(max_requests_per_batch=len(batches[0]["input_ids"]))
         torch.manual_seed(0)
@@ -324,7 +324,7 @@ class Bench:
     def _run_manager(
         self, prompts: list[list[int]], config: ContinuousBatchingConfig, options: dict[str, Any]
     ) -> tuple[float, list[GenerationOutput]]:
-        """Seconds and results of all prompts by a manager; a request is added whenever one has ended."""
+        """Seconds and results of a manager's run of all prompts; a request is added whenever one has ended."""
         with self.target.continuous_batching_context_manager(
             continuous_batching_config=config,
             workload_hints=WorkloadHints(max(map(len, prompts)), options["max_new_tokens"], len(prompts)),
@@ -389,7 +389,7 @@ class Bench:
     def _free_memory(self, drafter: Drafter | None) -> None:
         """Free the GPU memory that a case still holds, also after an error."""
         if drafter is not None:
-            drafter.release()  # The next case must not replay CUDA graphs captured in this one's context.
+            drafter.release()  # the next case must not replay CUDA graphs of this one's context
         if self.target.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
@@ -405,7 +405,7 @@ def _prompts_of(batches: list[Batch]) -> list[list[int]]:
 
 
 def count_tokens(new: torch.Tensor, eos: int | list[int] | None) -> list[int]:
-    """Tokens of each row of `[B, n]` int64 up to its first end-of-sequence token, that one included."""
+    """Number of tokens of each row of `new` `[B, n]` int64, up to and including its first end-of-sequence token."""
     ends = torch.tensor([] if eos is None else eos, dtype=torch.int64).reshape(-1)
     is_end = torch.isin(new, ends)
     lengths = torch.where(is_end.any(dim=1), is_end.int().argmax(dim=1) + 1, new.shape[1])
@@ -413,7 +413,7 @@ def count_tokens(new: torch.Tensor, eos: int | list[int] | None) -> list[int]:
 
 
 def compare(cases: list[Case]) -> None:
-    """Fill in the figures that compare each case with the baselines of its setting."""
+    """Fill in the figures that compare cases with the baselines of their settings."""
     plain = {(case.name, case.setting): case for case in cases if case.error is None}
     for case in cases:
         engine, dynamic = (plain.get((name, case.setting)) for name in ("engine", "dynamic"))

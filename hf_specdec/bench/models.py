@@ -1,4 +1,4 @@
-"""The target and the drafters of a benchmark: loaded, or built from their config.json with random weights."""
+"""The target and drafters of a benchmark: loaded, or built from config.json with random weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..host.modeling import with_random_weights
 def load_target(
     name: str, dtype: torch.dtype, device: torch.device, random_weights: bool = False, tensor_parallel: bool = False
 ) -> PreTrainedModel:
-    """The target, prepared by `loading.prepare_target`: a folder, Hub repository or GGUF file.
+    """The target, a folder, Hub repository or GGUF file, prepared by `loading.prepare_target`.
 
-    With `random_weights` only its config.json is read. With `tensor_parallel` it is sharded over the ranks that
-    torchrun has started, each of which reads or draws its own shards only, on its own device.
+    With `random_weights` only config.json is read. With `tensor_parallel` the target is sharded over torchrun's ranks,
+    each of which reads or draws only its own shards, on its own device.
     """
     if tensor_parallel:
         return loading.prepare_target(_sharded_target(name, dtype, random_weights))
@@ -39,18 +39,18 @@ def _sharded_target(name: str, dtype: torch.dtype, random_weights: bool) -> PreT
     with torch.device("meta"):
         model_class = type(AutoModelForCausalLM.from_config(config))
     torch.manual_seed(0)
-    # With an empty state dict transformers initializes all tensors at random, of sharded ones only the rank's shard.
+    # With an empty state dict transformers initializes all tensors at random, and only the rank's shards.
     with quiet_loading():
         return model_class.from_pretrained(None, config=config, state_dict={}, dtype=dtype, distributed_config=sharding)
 
 
 def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
-    """A drafter with random weights in the shapes that its config.json implies, bound to `target`."""
+    """A drafter with random weights in the shapes of its config.json, bound to `target`."""
     file, settings = read_config_file(name)
     found = read_config(Checkpoint(name, file.parent, settings, None), target.config)
-    torch.manual_seed(0)  # All ranks of a tensor-parallel target draw the same drafter.
+    torch.manual_seed(0)  # all ranks of a tensor-parallel target draw the same drafter
     with torch.device(target.device):
-        # In the target's dtype from the start, since stacked experts take gigabytes, in float32 twice as many.
+        # In the target's dtype from the start, because stacked experts take gigabytes, twice as many in float32.
         drafter = with_random_weights(found.family, found.config, dtype=target.dtype).to(target.dtype).eval()
     drafter.requires_grad_(False)
     drafter.bind(target)

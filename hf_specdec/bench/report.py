@@ -23,7 +23,7 @@ MISSING = "-"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Device and versions of Python and packages, on which the figures depend."""
+    """The environment of the figures: device, and versions of Python and packages."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -44,10 +44,10 @@ def _share(value: float) -> str:
     return f"{100 * value:.0f} %"
 
 
-# Titles of columns that are shown only if cases differ in them.
+# Titles of columns that are shown only if their values vary.
 VARIED = ("prompt", "T", "draft probs")
 
-# Titles of columns, the attributes of `Case` that they show, and how; None and empty lists are `MISSING`.
+# Titles of columns, their attributes of `Case`, and formats; None and empty lists are shown as `MISSING`.
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("batch", "batch_size", str),
     ("prompt", "prompt_length", str),
@@ -86,7 +86,7 @@ def _variant(case: Case) -> str:
 
 
 def _lines(drafted: list[Case]) -> list[tuple[str, list[Case]]]:
-    """The cases that a picture joins, by K, and what to call them."""
+    """The cases of each line of a plot, by K, with the line's label."""
     lines: dict[tuple[str, str], list[Case]] = {}
     for case in sorted(drafted, key=lambda case: len(case.acceptance_per_position)):
         lines.setdefault((case.name, _variant(case)), []).append(case)
@@ -94,8 +94,8 @@ def _lines(drafted: list[Case]) -> list[tuple[str, list[Case]]]:
 
 
 def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
-    """The cases as aligned text, a line each, without empty columns and without `VARIED` ones that do not vary; then
-    the errors of those that failed, and the drift of the machine."""
+    """The cases as aligned text, a line each, without empty columns and without `VARIED` columns that do not vary; then
+    the errors of failed cases, and the machine's drift."""
     measured = [case for case in cases if case.error is None]
     rows = [_shown(case) for case in measured]
     kept = [
@@ -136,7 +136,7 @@ def check_matplotlib() -> None:
 
 
 def draw(cases: list[Case], about: str, folder: Path) -> list[Path]:
-    """Plot tokens a second, time a round and acceptance over K into `folder`; returns the paths of the pictures."""
+    """Plot tokens a second and time a round over K, and acceptance by position, into `folder`; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     measured = [case for case in cases if case.error is None]
     pictures = {
@@ -153,7 +153,7 @@ def draw(cases: list[Case], about: str, folder: Path) -> list[Path]:
 
 
 def _panels(cases: list[Case], ylabel: str, xlabel: str) -> tuple[Figure, list[tuple[Setting, Any]]]:
-    """A figure with one panel for each setting, a row for each temperature; and pairs of setting and panel."""
+    """A figure with a panel for each setting, and a row for each temperature; and the pairs of setting and panel."""
     from matplotlib.figure import Figure  # not pyplot, which chooses a backend by the display
     from matplotlib.ticker import MaxNLocator
 
@@ -193,7 +193,7 @@ def _over_k(cases: list[Case], ylabel: str, figure_name: str) -> Figure:
 
 
 def _over_positions(cases: list[Case]) -> Figure:
-    """Acceptance at each position, of every drafter at its largest K."""
+    """Acceptance at each position, for every drafter at its largest K."""
     figure, panels = _panels(cases, "share of drafts accepted", "position in the block")
     for setting, panel in panels:
         drafted = [case for case in cases if case.setting == setting and case.k]

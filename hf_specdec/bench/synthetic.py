@@ -1,4 +1,4 @@
-"""Scripted acceptance, to time random weights: the time of a round hardly depends on weights, acceptance does."""
+"""Scripted acceptance, to time random weights: acceptance depends on the weights, the time of a round hardly does."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..modules.patch import replaced
 from ..ops import draw_draft
 from ..state import DecodeState
 
-# In the place of the index of a draft in its round: beyond those of drafts, whose random numbers are others.
+# Index of a draft in its round for the random numbers, beyond any draft's, so that these are independent of drafts'.
 _INDEX = 1 << 16
 _MOST_ROWS = 1 << 16
 
 
 def acceptance_rates(requested: Sequence[float], num_draft_tokens: int) -> list[float]:
-    """The share of rounds that accept the draft at each of K positions, and with it all drafts before it.
+    """For each of K positions, the share of rounds that accept the draft there, and so all drafts before it.
 
-    `requested` is one number of at least 1, the mean acceptance length: then each draft is accepted with the same
-    probability, given that those before it are; or the shares themselves, of which the first K are taken. Raises
-    `ValueError` if it is neither, above K + 1, or has fewer than K shares.
+    `requested` is either one number of at least 1, the mean acceptance length, for which a draft has the same
+    acceptance probability at every position if the drafts before it are accepted; or the shares, of which the first K
+    are taken. Raises `ValueError` if it is neither, above K + 1, or has fewer than K shares.
     """
     check_acceptance(requested)
     if _is_length(requested):
@@ -67,20 +67,20 @@ def _constant_rates(length: float, num_draft_tokens: int) -> list[float]:
 
 @contextmanager
 def scripted_acceptance(rates: Sequence[float], device: torch.device) -> Iterator[None]:
-    """Context in which the static engine accepts drafts by `rates` (see `acceptance_rates`), whatever their tokens are.
+    """Context in which the static engine accepts drafts by `rates` (see `acceptance_rates`), whatever their tokens.
 
-    Verification runs as usual, and its result is then replaced: the first drafts count as accepted, and the token after
-    them is the one that verification gives at its position. How many are accepted is decided by random numbers that are
-    functions of row, position and first draft. Nothing synchronizes with the device.
+    Verification runs as usual, and then its result is replaced: a number of first drafts count as accepted, and the
+    token after them is verification's token at that position. Random numbers that are functions of row, position and
+    first draft determine the number of accepted drafts. Nothing synchronizes with the device.
 
-    Of a tree as many drafts are accepted as of a chain, whatever it is like (one of random logits is hardly deep): its
-    nodes at even distances, whose keys and values are then moved as those of a path are.
+    A tree accepts as many drafts as a chain, whatever its shape (a tree from random logits is hardly deep): nodes at
+    even distances, whose keys and values then move like those of a path.
     """
     true_verify = rounds.verify
 
     @functools.cache
     def law(batch: int, depth: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Numbers of rows, temperatures, and logits of how many of `depth` drafts each row accepts."""
+        """Row numbers, temperatures, and logits of the number of accepted drafts, 0 to `depth`, for each row."""
         shares = torch.tensor([1.0, *rates[:depth], 0.0], device="cpu")
         logits = (shares[:-1] - shares[1:]).log().to(device)
         return torch.arange(batch, device=device), torch.ones(batch, device=device), logits.expand(batch, 1, -1)

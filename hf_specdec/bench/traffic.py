@@ -1,6 +1,6 @@
-"""The bytes that a round reads at least, and the copy bandwidth of the device, for the share of it in use.
+"""The bytes that a round must read, and the device's copy bandwidth, for the share of it in use.
 
-Of a tensor-parallel target, the bytes are those of one rank.
+For a tensor-parallel target the bytes are those of one rank.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ..modules.weights import local_shard, num_bytes, num_experts
 from ..parallel.tensor_parallel import tensor_parallel_group
 from .clock import synchronize
 
-# More than the caches of most devices.
+# Larger than the caches of most devices.
 COPY_BYTES = 2**28
 
 
 def copy_bandwidth(device: torch.device, groups: int = 4) -> float:
-    """Bytes a second that a copy inside the device's memory reads and writes; the best of several groups of copies."""
-    copies = 1 if device.type == "cpu" else 16  # Several, so that launch overhead does not count on a GPU.
-    # Not zeros: on a CPU the system allocates pages of zeros only when they are written.
+    """Bytes a second that a copy in the device's memory reads and writes; the best of several groups of copies."""
+    copies = 1 if device.type == "cpu" else 16  # several, so that launch overhead does not count on a GPU
+    # Not zeros: on a CPU the system allocates pages of zeros only when they are written to.
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     copied = source.clone()
     best = float("inf")
@@ -45,9 +45,9 @@ def round_bytes(
 ) -> int | None:
     """Bytes of weights, keys and values that a round must read if `batch` rows are `length` tokens long on average.
 
-    The target's weights count once, the drafter's once for each of its passes; embeddings do not count, since only a
-    few rows of them are read. Of a tensor-parallel target, the shards of this rank and its share of the KV heads count.
-    None for mixture-of-experts models, whose routing decides, and for drafters that do not say what they read.
+    The target's weights count once, the drafter's once for each pass. Embeddings do not count, because only a few rows
+    are read. For a tensor-parallel target the rank's shards and its share of the KV heads count. None for
+    mixture-of-experts models, where it depends on routing, and for drafters without `round_reads`.
     """
     text = target.config.get_text_config()
     if num_experts(text):

@@ -1,1 +1,1 @@
-"""Checkpoints as they are published: files, families, dialects and tensor names."""
+"""Published checkpoints: files, families, dialects and tensor names."""

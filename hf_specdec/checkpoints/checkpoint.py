@@ -1,4 +1,4 @@
-"""The files of a drafter checkpoint: where they are, the content of `config.json`, the tensors of the weight files."""
+"""The files of a drafter checkpoint: their paths, the content of `config.json`, the tensors of the weight files."""
 
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 
-# Of a module that SGLang's script exports (export_deepseek_nextn.py), beside an index of shards that it leaves out.
+# An MTP module that SGLang's script exports (export_deepseek_nextn.py), beside an index of shards that are not there.
 NEXTN_FILE = "nextn_layer_parameters.safetensors"
 
-# Mistral's own format has its settings in this file.
+# The settings of Mistral's own format.
 _MISTRAL_FILE = "params.json"
 
-# DFlash's file of a trained embedding of the mask token.
+# DFlash's trained embedding of the mask token.
 _MASK_FILE = "mask_embedding.pt"
-
-# PARD-2's file of the weights that project the target's hidden states, a pickled one beside the draft model's own.
+# PARD-2's projection of the target's hidden states, a pickled file beside the draft model's weights.
 PROJECTION_FILE = "warp_model.bin"
 
-# How many missing tensors, unexpected ones, or wrong shapes an error message names.
+# Most missing tensors, unexpected tensors, or wrong shapes that an error message names.
 MAX_NAMED_TENSORS = 16
 
 
 class HubOptions(TypedDict, total=False):
-    """Where on the Hub a checkpoint is and how it is downloaded, as in `PreTrainedModel.from_pretrained`."""
+    """Hub options of `PreTrainedModel.from_pretrained`."""
 
     revision: str | None
     subfolder: str
@@ -54,14 +53,14 @@ class HubOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A drafter's checkpoint: the files that the drafter needs are on this machine, its weights are not loaded.
+    """A drafter's checkpoint. The files that the drafter needs are on this machine; the weights are not loaded.
 
     Attributes:
         name: repository or folder as the user gave it, with the subfolder.
-        folder: that holds the files: the one given, or the Hub cache's snapshot of one commit.
+        folder: the folder of the files: the given one, or the Hub cache's snapshot of a commit.
         config: content of `config.json`.
         tensors: the selected tensors of the weight files, by their names in the files, without the scales of quantised
-            ones, which are read with these. None for a drafter that is to have random weights.
+            tensors, which are read with them. None for a drafter with random weights.
     """
 
     name: str
@@ -70,11 +69,11 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor] | None
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Load all of `tensors`, and no other tensors of their files; quantised ones are dequantised."""
+        """Load `tensors` and no other tensors of their files. Quantised tensors are dequantised."""
         return read_stored(self.tensors)
 
     def only(self, names: Collection[str]) -> Checkpoint:
-        """The checkpoint with the tensors called `names` alone."""
+        """The checkpoint with only the tensors called `names`."""
         return replace(self, tensors={name: self.tensors[name] for name in names})
 
     def config_errors(self) -> AbstractContextManager[None]:
@@ -82,7 +81,7 @@ class Checkpoint:
         return config_errors(self.name)
 
     def check_loaded(self, info: Mapping[str, Any]) -> None:
-        """Raise `ValueError` if transformers' loading `info` lists a weight or tensor that was not loaded as it is."""
+        """Raise `ValueError` if transformers' loading `info` lists a tensor that was not loaded as it is."""
         self.check_differences(
             missing=info["missing_keys"],
             unexpected=info["unexpected_keys"],
@@ -97,9 +96,9 @@ class Checkpoint:
         mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]] = (),
         errors: Iterable[str] = (),
     ) -> None:
-        """Raise `ValueError` that names how the files' tensors differ from those that config.json asks for, if they do.
+        """Raise `ValueError`, which names the differences, if the files' tensors are not those of config.json.
 
-        Of `mismatched` tensors name, shape found and shape expected; `errors` are messages of other problems.
+        `mismatched` has name, shape found and shape expected of tensors; `errors` are messages of other problems.
         """
         shapes = [f"{name} is {list(found)}, expected {list(expected)}" for name, found, expected in sorted(mismatched)]
         found = (
@@ -117,16 +116,16 @@ class Checkpoint:
 
     @property
     def uses_safetensors(self) -> bool:
-        """Whether all weight files that transformers loads are safetensors files, not pickled ones."""
+        """Whether all weight files that transformers loads are safetensors files."""
         files = {tensor.file for tensor in self.tensors.values() if tensor.file.name != PROJECTION_FILE}
         return all(file.suffix == ".safetensors" for file in files)
 
 
 @contextmanager
 def config_errors(name: str) -> Iterator[None]:
-    """Context for code that depends on values in the config.json of `name`: its errors become one-line `ValueError`s.
+    """Context for code that depends on values in the config.json of `name`: errors become one-line `ValueError`s.
 
-    transformers and torch raise various exceptions for invalid values, depending on where these are used first.
+    transformers and torch raise various exceptions for invalid values. An `OSError` stays an `OSError`.
     """
     try:
         yield
@@ -148,7 +147,7 @@ def _one_line(error: Exception) -> str:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Context without transformers' progress bar and loading report; `Checkpoint.check_loaded` raises what it lists."""
+    """Context without transformers' progress bar and loading report, which `Checkpoint.check_loaded` replaces."""
     was_shown, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
@@ -160,13 +159,13 @@ def quiet_loading() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-# Selects the names of the tensors to read, given a checkpoint's name, config.json and the names of all tensors.
+# The names of the tensors to read, given a checkpoint's name, config.json and the names of all tensors.
 Selection = Callable[[str, Mapping[str, Any], Collection[str]], Collection[str]]
 
 
 @dataclass(frozen=True)
 class _Files:
-    """The files of a folder, or of a repository on the Hub at one revision."""
+    """The files of a folder, or of a Hub repository at one revision."""
 
     repo: str | Path
     subfolder: str
@@ -178,7 +177,7 @@ class _Files:
         return f"{self.repo}/{self.subfolder}" if self.subfolder else str(self.repo)
 
     def fetch(self, filename: str) -> Path | None:
-        """Path of the file on this machine; None if the repository has none of that name."""
+        """Path of the file on this machine; None if the repository has no such file."""
         options = {"subfolder": self.subfolder, "revision": self.revision, **self.hub}
         try:
             found = cached_file(self.repo, filename, _raise_exceptions_for_missing_entries=False, **options)
@@ -199,18 +198,18 @@ def open_checkpoint(
     has_no_weights: Callable[[str, Mapping[str, Any]], bool] = lambda name, config: False,
     **hub: Any,
 ) -> Checkpoint:
-    """Find the files of a checkpoint, downloading those that are needed, and read the headers of its weight files.
+    """Find the files of a checkpoint, download those that are needed, and read the headers of the weight files.
 
     Args:
-        repo, subfolder, hub: folder, or repository on the Hub with `HubOptions`.
-        revision: branch, tag or commit. All files are taken from the one commit that it stands for.
-        select: which tensors are needed; all if None. Shards that hold none of them are not fetched.
-        has_no_weights: called with the checkpoint's name and config.json where there is no weight file of a usual name:
-            whether none is needed; raises an error for families that are not supported.
+        repo, subfolder, hub: folder, or Hub repository with `HubOptions`.
+        revision: branch, tag or commit. All files are taken from the one commit that it resolves to.
+        select: selects the needed tensors; None for all. Shards without any of them are not fetched.
+        has_no_weights: called with the checkpoint's name and config.json if there is no weight file of a usual name;
+            returns whether none is needed, and raises an error for families that are not supported.
 
     Raises:
-        OSError: expected an existing folder or an accessible repository with a `config.json` and all weight files.
-        ValueError: expected valid JSON and weight files, inside of the checkpoint's folder, and no mask embedding.
+        OSError: the folder or repository, its `config.json` or a weight file is missing or not accessible.
+        ValueError: a file is invalid or outside of the checkpoint's folder, or there is a mask embedding.
     """
     config_file, config = read_config_file(repo, subfolder, revision, **hub)
     files = _Files(repo, subfolder, extract_commit_hash(str(config_file), None) or revision, hub)
@@ -238,15 +237,15 @@ def open_checkpoint(
 
 
 def has_projection(config: Mapping[str, Any]) -> bool:
-    """Whether `config.json` is PARD-2's: a language model that reads projected hidden states of the target, too."""
+    """Whether `config.json` is that of PARD-2, which reads projected hidden states of the target."""
     return config.get("spd_type") == "pard2" or any(key == "pard2" or key.startswith("pard2_") for key in config)
 
 
 def read_config_file(
     repo: str | Path, subfolder: str = "", revision: str | None = None, **hub: Any
 ) -> tuple[Path, dict[str, Any]]:
-    """Path and content of `config.json` alone, downloaded if needed; arguments and errors as of `open_checkpoint`.
-    Raises `ValueError` for values that `check_settings` refuses, and for Mistral's own format."""
+    """Path and content of `config.json`, downloaded if needed; arguments and errors are those of `open_checkpoint`.
+    Raises `ValueError` also for values that `check_settings` refuses, and for Mistral's own format."""
     files = _Files(repo, subfolder, revision, hub)
     check_folder(repo)
     if not isinstance(subfolder, str) or not _is_inside(subfolder):
@@ -269,7 +268,7 @@ def read_config_file(
 
 
 def check_folder(repo: str | Path) -> None:
-    """Raise `FileNotFoundError` if `repo` is the path of a folder that does not exist, not a repository on the Hub."""
+    """Raise `FileNotFoundError` if `repo` must be a path, not a Hub repository, and is no folder."""
     path = Path(repo)
     is_path = isinstance(repo, Path) or path.is_absolute() or len(path.parts) > 2 or str(repo).startswith((".", "~"))
     if is_path and not path.is_dir():
@@ -277,13 +276,13 @@ def check_folder(repo: str | Path) -> None:
 
 
 def _is_inside(path: str) -> bool:
-    """Whether a relative `path` stays inside of the folder that it is relative to, on any operating system."""
+    """Whether a relative `path` stays inside its base folder on every operating system."""
     flavours = (PurePosixPath(path), PureWindowsPath(path))
     return not any(one.is_absolute() or one.drive or one.root or ".." in one.parts for one in flavours)
 
 
 def _fetch_weights(files: _Files, select: Callable[[Collection[str]], Collection[str]]) -> list[Path]:
-    """Paths of the weight files on this machine; of a sharded checkpoint, the shards that hold selected tensors."""
+    """Paths of the weight files on this machine; of a sharded checkpoint only shards with selected tensors."""
     names = (*WEIGHT_FILES, NEXTN_FILE)
     file = next((found for found in map(files.fetch, names) if found is not None), None)
     if file is None:
@@ -293,7 +292,7 @@ def _fetch_weights(files: _Files, select: Callable[[Collection[str]], Collection
     if file.suffix != ".json":
         return [file]
     weight_map = _read_index(file)
-    # If none of the tensors is selected, the reader of the checkpoint reports it. An empty index is damaged.
+    # The reader reports it if no tensor is selected. An empty index is damaged.
     selected = select(weight_map.keys()) if weight_map else ()
     if weight_map and not selected:
         return []
@@ -310,7 +309,7 @@ def _fetch_weights(files: _Files, select: Callable[[Collection[str]], Collection
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """The shard of each tensor, by the tensor's name."""
+    """The shards of tensors, by the tensors' names."""
     index = _read_json(file)
     weight_map = index.get("weight_map", {})
     if not isinstance(weight_map, dict):
@@ -328,7 +327,7 @@ def _read_index(file: Path) -> dict[str, str]:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # RecursionError: too many nested levels.
+    except (ValueError, RecursionError) as error:  # RecursionError: too many nested levels
         raise ValueError(f"{file} is not a JSON file ({error}).") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a JSON {type(content).__name__}; expected an object.")

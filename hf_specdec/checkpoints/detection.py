@@ -1,4 +1,4 @@
-"""What tells the family of a published checkpoint, and the families that are known but not supported."""
+"""Detection of the family of a published checkpoint, and the families that are known but not supported."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .tensors import rename
 _NOT_YET = "this version does not support that family yet"
 _INSTEAD = "it is not supported; use a DFlash or DSpark drafter for the same target"
 
-# Keywords of `AutoDrafter.from_pretrained` that apply to MTP modules only.
+# Keywords of `AutoDrafter.from_pretrained` that apply only to MTP modules.
 MTP_ONLY = frozenset({"chaining", "hidden_first", "norm_offset", "zero_first_embedding"})
 
-# Values of `speculators_model_type` that are supported, and the others that are known.
+# Supported values of `speculators_model_type`, and other known ones.
 _SUPPORTED_TYPES = ("eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark")
 _OTHER_TYPES = ("domino", "dsv4_dspark", "eagle", "lilicorr", "xpress")
 
@@ -37,20 +37,20 @@ def eagle_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def block_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The nested `dflash_config` of DFlash and what is made of it, with newer SpecForge's of others."""
+    """The nested `dflash_config` of DFlash and families derived from it, with newer SpecForge's objects for others."""
     nested = [config.get(key) for key in ("dspark_config", "dspine_config", "dflash_config")]
     return {key: value for part in nested if isinstance(part, Mapping) for key, value in part.items()}
 
 
 def speculators_type(config: Mapping[str, Any]) -> str | None:
-    """`speculators_model_type`, the family by vllm-project/speculators' name; None for a checkpoint of others."""
+    """`speculators_model_type`, vllm-project/speculators' name of the family; None for other publishers."""
     return config.get("speculators_model_type")
 
 
 @dataclass(frozen=True)
 class Published:
-    """What the family of a published checkpoint is told by: config.json, the names of its tensors as far as they are
-    known, the target's text configuration if there is a target, and those of the `Overrides` that are not None."""
+    """What is known of a published checkpoint when its family is detected: config.json, the names of tensors as far as
+    they are known, the target's text configuration or None, and the `Overrides` that are not None."""
 
     name: str
     config: Mapping[str, Any]
@@ -72,9 +72,9 @@ class Published:
 
 
 class Signs(NamedTuple):
-    """Signs of a family, each of which is enough; but if there is a `speculators_model_type`, it alone counts: values
-    of it, parts of architectures in lower case, keys of config.json or the nested `dflash_config`, parts of names of
-    tensors."""
+    """Signs of a family, any of which is enough: values of `speculators_model_type`, parts of architectures in lower
+    case, keys of config.json or of `block_settings`, and parts of the names of tensors. If there is a
+    `speculators_model_type`, only that counts."""
 
     speculators: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ _is_deepseek_dspark = Signs(
     ("dsv4_dspark",), keys=("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids")
 )
 _lilicorr = Signs(("lilicorr",), ("lilicorr",), tensors=("lilicorr",))
-# Values of `projector_type` of Domino (now, and in its authors' first files) and of others.
+# Values of `projector_type`: Domino's (current, and in its authors' first files), and all.
 _DOMINO_PROJECTORS = ("domino", "causal_v5")
 _PROJECTORS = (None, "dflash", "dspark", "dspine", *_DOMINO_PROJECTORS)
 
@@ -112,8 +112,8 @@ def is_pard2(found: Published) -> bool:
 
 
 def is_block_drafter(found: Published) -> bool:
-    """Whether a checkpoint is a drafter of blocks of any kind: DFlash, or made of it; raises `ValueError` for an
-    unknown `projector_type`."""
+    """Whether a checkpoint is a block drafter of any kind: DFlash or a family derived from it. Raises `ValueError` for
+    an unknown `projector_type`."""
     if not (_has_block_name(found) or (found.speculators is None and _has_blocks(found))):
         return False
     projector = found.blocks.get("projector_type")
@@ -126,7 +126,7 @@ def is_block_drafter(found: Published) -> bool:
 
 
 def _has_blocks(found: Published) -> bool:
-    """Whether config.json has DFlash's settings; a `block_size` may be that of a model with sparse attention."""
+    """Whether config.json has DFlash's settings. `block_size` alone may be a sparse attention model's."""
     if _certainly_peagle(found) or "eagle3" in found.names:
         return False
     stems = {name.removeprefix("model.").removesuffix(".weight") for name in found.tensors}
@@ -138,7 +138,7 @@ def _has_blocks(found: Published) -> bool:
 
 
 def is_domino(found: Published) -> bool:
-    """Whether a drafter of blocks has a correction by a GRU, by name, config.json or tensors."""
+    """Whether a block drafter has a GRU correction, by its name, config.json or tensors."""
     projectors = {found.blocks.get("projector_type"), found.config.get("projector_type")}
     return is_block_drafter(found) and (
         "domino" in found.names
@@ -148,28 +148,28 @@ def is_domino(found: Published) -> bool:
 
 
 def is_dflash2(found: Published) -> bool:
-    """Whether a drafter of blocks has convolutions or a selector of candidates, by name, config.json or tensors."""
+    """Whether a block drafter has convolutions or a candidate selector, by its name, config.json or tensors."""
     return is_block_drafter(found) and _has_conv(found)
 
 
 def is_dspine(found: Published) -> bool:
-    """Whether tokens of a block tell the next one what they may be, by name, config.json or tensors."""
+    """Whether tokens of a block drafter send messages to the next token, by its name, config.json or tensors."""
     return is_block_drafter(found) and _has_injection(found)
 
 
 def is_dspark(found: Published) -> bool:
-    """Whether a drafter of blocks has a Markov head, by its tensors or by config.json."""
+    """Whether a block drafter has a Markov head, by its tensors or config.json."""
     stated = any(part.get("markov_rank") for part in (found.blocks, found.config))
     return is_block_drafter(found) and (stated or any("markov_w1." in name for name in found.tensors))
 
 
 def is_cache_reader(found: Published) -> bool:
-    """Whether config.json is that of an assistant which reads the target's keys and values."""
+    """Whether config.json is that of an assistant that reads the target's keys and values."""
     return found.config.get("backbone_hidden_size") is not None and "assistantforcausallm" in found.names
 
 
 def is_eagle3(found: Published) -> bool:
-    """Whether config.json or a tensor's name shows that the checkpoint is an EAGLE-3 drafter."""
+    """Whether config.json or a tensor's name is that of an EAGLE-3 drafter."""
     if found.speculators is not None:
         return found.speculators == "eagle3"
     return (
@@ -192,8 +192,8 @@ def is_peagle(found: Published) -> bool:
 
 
 def is_mtp(found: Published) -> bool:
-    """Whether a checkpoint is used for the MTP modules in it, and not as a draft model; raises `ValueError` for modules
-    of an unsupported model type."""
+    """Whether a checkpoint is used for its MTP modules, and not as a draft model. Raises `ValueError` for modules of an
+    unsupported model type."""
     is_eagle = is_eagle3(found) or is_peagle(found)
     holds = is_speculators_mtp(found.config) or (not is_eagle and holds_modules(found.config, found.tensors))
     if not holds or _is_whole_draft_model(found):
@@ -208,8 +208,8 @@ def is_mtp(found: Published) -> bool:
 
 
 def _is_whole_draft_model(found: Published) -> bool:
-    """Whether a language model that may have MTP modules is used as a draft model: the target is another model, or
-    there is none and the checkpoint holds no modules."""
+    """Whether a language model that may have MTP modules is used as a draft model: if the target is another model, or
+    if there is no target and the checkpoint holds no modules."""
     if is_apart(found.config, found.tensors) or not is_language_model(found):
         return False
     if found.config.get("model_type") not in CONFIG_MAPPING or MTP_ONLY & found.given.keys():
@@ -242,7 +242,7 @@ def _is_mimo(found: Published) -> bool:
 
 
 def _is_latent_block(found: Published) -> bool:
-    # SpecForge's names of as many heads of keys as of queries, and of fewer, which the layers' settings state.
+    # "mha" and "gqa" are SpecForge's names of attention that the layers' settings describe.
     is_latent = str(found.blocks.get("attention_mode") or "gqa").lower() not in ("gqa", "mha") or _has_latent(found)
     return is_block_drafter(found) and is_latent
 
@@ -267,7 +267,7 @@ def _is_eagle1(found: Published) -> bool:
 
 
 class Refusal(NamedTuple):
-    """A known family that this version cannot load: its name, why not or what to use instead, and what tells it."""
+    """A known family that this version cannot load: its name, the reason or an alternative, and its detection."""
 
     family: str
     advice: str
@@ -326,8 +326,8 @@ REFUSALS = (
 
 
 def check_not_refused(found: Published) -> None:
-    """Raise `ValueError` that names the family of a checkpoint if it is known and not supported, or unknown and of
-    speculators."""
+    """Raise `ValueError`, which names the checkpoint's family, if the family is known and not supported, or unknown and
+    of speculators."""
     if found.speculators not in (None, *_SUPPORTED_TYPES, *_OTHER_TYPES):
         raise ValueError(
             f"{found.name} is a drafter of speculators_model_type {found.speculators!r}, which is not known here; "

@@ -1,7 +1,7 @@
-"""Dialects of published checkpoints of EAGLE-3, P-EAGLE and drafters of blocks: whose layout a `config.json` has.
+"""Dialects of published checkpoints of EAGLE-3, P-EAGLE and block drafters: the publisher whose layout config.json has.
 
-`read_eagle.py` and `read_blocks.py` read all of them into one normal form for each family. The rules
-follow the publishers' own code: SafeAILab/EAGLE (cnets.py), sgl-project/SpecForge (llama3_eagle.py, peagle.py),
+`read_eagle.py` and `read_blocks.py` read every dialect into the normal form of the family. The rules follow the
+publishers' own code: SafeAILab/EAGLE (cnets.py), sgl-project/SpecForge (llama3_eagle.py, peagle.py),
 vllm-project/speculators (models/eagle3, models/peagle), NVIDIA/Model-Optimizer (export/plugins/hf_spec_export.py),
 NVIDIA-NeMo/Automodel (speculative/eagle), z-lab/dflash, deepseek-ai/DeepSpec (modeling/dspark), hao-ai-lab/JetSpec
 (models/draft_head.py) and vLLM's readers of them (llama_eagle3.py, qwen3_dflash.py, qwen3_dspark.py,
@@ -31,7 +31,7 @@ _MODELOPT_KEYS = {
 }
 
 
-# Architectures, in lower case, by which a publisher is known.
+# Publishers by their architectures, in lower case.
 _ARCHITECTURES = {
     "peagledraftmodel": SPECFORGE,
     "qwen3eagle3model": DEEPSPEC,
@@ -67,7 +67,7 @@ def detect_dialect(config: Mapping[str, Any]) -> str:
 
 
 def detect_block_dialect(config: Mapping[str, Any]) -> str:
-    """As `detect_dialect`, of a drafter of blocks; SpecForge exports DFlash as z-lab does."""
+    """The publisher whose layout the `config.json` of a block drafter has. SpecForge exports DFlash in z-lab's."""
     known = _known_publisher(config)
     if known is not None:
         return known
@@ -79,7 +79,7 @@ def detect_block_dialect(config: Mapping[str, Any]) -> str:
     return MODELOPT if {"projector_type", "shift_label", "use_swa"} & stated.keys() else ZLAB
 
 
-# Where config.json may name the mask token, in the order of vLLM's look-up (llm_base_proposer.py).
+# Keys of the mask token in config.json, in the order of vLLM's look-up (llm_base_proposer.py).
 MASK_TOKEN_KEYS = (
     "dflash_config.mask_token_id",
     "mask_token_id",
@@ -90,7 +90,7 @@ MASK_TOKEN_KEYS = (
 
 
 def stated_mask_token(config: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """The first of `MASK_TOKEN_KEYS` that `config.json` has, and its value; None if it has none."""
+    """The first of `MASK_TOKEN_KEYS` in `config.json`, and its value; None if it has none."""
     for path in MASK_TOKEN_KEYS:
         value: Any = config
         for key in path.split("."):
@@ -101,11 +101,11 @@ def stated_mask_token(config: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def speculators_depth(config: Mapping[str, Any]) -> int | None:
-    """Draft tokens a round that speculators' `config.json` states; None for a checkpoint of others."""
+    """Draft tokens a round in speculators' `config.json`; None for other publishers."""
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     return methods[0].get("speculative_tokens")
 
 
 def speculators_target(config: Mapping[str, Any]) -> str | None:
-    """Name of the target that speculators' `config.json` states; None for a checkpoint of others."""
+    """Name of the target in speculators' `config.json`; None for other publishers."""
     return (config.get("speculators_config") or {}).get("verifier", {}).get("name_or_path")

@@ -1,4 +1,4 @@
-"""How a checkpoint is to be interpreted: what the caller asks for, what it leaves open, and how that was decided."""
+"""Interpretation of a checkpoint: the caller's overrides, and the decisions on what the checkpoint leaves open."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 
 class Overrides(TypedDict, total=False):
-    """Keywords of `AutoDrafter.from_pretrained`, which see; what is absent or None is decided by the checkpoint."""
+    """Keywords of `AutoDrafter.from_pretrained`. The checkpoint decides those that are absent or None."""
 
     aux_hidden_state_layer_ids: list[int] | None
     norm_before_residual: bool | None
@@ -30,18 +30,18 @@ class Overrides(TypedDict, total=False):
 
 
 def without_none(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The overrides that were given: those with a value other than None."""
+    """The overrides that are not None."""
     return {name: value for name, value in (overrides or {}).items() if value is not None}
 
 
 def overridden(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a configuration in normal form, with `given` overrides in the place of its own."""
+    """Settings of a configuration in normal form, changed by the `given` overrides."""
     others = ("rope_theta", "share_embedding", "share_head")
     changed = {name: value for name, value in given.items() if name not in others}
     if "rope_theta" in given:
         base = {"rope_theta": float(given["rope_theta"])}
         changed["rope_parameters"] = settings.get("rope_parameters", {}) | base
-    if "anchor_first" in given:  # it changes how many tokens a block drafts
+    if "anchor_first" in given:  # it changes the number of tokens that a block drafts
         changed["num_assistant_tokens"] = None
     return {**settings, **changed}
 
@@ -64,9 +64,8 @@ def check_rope_overrides(overrides: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Decision:
-    """One property that a checkpoint leaves open, and how it was decided: `name` is a keyword of
-    `AutoDrafter.from_pretrained` where there is one; `doubtful`, if published checkpoints are known that the rule is
-    wrong for."""
+    """The decision on a property that a checkpoint leaves open. `name` is a keyword of `AutoDrafter.from_pretrained` if
+    there is one, `rule` the reason; `doubtful` says that the rule is wrong for some known checkpoints."""
 
     name: str
     value: Any
@@ -78,14 +77,14 @@ class Decision:
 
 
 class Decisions:
-    """The decisions made while one checkpoint is read, in order; `given` are those of the `Overrides` not None."""
+    """The decisions while a checkpoint is read, in order; `given` are the `Overrides` that are not None."""
 
     def __init__(self, given: Mapping[str, Any]):
         self.given = given
         self.made: list[Decision] = []
 
     def decide(self, name: str, value: Any, rule: str, doubtful: bool = False) -> Any:
-        """Record a decision and return its outcome: the caller's override if there is one, else `value`."""
+        """Record a decision and return its outcome: the caller's override if given, else `value`."""
         if name in self.given:
             value, rule, doubtful = self.given[name], "given by the caller", False
         self.made.append(Decision(name, value, rule, doubtful))

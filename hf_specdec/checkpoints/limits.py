@@ -1,4 +1,4 @@
-"""Bounds on the values of a `config.json`: out-of-range values are refused before anything of their size is built."""
+"""Bounds on the values of a `config.json`, which are checked before anything of their size is built."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Far above every published model; a larger value means a damaged file. Lists and loops of that length, and a few tables
-# of that width, are built before any shape can be compared with a tensor's.
+# Far above every published model: a larger value means a damaged file. Lists and loops of this length, and a few tables
+# of this width, are built before shapes can be compared with tensors.
 MAX_LAYERS = 1024
 MAX_PARTS = 8192  # heads, experts, groups, states
 MAX_SIZE = 2**24
 
-# Levels of nesting. Published configurations have a few.
+# Most levels of nesting. Published configurations have a few.
 MAX_DEPTH = 32
 
-# Keys that the family of a checkpoint is detected by, by the type that their value must have and its name.
+# Types of values by which a checkpoint's family is detected, with the types' names and the keys.
 _OBJECTS = ("dflash", "dspark", "eagle", "mtp", "speculators", "text", "transformer_layer")
 _TYPES = (
     (str, "a string", ("model_type", "speculators_model_type", "spd_type")),
@@ -40,8 +40,8 @@ _UP_TO_ONE = re.compile(r"(^|_)(eps|epsilon|rotary_factors?|rotary_pct)$")
 
 
 def check_settings(config: Mapping[str, Any], name: str) -> None:
-    """Raise `ValueError` if a value of the `config.json` of `name` is of another type than expected or out of its
-    bound; readers and configurations check more."""
+    """Raise `ValueError` if a value of the `config.json` of `name` has a wrong type or is out of its bounds. The
+    readers and configurations check more."""
     for value_type, expected, keys in _TYPES:
         for key in keys:
             if not isinstance(config.get(key), value_type | None):
@@ -61,7 +61,7 @@ def _check_values(value: Any, path: tuple[str, ...], name: str) -> None:
     elif isinstance(value, list):
         key = path[-1] if path else ""
         for inner in value:
-            # Elements of a list are checked as values of its key. The level counts, so that nested lists end, too.
+            # Elements of a list are checked as values of its key. A list counts as a level, which bounds nested lists.
             _check_values(inner, (*path, key), name)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         problem = _problem(path[-1], value)
@@ -70,7 +70,7 @@ def _check_values(value: Any, path: tuple[str, ...], name: str) -> None:
 
 
 def _problem(key: str, value: float) -> str | None:
-    """What was expected of the number `value` at `key`; None if it is within its bounds."""
+    """What was expected of the number `value` at `key`; None if it is within bounds."""
     if math.isnan(value):
         return "a number"
     for pattern, bound in _BOUNDS:
@@ -86,8 +86,8 @@ def _problem(key: str, value: float) -> str | None:
 
 
 def check_mask_token(token: Any, num_embeddings: int, name: str) -> int:
-    """The mask token of the drafter called `name` as an integer; raises `ValueError` unless it is one of the
-    `num_embeddings` tokens that it embeds."""
+    """The mask token of the drafter called `name` as an integer. Raises `ValueError` unless it is one of the
+    `num_embeddings` tokens that the drafter embeds."""
     number = int(token) if str(token).lstrip("-").isdigit() else None
     if number is None or not 0 <= number < num_embeddings:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Published layouts of MTP modules: which tensors of a target's checkpoint belong to them, and how a family runs them.
+"""Published layouts of MTP modules: the modules' tensors in a target's checkpoint, and how a family runs them.
 
-Names and wiring follow the publishers' checkpoints and vLLM's readers of them (deepseek_mtp.py, glm4_moe_mtp.py,
+Names and wiring follow the publishers' checkpoints and vLLM's readers (deepseek_mtp.py, glm4_moe_mtp.py,
 step3p5_mtp.py, mimo_mtp.py, qwen3_next_mtp.py, qwen3_5_mtp.py) and vllm-project/speculators (models/mtp).
 """
 
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-# Keys of config.json that state the number of modules, in the order in which they are looked up.
+# Keys of the number of modules in config.json, in the order of look-up.
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 
-# Names of what a module has around its decoder layer: as published, and in the normal form.
+# Names of a module's parts around its decoder layer: as published, and in the normal form.
 _FRAME_NAMES = {
     "enorm": "embedding_norm",
     "hnorm": "hidden_norm",
@@ -36,9 +36,9 @@ _FRAME_NAMES = {
 
 
 class MtpLayout(NamedTuple):
-    """Names of the tensors of MTP modules: `where` these are, for messages, and a pattern, whose group `index` is a
-    module's number and `part` the name inside the module; a tensor without an index is shared by all modules. If
-    `is_appended`, modules are numbered as layers after the target's last."""
+    """Layout of the tensors of MTP modules. `where` describes it in messages. In `pattern` the group `index` is the
+    module's number and `part` the name inside the module; all modules share a tensor without an index. With
+    `is_appended` modules are numbered as layers after the target's last one."""
 
     where: str
     pattern: re.Pattern[str]
@@ -53,15 +53,15 @@ APPENDED = MtpLayout(
 MTP_LAYERS = MtpLayout("mtp_layers", re.compile(r"(?:model\.)?mtp_layers\.(?P<index>\d+)\.(?P<part>.+)"))
 QWEN = MtpLayout("mtp", re.compile(r"mtp\.(?:layers\.(?P<index>\d+)\.)?(?P<part>.+)"))
 
-# Name of one expert's tensor, where experts are not stacked in one tensor.
+# Name of one expert's tensor, if experts are not stacked in one tensor.
 _EXPERT = re.compile(r"\.experts\.(\d+)\.(.+)$")
 
-# Names that only tensors of MTP modules have, whatever the model is.
+# Names that only tensors of MTP modules have, in any model.
 _MODULE_NAME = re.compile(r"(?:model\.)?mtp(?:_layers)?\.")
 
 
 class MtpFamily(NamedTuple):
-    """How a family publishes and runs its modules: `block` is transformers' model type of the decoder layers, the last
+    """How a family publishes and runs its modules. `block` is transformers' model type of the decoder layers; the last
     four are fields of `MtpConfig`."""
 
     title: str
@@ -77,13 +77,13 @@ _STEP = MtpFamily("Step-3.5", APPENDED, "step3p5", norm_offset=True, norm_output
 _QWEN35 = MtpFamily("Qwen3.5", QWEN, "qwen3_5_text", norm_offset=True)
 _QWEN35_MOE = MtpFamily("Qwen3.5-MoE", QWEN, "qwen3_5_moe_text", norm_offset=True)
 
-# By the model type of a target, or of its text model.
+# By the model type of the target or of its text model.
 FAMILIES = {
     "deepseek_v3": MtpFamily("DeepSeek-V3", APPENDED, "deepseek_v3"),
     "glm4_moe": MtpFamily("GLM-4.5", APPENDED, "glm4_moe"),
     "step3p5": _STEP,
     "step3p7": _STEP,
-    # Its remote code subclasses Qwen2; transformers has no model type mimo.
+    # MiMo's remote code subclasses Qwen2; transformers has no model type mimo.
     "mimo": MtpFamily("MiMo-7B", MTP_LAYERS, "qwen2", hidden_first=True),
     "qwen3_next": MtpFamily("Qwen3-Next", QWEN, "qwen3_next", norm_offset=True),
     "qwen3_5": _QWEN35,
@@ -91,12 +91,12 @@ FAMILIES = {
     "qwen3_5_moe": _QWEN35_MOE,
     "qwen3_5_moe_text": _QWEN35_MOE,
 }
-# Decoder layers of a module in speculators' form, and whether their norms scale by 1 + weight.
+# Model types of decoder layers in speculators' form, and whether their norms scale by 1 + weight.
 _SPECULATORS_BLOCKS = {"qwen3": False, "qwen3_next": True, "qwen3_5_text": True, "qwen3_5_moe_text": True}
 
 
 def holds_modules(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether config.json, or one of the tensor `names`, shows that there are MTP modules, of any family."""
+    """Whether config.json or one of the tensor `names` is that of MTP modules of any family."""
     return (
         is_speculators_mtp(config)
         or stated_count(config) is not None
@@ -105,13 +105,13 @@ def holds_modules(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def module_names(config: Mapping[str, Any], names: Collection[str]) -> set[str]:
-    """Those of the tensor `names` that belong to MTP modules, of any family."""
+    """The tensor `names` that belong to MTP modules of any family."""
     certain = {name for name in names if _MODULE_NAME.match(name)}
     return certain | {tensor.published for tensor in module_tensors(config, names)}
 
 
 def has_shape_of(config: Mapping[str, Any], target: PreTrainedConfig) -> bool:
-    """Whether no model type or size that config.json states differs from the target's text configuration `target`."""
+    """Whether the model type and sizes in config.json agree with `target`, the target's text configuration."""
     own, family = text_settings(config), find_family(config)
     types = {own.get("model_type"), config.get("model_type")} | ({family.block} if family is not None else set())
     is_known = target.model_type in types or (family is not None and FAMILIES.get(target.model_type) is family)
@@ -120,7 +120,7 @@ def has_shape_of(config: Mapping[str, Any], target: PreTrainedConfig) -> bool:
 
 
 def missing_experts(tensors: Collection[ModuleTensor]) -> list[str]:
-    """Published names that are missing: every expert must have the tensors that any expert of `tensors` has."""
+    """Published names of missing tensors: every expert must have the same tensors."""
     known = {tensor.published for tensor in tensors}
     parts = [(tensor.published, _EXPERT.search(tensor.part)) for tensor in tensors]
     experts = [(name.removesuffix(match[0]), int(match[1]), match[2]) for name, match in parts if match]
@@ -132,13 +132,13 @@ def missing_experts(tensors: Collection[ModuleTensor]) -> list[str]:
 
 
 def is_speculators_mtp(config: Mapping[str, Any]) -> bool:
-    """Whether config.json describes a module published on its own by vllm-project/speculators."""
+    """Whether config.json describes a module that vllm-project/speculators published on its own."""
     return config.get("speculators_model_type") == "mtp"
 
 
 def is_apart(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether there are modules only, without the target: by speculators, or as SGLang's export numbers them, which has
-    `num_hidden_layers` 1 and calls the module layer 0 (sgl-project/sglang deepseek_weight_loader.py)."""
+    """Whether the checkpoint has only modules, without the target: from speculators, or from SGLang's export, which has
+    `num_hidden_layers` 1 and numbers the module as layer 0 (sgl-project/sglang deepseek_weight_loader.py)."""
     if is_speculators_mtp(config):
         return True
     matches = (APPENDED.pattern.fullmatch(name) for name in names)
@@ -151,7 +151,7 @@ def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def stated_count(config: Mapping[str, Any]) -> tuple[str, int] | None:
-    """The key of config.json that states the number of modules, and the number; None if there is none."""
+    """The key of the number of modules in config.json, and the number; None if there is none."""
     for source in (config, text_settings(config)):
         for key in COUNT_KEYS:
             if source.get(key):
@@ -160,7 +160,7 @@ def stated_count(config: Mapping[str, Any]) -> tuple[str, int] | None:
 
 
 def find_family(config: Mapping[str, Any]) -> MtpFamily | None:
-    """The family of the modules that a checkpoint with this config.json may have; None if it is not supported."""
+    """The family of the modules in a checkpoint with this config.json; None if it is not supported."""
     model_type = text_settings(config).get("model_type", config.get("model_type"))
     if is_speculators_mtp(config):
         if model_type not in _SPECULATORS_BLOCKS:
@@ -170,7 +170,7 @@ def find_family(config: Mapping[str, Any]) -> MtpFamily | None:
 
 
 class ModuleTensor(NamedTuple):
-    """A tensor of module `index`, from 0, None if all modules share it: its name in the files and within the module."""
+    """A tensor of module `index`, from 0, or None if all modules share it: its name in the files and in the module."""
 
     published: str
     index: int | None
@@ -187,21 +187,21 @@ class ModuleTensor(NamedTuple):
 
 
 def own_copies(family: MtpFamily, given: Mapping[str, Any]) -> set[str]:
-    """Which of `"lm_head"` and `"embed_tokens"` each module has of its own: by the `Overrides` given, or its family."""
+    """Those of `"lm_head"` and `"embed_tokens"` that each module has of its own, by `given` overrides or its family."""
     own_head = not given["share_head"] if "share_head" in given else family.own_head
     own = {"lm_head": own_head, "embed_tokens": given.get("share_embedding") is False}
     return {name for name, is_own in own.items() if is_own}
 
 
 def needed_tensors(config: Mapping[str, Any], names: Collection[str], given: Mapping[str, Any]) -> list[ModuleTensor]:
-    """`module_tensors` without copies in whose place the target's tensors are used; see `own_copies`."""
+    """`module_tensors` without copies that the target's tensors replace; see `own_copies`."""
     found = module_tensors(config, names)
     copies = {"lm_head", "embed_tokens"} - (own_copies(find_family(config), given) if found else set())
     return [tensor for tensor in found if _FRAME_NAMES.get(tensor.part.rpartition(".")[0]) not in copies]
 
 
 def module_tensors(config: Mapping[str, Any], names: Collection[str]) -> list[ModuleTensor]:
-    """Those of the tensor `names` that belong to MTP modules of a supported family."""
+    """The tensors among `names` that belong to MTP modules of a supported family."""
     family = find_family(config)
     if family is None:
         return []

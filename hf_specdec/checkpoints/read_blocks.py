@@ -1,4 +1,4 @@
-"""Checkpoints of drafters of blocks of every dialect, read into the normal forms `DFlashConfig` and those derived."""
+"""Readers of block drafters of every dialect, into the normal forms `DFlashConfig` and its subclasses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .dialects import DEEPSPEC, SPECFORGE, SPECULATORS, TRANSFORMERS, detect_blo
 from .interpretation import Decisions
 from .read_layers import IDS, LayersReader
 
-# Settings with another value than these make another model, which is not supported.
+# Settings whose other values make another model, which is not supported.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_neox_style": (None, True),
     "rope_is_neox_style": (None, True),
@@ -34,7 +34,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "micro_block_size": (None,),
 }
 
-# Keys inside of `dflash_config` and its like that are read, or of which drafting does not depend.
+# Keys in `block_settings` that are read, or on which drafting does not depend.
 _KNOWN = re.compile(
     r"attention_(mode|sink_bias|value_scale)|block_size|causal(_head)?|confidence_head_(alpha|with_markov)|num_anchors"
     r"|conv_(group|kernel)_size|dflash_query_causal|dspark_bonus_anchor|emb_dim|(enable|use)_confidence_head"
@@ -49,12 +49,12 @@ _CONFIDENCE = "confidence_head.proj.weight"
 
 
 class DFlashReader(LayersReader):
-    """Reads one DFlash checkpoint, or one of DSpark without a Markov head."""
+    """Reads a checkpoint of DFlash, or of DSpark without a Markov head."""
 
     config_class: type[DFlashConfig] = DFlashConfig
     detect_dialect = staticmethod(detect_block_dialect)
     nested_settings = staticmethod(block_settings)
-    # Fields of a head on top of the layers: the tensor, its number of dimensions, and the one that is the field.
+    # Sizes of a head on top of the layers: by field, the tensor, its number of dimensions, and the field's dimension.
     head: Mapping[str, tuple[str, int, int]] = {}
 
     def __init__(self, checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions):
@@ -82,14 +82,14 @@ class DFlashReader(LayersReader):
         }
 
     def _head(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of the configuration that describe a head on top of the layers."""
+        """The configuration's fields of a head on top of the layers."""
         if _CONFIDENCE in self.tensors:
             self._decide("confidence_head", None, "drafts do not depend on it: it states how likely they are accepted")
         sizes = {field: self._size(*place, getattr(self.config_class, field)) for field, place in self.head.items()}
         return {field: self._setting(field, size) for field, size in sizes.items()}
 
     def _size(self, name: str, num_dims: int, dim: int, planned: int) -> int:
-        """A size of the tensor called `name`, without which the drafter is of another family; `planned` without any."""
+        """A dimension of the tensor `name`, which must exist; `planned` if there are no weight files."""
         if self.is_planned:
             return planned
         tensor = self.tensors.get(name)
@@ -122,7 +122,7 @@ class DFlashReader(LayersReader):
         return LlamaConfig if self.layer.get("model_type") == "llama" else Qwen3Config
 
     def _has_qk_norm(self) -> bool:
-        """Every publisher's layers are Qwen3's, whatever model_type config.json has; it may be the target's."""
+        """True: every publisher's layers are Qwen3's, though config.json may have the target's model_type."""
         return True
 
     def _layers(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class DFlashReader(LayersReader):
         return self._decide("anchor_first", False, "not in config.json; DFlash fills in masks")
 
     def _stated_anchor_first(self) -> tuple[str, bool] | None:
-        """The key of config.json that says whether blocks draft from the anchor on, and what it says."""
+        """The key of config.json for `anchor_first`, and the value of `anchor_first`; None if there is none."""
         stated = {
             "sample_from_anchor": self._flag("sample_from_anchor"),
             "dspark_bonus_anchor": self._flag("dspark_bonus_anchor"),
@@ -192,7 +192,7 @@ class DFlashReader(LayersReader):
         return next(iter(found.items()), None)
 
     def _is_dspark(self) -> bool:
-        """Whether it is a DSpark drafter by what config.json calls it, or by its head, which may be left out."""
+        """Whether it is a DSpark drafter, by its name in config.json or by its Markov head, which it may lack."""
         return (
             self.config_class is DSparkConfig
             or speculators_type(self.top) == "dspark"
@@ -201,7 +201,7 @@ class DFlashReader(LayersReader):
         )
 
     def _causal(self, layer_types: list[str] | None) -> list[bool]:
-        """Whether the tokens of a block see no later ones, for each layer."""
+        """For each layer, whether attention within a block is causal."""
         count = self._num_layers()
         windowed = [kind == "sliding_attention" for kind in layer_types or ["full_attention"] * count]
         if "causal" in self.given:
@@ -269,13 +269,13 @@ class DFlashReader(LayersReader):
         return rope
 
     def _or_default(self, key: str, default: Any, rule: str) -> Any:
-        """A setting, or else a `default` that is in doubt."""
+        """A setting, or a doubtful `default`."""
         stated = self._setting(key)
         return self._decide(key, default, f"not in config.json; {rule}", True) if stated is None else stated
 
 
 class DFlash2Reader(DFlashReader):
-    """Reads what DFlash checkpoints have, convolutions, and the selector of candidates."""
+    """Reads DFlash's settings, and those of the convolutions and the candidate selector."""
 
     config_class = DFlash2Config
     head = {"selector_rank": ("candidate_selector.predecessor_codebook", 2, 1)}
@@ -300,7 +300,7 @@ class DFlash2Reader(DFlashReader):
 
 
 class DominoReader(DFlashReader):
-    """Reads what DFlash checkpoints have, and the correction by a GRU."""
+    """Reads DFlash's settings, and those of the GRU correction."""
 
     config_class = DominoConfig
     head = {"gru_hidden_dim": ("prefix_gru.weight_hh_l0", 2, 1), "emb_dim": ("embed_proj.0.weight", 2, 0)}
@@ -316,7 +316,7 @@ class DominoReader(DFlashReader):
 
 
 class DSpineReader(DFlashReader):
-    """Reads what DFlash checkpoints have, and the injections; their settings are those of SpecForge's DSpine."""
+    """Reads DFlash's settings, and those of the injections in SpecForge's DSpine."""
 
     config_class = DSpineConfig
     head = {"transfer_rank": ("transfer_codes", 2, 1), "message_size": ("injection.message.weight", 2, 0)}
@@ -336,7 +336,7 @@ class DSpineReader(DFlashReader):
 
 
 class DSparkReader(DFlashReader):
-    """Reads what DFlash checkpoints have, and the Markov head."""
+    """Reads DFlash's settings, and those of the Markov head."""
 
     config_class = DSparkConfig
     head = {"markov_rank": ("markov_head.markov_w1.weight", 2, 1)}
@@ -352,7 +352,7 @@ class DSparkReader(DFlashReader):
         return head | {"confidence_head": self._reads_markov_head(fields["hidden_size"] + head["markov_rank"])}
 
     def _reads_markov_head(self, width: int) -> bool:
-        """Whether there is a confidence head, and one that reads `width` numbers."""
+        """Whether there is a confidence head that reads `width` values."""
         if self.is_planned:
             has_one = self._setting("enable_confidence_head") or self._setting("use_confidence_head")
             return bool(has_one) and bool(self._setting("confidence_head_with_markov", True))

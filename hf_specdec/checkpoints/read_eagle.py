@@ -1,6 +1,6 @@
-"""EAGLE-3 and P-EAGLE checkpoints of every dialect, read into the normal forms `Eagle3Config` and `PEagleConfig`.
+"""Readers of EAGLE-3 and P-EAGLE checkpoints of every dialect, into the normal forms `Eagle3Config` and `PEagleConfig`.
 
-What a checkpoint leaves open is decided by a stated rule, recorded as a `Decision`, and can be overridden.
+A property that a checkpoint leaves open is decided by a stated rule, recorded as a `Decision`, and can be overridden.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from .detection import eagle_settings
 from .dialects import DEEPSPEC, MODELOPT, SPECFORGE, SPECULATORS, detect_dialect, speculators_depth
 from .read_layers import IDS, LayersReader
 
-# Trained depth of speculators' and Automodel's P-EAGLE drafters whose config.json has no `num_depths`.
+# Trained depth of P-EAGLE drafters of speculators and Automodel without `num_depths` in config.json.
 PEAGLE_DEPTH = 8
 
-# Model types of targets whose drafters' ids inside `eagle_config` count inputs of layers, whatever the first id is (the
-# published drafters of gpt-oss; sgl-project/sglang pull request 32334).
+# Model types of targets for whose drafters the ids in `eagle_config` count inputs of layers, whatever the first id is
+# (the published drafters of gpt-oss; sgl-project/sglang pull request 32334).
 _COUNTED_BY_INPUTS = frozenset({"gpt_oss"})
 
 
 class Eagle3Reader(LayersReader):
-    """Reads one EAGLE-3 checkpoint."""
+    """Reads an EAGLE-3 checkpoint."""
 
     config_class: type[Eagle3Config] = Eagle3Config
     detect_dialect = staticmethod(detect_dialect)
@@ -43,7 +43,7 @@ class Eagle3Reader(LayersReader):
         return self._flag("use_aux_hidden_state") is not False
 
     def _layer_ids(self) -> list[int] | None:
-        """The ids as inputs of layers; what an id in `config.json` counts differs between publishers."""
+        """The ids as inputs of layers. In `config.json` publishers count inputs or outputs of layers."""
         if not self._reads_aux_hidden_states():
             return None
         if IDS in self.given:
@@ -67,7 +67,7 @@ class Eagle3Reader(LayersReader):
         return self._decide(IDS, default_aux_layer_ids(num_layers), rule)
 
     def _nested_ids(self, key: str, ids: list[int]) -> list[int]:
-        """By SGLang's rule ids inside `eagle_config` that begin with 1 count outputs of layers, as hooks do."""
+        """The ids in `eagle_config`; by SGLang's rule they count outputs of layers, as hooks do, if the first is 1."""
         where, model_type = f"{key} in eagle_config", getattr(self.target, "model_type", None)
         if model_type in _COUNTED_BY_INPUTS:
             rule = f"{where} counts inputs of layers in drafters for {model_type} (SGLang)"
@@ -90,7 +90,7 @@ class Eagle3Reader(LayersReader):
         return self._decide("norm_before_residual", False, f"not in config.json; the default of {self.dialect}")
 
     def _norm_output(self) -> bool:
-        """Whether EAGLE 3.1's norm is fed back; before SpecForge's pull request 879 True only meant a final norm."""
+        """Whether the normed output is fed back (EAGLE 3.1). In SpecForge before pull request 879: a final norm."""
         stated = self._flag("norm_output")
         if stated is None:
             return self._decide("norm_output", False, "not in config.json; EAGLE-3 feeds back the stream before norm")
@@ -116,7 +116,7 @@ class Eagle3Reader(LayersReader):
 
 
 class PEagleReader(Eagle3Reader):
-    """Reads what EAGLE-3 checkpoints have, and the mask token and hidden state of positions without a token."""
+    """Reads EAGLE-3's settings, and the mask token and the hidden state of positions without a token."""
 
     config_class = PEagleConfig
 

@@ -1,4 +1,4 @@
-"""What checkpoints of drafters with decoder layers of their own have in common, whatever the family."""
+"""Base of the readers of drafters that have decoder layers of their own."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _ATTENTION = "layers.0.self_attn"
 
 
 class LayersReader:
-    """Reads the configuration of one checkpoint.
+    """Reads the configuration of a checkpoint.
 
-    A family implements `_layer_ids`, the ids of the auxiliary hidden states, ascending, None if they depend on a target
-    that is not known; and `_fields`, given the fields of all families: those that it adds, or has other values for.
+    A family implements `_layer_ids`, the ascending ids of the auxiliary hidden states, or None if they depend on an
+    unknown target; and `_fields`, the fields that it adds to, or changes in, the fields of all families.
 
-    Of a `checkpoint` without weight files (`Checkpoint.tensors` is None), `config.json` is taken at its word, and what
-    it does not state is as most publishers have it: the drafter shares the target's embedding.
+    Without weight files (`Checkpoint.tensors` is None) `config.json` is trusted, and what it does not state is as most
+    publishers have it: the drafter shares the target's embedding.
     """
 
     config_class: type[DraftLayersConfig]
-    # The publisher of a config.json, and the part of it in which publishers have settings of the family.
+    # The publisher of a config.json, and its nested object with settings of the family.
     detect_dialect: Callable[[Mapping[str, Any]], str]
     nested_settings: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
@@ -65,11 +65,11 @@ class LayersReader:
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions) -> DraftLayersConfig:
-        """Read a checkpoint of any dialect as published; without the `target`'s text configuration, what depends on it
-        stays open.
+        """Read a published checkpoint of any dialect. Fields that depend on the target stay open without `target`, its
+        text configuration.
 
-        `decisions` have what was given by the caller, and record what is decided. Raises `ValueError` for a config.json
-        that contradicts itself or the tensors.
+        `decisions` have the caller's overrides and record what is decided. Raises `ValueError` for a config.json that
+        contradicts itself or the tensors.
         """
         return cls(checkpoint, target, decisions)._config()
 
@@ -98,14 +98,14 @@ class LayersReader:
         return nested if self.dialect == SPECULATORS else {**self.top, **nested}
 
     def _setting(self, name: str, default: Any = None) -> Any:
-        """A setting outside of the layers' own: inside of the nested settings or at top level."""
+        """A setting that is not of the layers, from the nested object or from top level."""
         for source in (self.nested, self.top):
             if source.get(name) is not None:
                 return source[name]
         return default
 
     def _flag(self, name: str) -> bool | None:
-        """A boolean setting, None if it is not stated; a string is refused, since any string is true."""
+        """A boolean setting, or None. Raises `ValueError` for other types, such as strings, which would all be true."""
         stated = self._setting(name)
         if not isinstance(stated, bool | None):
             raise ValueError(f"{self.name} has {name} {stated!r} in its config.json; expected true or false.")
@@ -115,7 +115,7 @@ class LayersReader:
         return bool(planned) if self.is_planned else tensor in self.tensors
 
     def _agreed(self, field: str, stated: bool | None, tensor: str) -> bool:
-        """Whether a part exists: decided by its tensor, with which config.json must agree if it states `field`."""
+        """Whether a part exists, by its `tensor`. Raises `ValueError` if config.json states the `field` otherwise."""
         present = self._has(tensor, stated)
         if stated is not None and stated != present:
             raise ValueError(
@@ -125,7 +125,7 @@ class LayersReader:
         return present
 
     def _layer_class(self) -> type[PreTrainedConfig]:
-        """transformers' class of the draft layers, for its defaults; `model_type` may be the target's, as in vLLM."""
+        """transformers' configuration class, for its defaults; `model_type` may be the target's, as in vLLM."""
         model_type = self.layer.get("model_type", "llama")
         if model_type in _LAYER_CONFIGS:
             return _LAYER_CONFIGS[model_type]
@@ -137,7 +137,7 @@ class LayersReader:
         return LlamaConfig
 
     def _has_qk_norm(self) -> bool:
-        """Whether the publishers' layers have norms of queries and keys."""
+        """Whether the publisher's layers have norms of queries and keys."""
         kind = self.layer.get("model_type", "llama")
         if kind not in _LAYER_CONFIGS or (kind == "qwen3" and "llama" in architectures(self.top)):
             return self._has(f"{_ATTENTION}.q_norm.weight", kind == "qwen3")
@@ -147,14 +147,14 @@ class LayersReader:
         """The fields of `DraftLayersConfig` that describe the decoder layers."""
         config_class = self._layer_class()
         stated = {key: self.layer[key] for key in _LAYER_FIELDS if self.layer.get(key) is not None}
-        if "intermediate_size_mlp" in self.layer:  # Llama 4's name of the width of its MLPs without experts
+        if "intermediate_size_mlp" in self.layer:  # Llama 4's name of the width of MLPs without experts
             stated["intermediate_size"] = self.layer["intermediate_size_mlp"]
         width, heads = (stated.get(key) for key in ("hidden_size", "num_attention_heads"))
         accepted = dict(stated)
         if "head_dim" in stated and all(type(one) is int and one > 0 for one in (width, heads)) and width % heads:
-            accepted["hidden_size"] = heads  # transformers' classes ask for a multiple, even with a `head_dim`
+            accepted["hidden_size"] = heads  # transformers' classes need a multiple, even with a `head_dim`
         complete = config_class(**accepted)
-        # speculators' files hold only the differences to the defaults of the class.
+        # speculators' files have only the differences from the defaults of the class.
         fields = {key: stated.get(key, getattr(complete, key)) for key in _LAYER_FIELDS}
         fields["num_hidden_layers"] = self._num_layers()
         bias, mlp_bias = self.layer.get("attention_bias"), self.layer.get("mlp_bias")
@@ -181,7 +181,7 @@ class LayersReader:
         return {"layer_types": list(types), "sliding_window": window}
 
     def _sizes(self, layers: Mapping[str, Any], layer_ids: list[int] | None) -> dict[str, Any]:
-        """Sizes of the draft vocabulary and of the auxiliary hidden states, from tensors where config.json has none."""
+        """Sizes of the draft vocabulary and of the auxiliary hidden states, from config.json or else from tensors."""
         head, table = self.tensors.get("lm_head.weight"), self.tensors.get("d2t")
         draft_vocab_size = self.top.get("draft_vocab_size")
         if draft_vocab_size is None:
@@ -213,15 +213,15 @@ class LayersReader:
         return True
 
     def _num_aux_hidden_states(self, total: int | None, width: int | None) -> int:
-        """How many there are where no ids say so, given the `total` width of all and that of one, where known."""
+        """The number of auxiliary hidden states without ids, given the width of all and of one, if known."""
         stated = self._setting("num_aux_hidden_states") or self._setting("num_aux_layers")
         return stated or (total // width if total and width else 3)
 
     def _stated_ids(
         self, places: Iterable[tuple[Mapping[str, Any], Sequence[str], int]]
     ) -> tuple[str, list[int], int] | None:
-        """The first key that lists layer ids, the ids, and what is to be added to them; None if there is none. Of
-        `places` a part of config.json, keys that must agree with each other, and what is added to ids there."""
+        """The first key with layer ids, the ids, and the offset to add to them; None if there is none. `places` has
+        parts of config.json, their keys, which must agree with each other, and the offset of ids there."""
         for source, keys, offset in places:
             found = {key: source[key] for key in keys if source.get(key) not in (None, [])}
             for key, ids in found.items():
@@ -257,7 +257,7 @@ class LayersReader:
         return read_rope(self.layer, self.dialect, self.name, self.decisions)
 
     def _has_own(self, keyword: str, tensor: str, planned: bool) -> bool:
-        """Whether the checkpoint has an embedding or head of its own, which the override `keyword` may require."""
+        """Whether the checkpoint has an embedding or head of its own, unless the override `keyword` says otherwise."""
         present = self._has(tensor, planned)
         rule = f"{tensor} is in the checkpoint" if present else f"{tensor} is not in the checkpoint"
         shared = self._decide(keyword, not present, rule)

@@ -1,4 +1,4 @@
-"""Checkpoints of language models that draft: draft models, PARD, PARD-2, and Gemma 4's assistants."""
+"""Readers of language models that draft: draft models, PARD, PARD-2, and assistants of Gemma 4."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ from .interpretation import Decisions
 from .limits import check_mask_token
 from .mtp_layouts import holds_modules, module_names
 
-# Trained depth of the published PARD drafters (AMD-AIG-AIMA/PARD, `para_num` of its example configurations), which
-# their config.json does not state.
+# Trained depth of the published PARD drafters, from `para_num` of AMD-AIG-AIMA/PARD's example configurations; their
+# config.json does not state it.
 PARD_DEPTH = 8
 
-# Draft tokens a round of the published figures of PARD-2 (AMD-AGI/PARD, `draft_k` of pard2_*_eval.yaml), for drafters
-# trained with one more. How many that were, `para_num` in the trainer's settings, is not in the config.json of
-# published ones.
+# Draft tokens a round in the published figures of PARD-2 (AMD-AGI/PARD, `draft_k` of pard2_*_eval.yaml), one fewer than
+# in training. The trained number, `para_num` of the trainer's settings, is not in published config.json files.
 PARD2_DEPTH = 15
-# What AMD's code takes where config.json has no scale.
+# The default of AMD's code if config.json has no scale.
 _DEFAULT_SCALE = 0.02
 _IDS = "pard2_target_layers"
 
 
 def read_draft_model(checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions) -> DraftModelConfig:
-    """Read the config.json of a causal language model, which is PARD's if it names a mask token; arguments and errors
-    as of `LayersReader.read`. `bind` checks whether the vocabularies fit."""
+    """Read the config.json of a causal language model, which is PARD's if it names a mask token. Arguments and errors
+    are those of `LayersReader.read`. `bind` checks whether the vocabularies fit."""
     stated = checkpoint.config
     names = checkpoint.tensors or ()
     if holds_modules(stated, names):
@@ -71,12 +70,12 @@ def _model_fields(
 
 
 def _read_drafting(checkpoint: Checkpoint, is_pard: bool, decisions: Decisions) -> tuple[bool, Any]:
-    """Whether all tokens are drafted in one pass, and the mask token, None if there is none."""
+    """Whether one pass drafts all tokens, and the mask token or None."""
     stated, token = checkpoint.config.get("parallel_drafting"), checkpoint.config.get("pard_token")
     rule = "config.json has PARD's keys (pard_token, spd_type)" if is_pard else "config.json has no pard_token"
     rule = rule if stated is None else "config.json"
     parallel = decisions.decide("parallel_drafting", is_pard if stated is None else bool(stated), rule)
-    # PARD's trainer writes -1 if it was given no token.
+    # PARD's trainer writes -1 for no token.
     token = None if token == -1 else token
     if token is not None or "mask_token_id" in decisions.given:
         token = decisions.decide("mask_token_id", token, "pard_token of config.json")
@@ -95,7 +94,7 @@ def _read_drafting(checkpoint: Checkpoint, is_pard: bool, decisions: Decisions) 
 
 
 def read_pard2(checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions) -> Pard2Config:
-    """Read the config.json of a PARD-2 drafter in AMD's own form; arguments and errors as of `LayersReader.read`."""
+    """Read the config.json of a PARD-2 drafter in AMD's form; arguments and errors are those of `LayersReader.read`."""
     name, stated = checkpoint.name, checkpoint.config
     model = read_language_model(checkpoint)
     token = decisions.decide("mask_token_id", stated.get("pard_token"), "pard_token of config.json")
@@ -124,7 +123,7 @@ def read_pard2(checkpoint: Checkpoint, target: PreTrainedConfig | None, decision
 
 
 def _read_projection(checkpoint: Checkpoint, count: int, target: PreTrainedConfig | None) -> tuple[int, bool]:
-    """Width of one of the `count` hidden states that the projection reads, and whether it has a bias."""
+    """The width of each of the `count` hidden states that the projection reads, and whether it has a bias."""
     config, tensors = checkpoint.config, checkpoint.tensors
     stated_bias = config.get("pard2_proj_bias", config.get("proj_bias"))
     stated = config.get("pard2_target_dim", config.get("pard_target_dim"))
@@ -153,8 +152,8 @@ def _read_projection(checkpoint: Checkpoint, count: int, target: PreTrainedConfi
 def read_cache_reader(
     checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions
 ) -> CacheReaderConfig:
-    """Read the config.json of a Gemma 4 assistant, and K from its generation_config.json; arguments and errors as of
-    `LayersReader.read`."""
+    """Read the config.json of a Gemma 4 assistant, and K from its generation_config.json. Arguments and errors are
+    those of `LayersReader.read`."""
     model, file = read_language_model(checkpoint), checkpoint.folder / "generation_config.json"
     settings = json.loads(file.read_text()) if file.is_file() else {}
     stated = settings.get("num_assistant_tokens") if isinstance(settings, Mapping) else None
@@ -167,8 +166,8 @@ def read_cache_reader(
 
 
 def read_language_model(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """transformers' configuration of the language model in `checkpoint`; raises `ValueError` unless it is a
-    decoder-only model that is part of transformers."""
+    """transformers' configuration of the language model in `checkpoint`. Raises `ValueError` unless it is a
+    decoder-only model of transformers."""
     model_type = checkpoint.config.get("model_type")
     found = f"{checkpoint.name} is a checkpoint of model_type {model_type!r}"
     if model_type not in CONFIG_MAPPING:
@@ -187,7 +186,7 @@ def read_language_model(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def auto_class(config: PreTrainedConfig) -> type | None:
-    """transformers' auto class for the model of `config`: a causal or an image-text-to-text one; None if neither."""
+    """transformers' auto class for a model of `config`: for causal or image-text-to-text models; None if neither."""
     mappings = (
         (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
         (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),

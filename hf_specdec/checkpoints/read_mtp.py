@@ -1,4 +1,4 @@
-"""MTP modules in the checkpoint of their target, or published on their own, read into the normal form `MtpConfig`."""
+"""Reader of MTP modules, in their target's checkpoint or published on their own, into the normal form `MtpConfig`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .mtp_layouts import (
 )
 from .rope import rope_by_layer_type
 
-# Draft tokens a round of a single module whose config.json does not state for how many it was trained.
+# Draft tokens a round of a single module, if config.json does not state for how many it was trained.
 SINGLE_MODULE_DEPTH = 3
 
 
 def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions: Decisions) -> MtpConfig:
-    """Read the MTP modules of a target's checkpoint, or one published on its own, of any supported family.
+    """Read the MTP modules of a target's checkpoint, or a module published on its own, of any supported family.
 
-    Arguments and errors as of `LayersReader.read`; `bind` checks whether the target fits.
+    Arguments and errors are those of `LayersReader.read`; `bind` checks whether the target fits.
     """
     config, decide = checkpoint.config, decisions.decide
     family, num_modules = find_family(config), _count_modules(checkpoint)
@@ -37,7 +37,7 @@ def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions:
     heads = "each module has a trained head" if "lm_head" in own else "the modules have copies of the target's, or none"
     copies = "the modules have copies of the target's"
     block, num_layers = mtp_block_settings(text, num_modules), text.num_hidden_layers
-    # Of lists that have an entry for each layer and each module, the modules' part.
+    # Lists with an entry for each layer and each module: keep the modules' entries.
     for name, value in text_settings(config).items():
         if name in block and isinstance(value, list) and len(value) == num_layers + num_modules:
             block[name] = value[num_layers:]
@@ -58,7 +58,7 @@ def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions:
 
 
 def _count_modules(checkpoint: Checkpoint) -> int:
-    """The number of modules that the checkpoint holds; config.json and tensors must agree."""
+    """The number of modules in the checkpoint. Raises `ValueError` unless config.json and tensors agree."""
     config, family = checkpoint.config, find_family(checkpoint.config)
     key, count = stated_count(config) or ("no key", None)
     if checkpoint.tensors is None:
@@ -81,7 +81,7 @@ def _count_modules(checkpoint: Checkpoint) -> int:
 
 
 def _text_config(checkpoint: Checkpoint, family: MtpFamily, decisions: Decisions) -> PreTrainedConfig:
-    """transformers' configuration of a text model with the decoder layers of the modules."""
+    """transformers' configuration of a text model with the modules' decoder layers."""
     settings = dict(checkpoint.config)
     if is_speculators_mtp(settings):
         settings = dict(text_settings(settings))
@@ -91,7 +91,7 @@ def _text_config(checkpoint: Checkpoint, family: MtpFamily, decisions: Decisions
             rule = "speculators' layers all have the RoPE of the target's sliding ones"
             decisions.decide("rope_parameters", rope, rule)
     model_type = settings.pop("model_type", None)
-    # transformers knows each family by its own model type or by its block's: MiMo-7B only by the latter.
+    # transformers has a family's own model type or its block's: for MiMo-7B only the latter.
     known = model_type if model_type in CONFIG_MAPPING else family.block
     if known not in CONFIG_MAPPING:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""RoPE parameters of draft layers, from every form in which `config.json` has them."""
+"""RoPE parameters of draft layers, from every form of `config.json`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .interpretation import Decisions
 
 
 def rope_by_layer_type(rope: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The entries of RoPE parameters that are given by type of layer; empty if they are not."""
+    """The entries of RoPE parameters by type of layer; empty if they are not given by type."""
     return {kind: entry for kind, entry in rope.items() if kind.endswith("_attention") and isinstance(entry, Mapping)}
 
 
 def read_rope(layer: Mapping[str, Any], dialect: str, name: str, decisions: Decisions) -> dict[str, Any]:
-    """RoPE in transformers 5's form, from `rope_parameters`, `rope_scaling` and `rope_theta` of `layer`, the part of
-    the config.json of the checkpoint `name` that describes its draft layers; raises `ValueError` for several ones."""
+    """RoPE in transformers 5's form, from `rope_parameters`, `rope_scaling` and `rope_theta` of `layer`, the draft
+    layers' settings in the config.json of `name`. Raises `ValueError` if these contradict each other."""
     stated = _stated_rope(layer, dialect, name, decisions)
     kind, rest = _split(stated)
     inner, outer = stated.get("rope_theta"), layer.get("rope_theta")
@@ -47,7 +47,7 @@ def _stated_rope(layer: Mapping[str, Any], dialect: str, name: str, decisions: D
 
 
 def _draft_layers_rope(rope: Mapping[str, Any], dialect: str, name: str, decisions: Decisions) -> Mapping[str, Any]:
-    """The RoPE parameters that the draft layers share; config.json may give them by type of the target's layers."""
+    """The RoPE parameters that all draft layers share; config.json may give them by type of the target's layers."""
     entries = rope_by_layer_type(rope)
     if not entries:
         return rope
@@ -65,7 +65,7 @@ def _draft_layers_rope(rope: Mapping[str, Any], dialect: str, name: str, decisio
 
 
 def _in_one_dimension(rope: Mapping[str, Any], decisions: Decisions) -> Mapping[str, Any]:
-    """RoPE without the sections of M-RoPE: draft layers have one position a token, which text has in all sections."""
+    """RoPE without M-RoPE's sections: in draft layers a token has one position, as text has in all sections."""
     if not any(key.startswith("mrope_") for key in rope):
         return rope
     plain = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
@@ -78,6 +78,6 @@ def _in_one_dimension(rope: Mapping[str, Any], decisions: Decisions) -> Mapping[
 
 
 def _split(rope: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The RoPE type, under its key of any transformers version, and the parameters other than type and base."""
+    """The RoPE type, under its key of any transformers version, and the parameters without type and base."""
     rest = {key: value for key, value in rope.items() if key not in ("type", "rope_type", "rope_theta")}
     return rope.get("rope_type", rope.get("type", "default")), rest

@@ -1,4 +1,4 @@
-"""Names of tensors, and whether a checkpoint holds exactly those that its configuration asks for."""
+"""Names of tensors, and the check that a checkpoint holds exactly the tensors that its configuration describes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .weight_files import check_not_quantised
 
 logger = logging.getLogger(__name__)
 
-# `midlayer.` is SafeAILab's and SpecForge's name of EAGLE-3's first layer, `model.` a prefix that NeMo writes,
-# `draft_model.` one of SpecForge's trainer and `encoder.` one of transformers. ModelOpt's export from Megatron numbers
-# `midlayer.`, and calls the first norm of a later layer `hidden_norm`, as SGLang does. SGLang's `aux_norm_*` are older
-# names of `fc_norm`. Before DSpark's `markov_head.` SpecForge wrote `logit_head.`; ModelOpt has neither. z-lab's model
-# of DFlash-2 has its codebooks in embeddings, which its files do not.
+# `midlayer.` is SafeAILab's and SpecForge's name of EAGLE-3's first layer. `model.` is a prefix of NeMo, `draft_model.`
+# of SpecForge's trainer, and `encoder.` of transformers. ModelOpt's export from Megatron numbers `midlayer.` and, as
+# SGLang, calls the first norm of later layers `hidden_norm`. `aux_norm_*` are SGLang's older names of `fc_norm`.
+# SpecForge wrote `logit_head.` before DSpark's `markov_head.`; ModelOpt writes neither. z-lab's DFlash-2 model has its
+# codebooks in embeddings, its files do not.
 KEY_MAPPING = {
     r"^draft_model\.": "",
     r"^model\.": "",
@@ -42,29 +42,29 @@ KEY_MAPPING = {
     r"^candidate_selector\.successor_codebook\.weight$": "candidate_selector.successor_codebook",
 }
 
-# Not used when drafting: the training mask of the draft vocabulary, RoPE tables, the trainer's copy of the target, and
-# a confidence head that reads no Markov head.
+# Tensors that drafting does not use: the training mask of the draft vocabulary, RoPE tables, the trainer's copy of the
+# target, and a confidence head that does not read the Markov head.
 _IGNORED = re.compile(
     r"t2d|(.*\.)?rotary_emb\.inv_freq|verifier_.*|confidence_head\.proj\.(weight|bias)|transfer_ready"
 )
 
 
 def rename(name: str, mapping: Mapping[str, str] = KEY_MAPPING) -> str:
-    """The name that a tensor has in the normal form, by a `mapping` of patterns."""
+    """A tensor's name in the normal form, by a `mapping` of regular expressions."""
     for pattern, replacement in mapping.items():
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def is_plain(weight: torch.Tensor) -> bool:
-    """Whether the memory of `weight` holds all its values: it is neither sharded (`DTensor`) nor quantised."""
+    """Whether the memory of `weight` holds its values: it is neither sharded (`DTensor`) nor quantised."""
     return not isinstance(weight, DTensor) and type(weight).dequantize is torch.Tensor.dequantize
 
 
 def plain_weight(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` as a plain tensor: gathered if it is sharded, dequantised if it is quantised, else `weight` itself.
+    """`weight` as a plain tensor: gathered if sharded, dequantised if quantised, else `weight` itself.
 
-    Gathering is a collective operation: all ranks must call this.
+    Gathering is a collective operation, so all ranks must call this.
     """
     if isinstance(weight, DTensor):
         weight = weight.full_tensor()
@@ -72,10 +72,10 @@ def plain_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def check_tensors(checkpoint: Checkpoint, family: type[nn.Module], config: DrafterConfig) -> None:
-    """Compare names and shapes of the files' tensors with those of a `family` model of this `config`; loads no weights.
+    """Compare names and shapes of the files' tensors with those of a `family` model with this `config`.
 
-    Raises `ValueError` that names each difference, for quantised tensors but as `with_scales` reads them, and for a
-    `d2t` that has no offsets.
+    No weights but `d2t` are loaded. Raises `ValueError` for differences, which it names, for quantised tensors that
+    `with_scales` does not read, and for a `d2t` without offsets.
     """
     with checkpoint.config_errors(), torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in family(config).state_dict().items()}
@@ -105,7 +105,7 @@ def _is_ignored(name: str, config: DrafterConfig) -> bool:
 
 
 def _check_draft_vocabulary(checkpoint: Checkpoint, config: DrafterConfig) -> None:
-    """`d2t` holds offsets: token t of the draft vocabulary is token t + d2t[t] of the target's."""
+    """Raise `ValueError` unless `d2t` has offsets: draft token t is the target's token t + d2t[t]."""
     (name,) = (name for name in checkpoint.tensors if rename(name) == "d2t")
     table = checkpoint.only([name]).read()[name].to(torch.int64)
     own = torch.arange(len(table))

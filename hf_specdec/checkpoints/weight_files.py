@@ -1,8 +1,8 @@
-"""Weight files of checkpoints: their headers, the tensors that they hold, and those of them that are quantised.
+"""Weight files of checkpoints: headers and tensors, quantised ones included.
 
-Weights of 8 bits with scales are read as plain ones, other forms are refused. Names and layouts are as DeepSeek and
-transformers (`weight_scale_inv`, by blocks), compressed-tensors and NVIDIA ModelOpt (`weight_scale`, for a tensor, its
-rows or its blocks) write them.
+8-bit weights with scales are dequantised when read; other quantised forms are refused. Names and layouts are those of
+DeepSeek and transformers (`weight_scale_inv`, by blocks), and of compressed-tensors and NVIDIA ModelOpt
+(`weight_scale`, for a tensor, its rows or its blocks).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 
 _EIGHT_BITS = {"F8_E4M3", "F8_E5M2", "I8", "float8_e4m3fn", "float8_e5m2", "int8"}
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
-# The published size of blocks where config.json does not state it.
+# The published size of blocks, if config.json does not state it.
 _BLOCK = 128
 
-# Scales of activations and of quantised caches, which weights in bfloat16 are run without.
+# Scales of activations and of quantised caches, which bfloat16 weights do not need.
 _UNUSED = re.compile(r"(.*\.)?((input|output|[qkv]|prob)_scale|input_global_scale)")
 # Parts of quantised weights, by the last parts of their names.
 _PARTS = re.compile(
@@ -32,8 +32,8 @@ _PARTS = re.compile(
 
 
 class Scale(NamedTuple):
-    """The tensor by which a quantised weight is multiplied; `block` is the rows and columns that an entry of it is for,
-    None if its shape broadcasts to that of the weight."""
+    """The tensor that multiplies a quantised weight. `block` is the number of rows and columns for each entry; None if
+    its shape broadcasts to the weight's."""
 
     name: str
     file: Path
@@ -41,7 +41,7 @@ class Scale(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint, as its file's header describes it; a quantised weight has a `scale`."""
+    """A tensor of a checkpoint, from its file's header. A quantised weight has a `scale`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -50,7 +50,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_stored(tensors: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
-    """Load tensors by name, from the files that they are in; quantised ones are dequantised."""
+    """Load tensors, by name, from their files. Quantised tensors are dequantised."""
     scales = {name: tensor.scale for name, tensor in tensors.items() if tensor.scale is not None}
     by_file: dict[Path, list[str]] = {}
     places = {name: tensor.file for name, tensor in tensors.items()} | {one.name: one.file for one in scales.values()}
@@ -96,7 +96,7 @@ def _safetensors_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
-    """A PyTorch state dict, memory-mapped where the file allows it; code in the file is never run."""
+    """A PyTorch state dict, memory-mapped if the file allows it. Code in the file is never run."""
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
@@ -111,7 +111,7 @@ def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _find_scale(name: str, tensors: Mapping[str, Any], block: tuple[int, int] | None) -> Scale | None:
-    """The scale of the weight called `name`; None if it is not quantised in a form that `_dequantise` reads."""
+    """The scale of the weight called `name`; None unless it is quantised in a form that `_dequantise` reads."""
     weight = tensors[name]
     scale_name = next((name + suffix for suffix in _SCALE_SUFFIXES if name + suffix in tensors), None)
     if weight.dtype not in _EIGHT_BITS or scale_name is None or f"{name}_zero_point" in tensors:
@@ -129,7 +129,7 @@ def _find_scale(name: str, tensors: Mapping[str, Any], block: tuple[int, int] | 
 
 
 def _stated_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a block by the `quantization_config` of config.json; None if it states none."""
+    """Rows and columns of a block in the `quantization_config` of config.json; None if it states none."""
     text = config.get("text_config")
     for source in (config, text if isinstance(text, Mapping) else {}):
         settings = source.get("quantization_config")
@@ -145,7 +145,7 @@ def _stated_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _dequantise(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
-    """`weight` times its `scale`, in bfloat16; `block` as in `Scale`."""
+    """`weight` times its `scale`, in bfloat16; `block` is that of `Scale`."""
     values, factors = weight.float(), scale.float()
     if block is not None:
         for dim, size in zip((-2, -1), block, strict=True):
@@ -158,7 +158,7 @@ def _dequantise(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int
 
 
 def check_not_quantised(names: Collection[str], checkpoint: str, what: str = "weights") -> None:
-    """Raise `ValueError` if one of the tensor `names` of a checkpoint belongs to a quantised weight, of which
+    """Raise `ValueError` if one of the tensor `names` of a checkpoint belongs to a quantised weight for which
     `_find_scale` found no scale."""
     parts = [name for name in names if _PARTS.fullmatch(name)]
     if parts:
@@ -170,7 +170,7 @@ def check_not_quantised(names: Collection[str], checkpoint: str, what: str = "we
 
 
 def with_scales(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """`tensors` with the scales of quantised weights as a part of these, and without scales that are not used."""
+    """`tensors`, where quantised weights include their scales, without the tensors of scales."""
     block = _stated_block(config)
     scales = {name: _find_scale(name, tensors, block) for name in tensors}
     parts = {scale.name for scale in scales.values() if scale is not None}

@@ -1,4 +1,4 @@
-"""Drafter families; importing a module registers its family."""
+"""The families of drafters."""
 
 from ..kernels.types import Proposal
 from .base import Drafter

@@ -1,7 +1,7 @@
-"""`drafter.attach(model)`: calls of a model that name no drafter use one.
+"""`drafter.attach(model)`: the drafter of a model's calls that name none.
 
-The methods of transformers that are replaced ask for `attachment_of(model)`. The model has no attribute for it, which
-copies, pickles and fingerprints would have, too.
+The patched methods of transformers ask for `attachment_of(model)`. The attachment is no attribute of the model, because
+copies, pickles and fingerprints would include it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _T = TypeVar("_T")
 MODES = ("eval", "keep")
 
 _attachments: WeakKeyDictionary[PreTrainedModel, Attachment] = WeakKeyDictionary()
-# Those of which this thread makes plain calls.
+# The attachments that calls of this thread ignore.
 _paused: ContextVar[frozenset[Attachment]] = ContextVar("paused", default=frozenset())
 
 
 class Attachment:
-    """What `Drafter.attach` returns: the drafter of calls of one model.
+    """The drafter of one model's calls, returned by `Drafter.attach`.
 
     Attributes:
-        stats: sums over the calls that used it, on any thread.
-        refusals: how many calls ran plainly, by reason; numbers in reasons are written as `N`.
+        stats: sums over the calls that used the drafter, on any thread.
+        refusals: number of calls that ran plainly, by reason; numbers in a reason are replaced by `N`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Attachment:
             raise ValueError(f"memory is {memory!r}; expected a share of the device's memory, from 0 to 1.")
         target = innermost(model)
         drafter.check_bound_to(target)
-        if drafter.device != target.device:
+        if drafter.device != target.device and target.device.type != "meta":  # there its weights are lost
             drafter.to(target.device)
             drafter.bind(target)
         self.drafter, self._model = drafter, ref(target)
@@ -84,19 +84,19 @@ class Attachment:
             _paused.reset(token)
 
     def note_step(self) -> None:
-        """Say that weights were written to in a way that torch does not count, so that nothing computed is reused.
+        """Report a write to weights that torch does not count, so that nothing computed before is reused.
 
         Steps of torch's optimizers are noticed without it.
         """
         note_step()
 
     def evaluation(self) -> Evaluation:
-        """Context in which a call runs: with the drafter, and by `mode` the model, in evaluation mode."""
+        """Context of a call: the drafter, and with `mode="eval"` the model, are in evaluation mode."""
         return Evaluation(self.drafter, *([self._model()] if self._mode == "eval" else []))
 
     def run(self, with_drafter: Callable[[Callable[[], object]], _T], plainly: Callable[[], _T]) -> _T:
-        """A call with the drafter; plainly if that raises `ValueError` before it calls the function that it is given,
-        but with `strict=True` that is raised, as any later one is."""
+        """Run a call `with_drafter`, which calls its argument once the call is accepted. If it raises `ValueError`
+        before, run the call `plainly`, or raise the error with `strict=True`; a later error is always raised."""
         model, start, begun = self._model(), time.perf_counter(), []
         try:
             with lock_of(model), self.evaluation():
@@ -112,7 +112,7 @@ class Attachment:
             return plainly()
 
     def refuse(self, error: ValueError) -> None:
-        """Count a call that runs plainly for `error`, which is raised again with `strict=True`."""
+        """Count a call that runs plainly because of `error`; with `strict=True` raise `error`."""
         if self._is_strict:
             raise error
         reason = re.sub(r"\d+", "N", str(error))
@@ -121,7 +121,7 @@ class Attachment:
         self.refusals[reason] += 1
 
     def note(self, stats: SpeculationStats, seconds: float) -> None:
-        """Add a call that has run with the drafter, and free what it keeps beyond its share of memory."""
+        """Add a call that ran with the drafter to `stats`, and free buffers beyond the attachment's share of memory."""
         self.stats.add(stats, seconds)
         if self._releases:
             self.drafter.release()
@@ -132,16 +132,16 @@ class Attachment:
 
 
 def attachment_of(model: PreTrainedModel) -> Attachment | None:
-    """What a call of `model` that names no drafter is to use; None for a plain call.
+    """The attachment for a call of `model` that names no drafter; None for a plain call.
 
-    Calls within a call with a drafter are plain: those of the engine, and of the caller's processors and streamers.
+    Calls inside a call with a drafter are plain: those of the engine, and of the caller's processors and streamers.
     """
     found = _attachments.get(model)
     return None if found is None or found in _paused.get() or lock_of(model).is_mine else found
 
 
 def innermost(model: nn.Module) -> PreTrainedModel:
-    """The model inside of `model`, such as one of PEFT or `DistributedDataParallel`, that generates; raises
+    """The model that generates inside of `model`, a wrapper such as PEFT's or `DistributedDataParallel`; raises
     `ValueError` if there is none."""
     found = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), None)
     if found is None:

@@ -28,10 +28,10 @@ from .shared_weights import SharedWeight
 
 logger = logging.getLogger(__name__)
 
-# How many passes a round makes, and the weights that it reads, each with how often.
+# The number of passes of a round, and pairs of a count and the weights that the round reads so many times.
 Reads = tuple[int, list[tuple[int, Iterable[torch.Tensor]]]]
 
-# The targets that drafters are bound to; copies and pickles of a drafter do not have it.
+# The target of each bound drafter. It is no attribute, so that copies and pickles of a drafter are not bound.
 _targets: WeakKeyDictionary[nn.Module, ref[PreTrainedModel]] = WeakKeyDictionary()
 
 ENGINES = ("auto", "static", "stock")
@@ -39,14 +39,14 @@ MATCH = "match"
 VERIFICATIONS = ("token", "block", MATCH)
 KV_CACHE_DTYPES = {"auto": None, "fp8": FLOAT8}
 ALL = "all"
-# The fewest tokens that drafting attends to: more than a round reads again or drafts.
+# The smallest `draft_window_size`: larger than the number of tokens that a round reads again or drafts.
 LEAST_WINDOW = 64
-# The most drafts of a tree, which has a root besides.
+# The most drafts of a tree, without its root.
 MOST_NODES = WORD_BITS * MOST_WORDS - 1
 
 
 def check_num_nodes(tree: int | str) -> None:
-    """Raise `ValueError` unless `tree` is 0, a number of drafts of a tree, or `AUTO`."""
+    """Raise `ValueError` unless `tree` is 0, a number of drafts up to `MOST_NODES`, or `AUTO`."""
     is_number = isinstance(tree, int) and not isinstance(tree, bool)
     if tree != AUTO and not (is_number and 0 <= tree <= MOST_NODES):
         raise ValueError(f'tree is {tree!r}; expected an int of 0, for a chain, to {MOST_NODES} drafts, or "{AUTO}".')
@@ -55,48 +55,48 @@ def check_num_nodes(tree: int | str) -> None:
 class Drafter(PreTrainedModel):
     """A model that proposes draft tokens for a target.
 
-    A family subclasses it, sets `config_class` and implements `bind`, `new_memory`, `prefill` and `propose`; for
-    continuous batching also `copy_rows`, if it keeps anything; without weights also `device`. A drafter holds weights
-    and settings, never the state of a generation: that is in `DecodeState`, so one drafter serves several calls and
-    threads.
+    A family subclasses it, sets `config_class` and implements `bind`, `new_memory`, `prefill` and `propose`. Continuous
+    batching also needs `copy_rows` if the drafter keeps anything; a drafter without weights also needs `device`. A
+    drafter holds weights and settings. The state of a generation is in `DecodeState`, so several calls and threads can
+    share one drafter.
 
-    `propose` runs inside the round, which may be captured in a CUDA graph: no value is copied to the CPU, and shapes
-    are fixed. It is the same in the first round: after prefill the state is as if a round had just committed the last
-    token of the prompt, as a draft, and the first new token.
+    `propose` runs inside the round, which may be captured in a CUDA graph. It copies no value to the CPU, and its
+    shapes are fixed. The first round needs no special case: after prefill the state is as if a round had just committed
+    the last token of the prompt, as an accepted draft, and the first new token.
     """
 
     config_class = DrafterConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
     _supports_sdpa = True
-    # Patterns in the names of published tensors, and what takes their place in the names of the drafter's own.
+    # Regular expressions in the names of published tensors, and their replacements in the drafter's own names.
     key_mapping = KEY_MAPPING
-    # What `score` runs; set by `integration.scoring`, which knows the engine.
+    # The implementation of `score`; `integration.scoring` sets it, because this module cannot import the engine.
     _score: ClassVar[Callable[..., torch.Tensor]]
     # Whether `propose` drafts any number of tokens up to `state.most_draft_tokens` in each round, 0 included.
     varies_num_draft_tokens = False
-    # The largest K that `"auto"` tries: as many as the drafter was trained for; None for any number.
+    # The largest K that `"auto"` tries, the K that the drafter was trained for; None for no limit.
     most_draft_tokens: int | None = None
-    # Whether `propose` can draft a tree, of `state.num_nodes` drafts.
+    # Whether `propose` can draft a tree of `state.num_nodes` drafts.
     drafts_trees = False
-    # The most drafts of a tree in a row, if fewer than its drafts.
+    # The largest depth of a tree; None if only its number of drafts limits it.
     most_tree_depth: int | None = None
-    # The smallest sliding window of layers that run nodes of trees; None if there is none.
+    # The smallest sliding window of the layers that run nodes of trees; None if there is none.
     smallest_window: int | None = None
     # Whether it reads the target's last hidden state, after the final norm, instead of auxiliary ones.
     reads_last_hidden_state = False
-    # Whether it reads keys and values of the target, which the static engine alone has in slots.
+    # Whether it reads keys and values of the target. Only the static engine has these in slots.
     reads_target_cache = False
-    # Whether it reads the target's embeddings of images in prompts, from `DecodeState.records`; else tokens only. As in
-    # vLLM, where MTP modules get an image's embeddings, and EAGLE-3 drafters the token that stands for it.
+    # Whether it reads the target's embeddings of images in prompts, from `DecodeState.records`, and not only tokens. As
+    # in vLLM, MTP modules get an image's embeddings, and EAGLE-3 drafters the placeholder token.
     reads_embeddings = False
-    # Whether `prefill` may be called with prompts of several rows packed in one, see `as_one_row`.
+    # Whether `prefill` takes the prompts of several rows packed into one row, see `as_one_row`.
     packs_prompts = False
-    # Sizes and layer types of the layers whose keys and values each pass of a round reads; None for none.
+    # Sizes and types of the layers whose keys and values are read in each pass of a round; None if there are none.
     attention_config: PreTrainedConfig | None = None
 
     # Attributes that a captured round does not depend on: settings that every call reads, and results that it stores.
-    # Shared weights stay where they are until `bind` releases what was captured; they count how often they were copied.
+    # `_shared_weights` changes when a copy is refreshed. The copy keeps its memory; `bind` releases captured rounds.
     unread_attributes = frozenset(
         {
             "_last_stats",
@@ -122,11 +122,11 @@ class Drafter(PreTrainedModel):
         # Size of the target's vocabulary when the drafter was bound; None if `bind` does not call `_record_binding`.
         self._bound_vocab_size: int | None = None
         self._bound_num_layers = 0
-        # The target's weights that the drafter uses, by "embedding" and "head"; set by `bind`.
+        # The target's weights that the drafter uses, under "embedding" and "head"; set by `bind`.
         self._shared_weights: dict[str, SharedWeight] = {}
-        # Set by engines: buffers and CUDA graphs for further calls, see `release`.
+        # Buffers and CUDA graphs for later calls, set by engines; see `release`.
         self.sessions: Any = None
-        # Set by what learns from calls: a `training.rollouts.Rollouts` that gets their texts; None for none.
+        # The `training.rollouts.Rollouts` that gets the texts of calls, set by a learner; None if nothing learns.
         self.rollouts: Any = None
         self._last_stats: Any = None
         self._asked_num_assistant_tokens: int | str | None = None
@@ -145,7 +145,7 @@ class Drafter(PreTrainedModel):
         return self._last_stats
 
     def release(self) -> None:
-        """Free the buffers and CUDA graphs that are kept for further `generate()` calls on a GPU."""
+        """Free the buffers and CUDA graphs that are kept for later `generate()` calls on a GPU."""
         if self.sessions is not None:
             self.sessions.clear()
 
@@ -157,19 +157,19 @@ class Drafter(PreTrainedModel):
         memory: float = 0.5,
         release_after_call: bool = False,
     ) -> Attachment:
-        """Let calls of `model` that name no drafter use this one: `generate()`, `generate_batch()`, managers, and what
-        is built on them, such as pipelines and trainers.
+        """Make this the drafter of all calls of `model` that name none: `generate()`, `generate_batch()`, managers, and
+        what is built on them, such as pipelines and trainers.
 
-        A call that cannot run with a drafter runs plainly, which is logged once a reason, and counted. The drafter is
-        moved to the model's device.
+        A call that cannot run with a drafter runs plainly. It is counted, and logged once for each reason. The drafter
+        is moved to the model's device.
 
         Args:
-            model: the target, or what PEFT, `DistributedDataParallel` or accelerate have made of it.
-            strict: whether such a call raises an error instead.
+            model: the target, or its wrapper of PEFT, `DistributedDataParallel` or accelerate.
+            strict: whether a call that cannot run with a drafter raises an error.
             mode: `"eval"` to put the target into evaluation mode for each call, `"keep"` to run calls in training mode
                 plainly.
-            memory: share of the device's memory that buffers of calls may take between them.
-            release_after_call: whether they are freed after each call.
+            memory: share of the device's memory, 0 to 1, that buffers may keep between calls.
+            release_after_call: whether buffers are freed after each call.
 
         Raises:
             ValueError: the drafter is not bound to the model inside of `model`, or an argument is wrong.
@@ -178,7 +178,7 @@ class Drafter(PreTrainedModel):
 
     @contextmanager
     def attached(self, model: nn.Module, **options: Any) -> Iterator[Attachment]:
-        """Context in which the drafter is attached to `model`; arguments as of `attach`."""
+        """Context in which the drafter is attached to `model`. It takes the arguments of `attach`."""
         attachment = self.attach(model, **options)
         try:
             yield attachment
@@ -187,7 +187,7 @@ class Drafter(PreTrainedModel):
 
     @property
     def num_assistant_tokens(self) -> int | str:
-        """K of calls that do not set it, or `"auto"`; the configuration's unless it was set."""
+        """K of calls that do not set it, or `"auto"`. The default is the configuration's."""
         asked = self._asked_num_assistant_tokens
         return self.config.num_assistant_tokens if asked is None else asked
 
@@ -197,7 +197,7 @@ class Drafter(PreTrainedModel):
 
     @property
     def num_own_draft_tokens(self) -> int:
-        """K that was set for the drafter, or else its configuration's: where `"auto"` begins."""
+        """K that was set for the drafter, or else its configuration's: the K that `"auto"` begins with."""
         asked = self._asked_num_assistant_tokens
         return self.config.num_assistant_tokens if asked in (None, AUTO) else asked
 
@@ -213,15 +213,15 @@ class Drafter(PreTrainedModel):
 
     @property
     def title(self) -> str:
-        """The drafter in messages."""
+        """The drafter's name in messages."""
         return f"{type(self).__name__} ({self.config.name_or_path or 'unnamed'})"
 
     def round_reads(self, num_draft_tokens: int) -> Reads | None:
-        """What a round of so many drafts reads, without embeddings; None if it is not known."""
+        """The passes of a round of `num_draft_tokens` and the weights that they read, without embeddings; or None."""
         return None
 
     def passes_and_bytes(self, num_draft_tokens: int) -> tuple[int, int] | None:
-        """The passes of `round_reads`, and the bytes of weights that they read."""
+        """The number of passes of `round_reads`, and the bytes of weights that they read."""
         reads = self.round_reads(num_draft_tokens)
         return None if reads is None else (reads[0], sum(count * num_bytes(weights) for count, weights in reads[1]))
 
@@ -232,13 +232,13 @@ class Drafter(PreTrainedModel):
 
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: DrafterConfig) -> None:
-        """Compare the tensors of the files with those that `config` asks for, loading no weights; raises `ValueError`,
-        which names each that is missing, unexpected or of another shape."""
+        """Compare the tensors of the files with those that `config` needs; weights are not loaded. Raises `ValueError`,
+        which names each tensor that is missing, unexpected or of another shape."""
         check_tensors(checkpoint, cls, config)
 
     @classmethod
     def tensor_names(cls, checkpoint: Checkpoint, config: DrafterConfig) -> dict[str, str]:
-        """For each of the drafter's tensors that the files hold, its name there."""
+        """The names in the files, by the drafter's own names, of the tensors that the files hold."""
         return {rename(name, cls.key_mapping): name for name in checkpoint.tensors}
 
     @classmethod
@@ -252,13 +252,13 @@ class Drafter(PreTrainedModel):
         """A drafter with the checkpoint's weights.
 
         Args:
-            checkpoint: one that passed `check_checkpoint`.
+            checkpoint: a checkpoint that passed `check_checkpoint`.
             config: its configuration in normal form.
-            weights: tensors by their names in the files; those of the files if None.
+            weights: tensors by their names in the files; None to read the files.
             options: `dtype`, `device_map` of `PreTrainedModel.from_pretrained`.
 
         Raises:
-            ValueError: expected every weight to be loaded, and every tensor of the files to be used.
+            ValueError: a weight was not loaded, or a tensor of the files was not used.
         """
         weights, state, used = checkpoint.read() if weights is None else weights, {}, set()
         for name, published in cls.tensor_names(checkpoint, config).items():
@@ -287,29 +287,29 @@ class Drafter(PreTrainedModel):
         """Set how the drafter is run; None leaves a setting as it is. Returns the drafter.
 
         Args:
-            num_assistant_tokens: draft tokens a round (K), at least 1; `"auto"` to choose the K that generates most
-                tokens a second for every round, 0 included, by times and acceptance as they are measured.
+            num_assistant_tokens: draft tokens a round (K), at least 1; `"auto"` to choose for each round the K, also 0,
+                that gives the most tokens a second by measured times and acceptance.
             draft_probs: True to draw drafts from the drafter's distribution when sampling, False for its most likely
                 tokens, `"auto"` to decide by temperature (see `calls.call.DRAFT_PROBS_TEMPERATURE`).
             engine: `"static"`, `"stock"`, or `"auto"` for the static engine where it supports the target and the call.
-            verification: how drafts are verified when sampling: `"token"`, one after the other (arXiv 2211.17192),
-                `"block"`, all of a round jointly (arXiv 2403.10444), or `"match"`, accepted where the target draws
-                them, so that a seed gives the text that it gives without drafts. All are lossless. The stock engine
-                supports `"token"` only. See docs/sampling-and-seeds.md.
+            verification: how drafts are verified when sampling: `"token"`, one after the other (arXiv 2211.17192);
+                `"block"`, all of a round jointly (arXiv 2403.10444); or `"match"`, a draft is accepted if it is the
+                token that the target draws, so that a seed gives the same text with and without drafts. All are
+                lossless. The stock engine supports only `"token"`. See docs/sampling-and-seeds.md.
             compile_rounds: whether rounds on a GPU are compiled by `torch.compile`, which takes a minute or more for
                 every shape of call.
-            batch_invariant: whether the logits of a position are, bit for bit, a function of the tokens up to it. See
+            batch_invariant: whether the logits of a position depend, bit for bit, only on the tokens up to it. See
                 docs/batch-invariance.md.
-            draft_window_size: how many of the last tokens of a text drafting attends to, at least `LEAST_WINDOW`, or
-                `"all"`; prompts are read whole. As SGLang's `--speculative-draft-window-size`.
+            draft_window_size: number of the last tokens of a text that drafting attends to, at least `LEAST_WINDOW`, or
+                `"all"`; prefill attends to the whole prompt. As SGLang's `--speculative-draft-window-size`.
             kv_cache_dtype: `"fp8"` to store keys and values of target and drafter as float8 (e4m3) with a scale for
                 each head of each token; `"auto"` for the model's dtype. See docs/generate.md.
-            tree: how many drafts a round verifies as a tree of up to `num_assistant_tokens` in a row, 1 to
-                `MOST_NODES`; 0 for a chain; `"auto"` for trees where `num_assistant_tokens="auto"` finds them faster.
-                When sampling, a tree is verified as by `verification="match"`. See docs/generate.md.
+            tree: number of drafts of the tree that a round verifies, 1 to `MOST_NODES`, with a depth of up to
+                `num_assistant_tokens`; 0 for a chain; `"auto"` to let `num_assistant_tokens="auto"` choose a tree where
+                it is faster. When sampling, a tree is verified as with `verification="match"`. See docs/generate.md.
 
         Raises:
-            ValueError: expected one of the values above.
+            ValueError: a value is none of those above.
         """
         if num_assistant_tokens is not None:
             self.num_assistant_tokens = num_assistant_tokens
@@ -334,7 +334,7 @@ class Drafter(PreTrainedModel):
         return self
 
     def check_tree(self, tree: int | str) -> int | str:
-        """Return `tree`, see `configure`; raise `ValueError` if it is wrong, or not one of this drafter."""
+        """Return `tree`, see `configure`; raise `ValueError` if it is wrong, or if this drafter drafts no trees."""
         check_num_nodes(tree)
         if tree and not self.drafts_trees:
             raise ValueError(
@@ -355,29 +355,28 @@ class Drafter(PreTrainedModel):
         return size
 
     def limit_attention(self, state: DecodeState, window: int | None) -> None:
-        """Let what is drafted attend to the last `window` tokens of each text only; to all of it if None."""
+        """Let drafting attend to the last `window` tokens of each text only; to the whole text if None."""
 
     @property
     def compiles_rounds(self) -> bool:
-        """`compile_rounds`; False for batch-invariant rounds, as torch's compiler orders sums by the number of rows,
-        and for keys as float8, which modules are given as tensors that it cannot trace."""
+        """`compile_rounds`, but False for batch-invariant rounds, because torch's compiler orders sums by the number of
+        rows, and for a float8 KV cache, because torch's compiler cannot trace the tensors that hold its keys."""
         return self.compile_rounds and not self.batch_invariant and self.key_dtype is None
 
     @property
     def key_dtype(self) -> torch.dtype | None:
-        """In which keys and values are stored; None for the model's own."""
+        """The dtype in which keys and values are stored; None for the model's own."""
         return KV_CACHE_DTYPES[self.kv_cache_dtype]
 
     def num_draft_tokens(self, requested: int | str | None, is_bulk: bool = False) -> int | str:
         """K of a call, or `"auto"`.
 
         Args:
-            requested: what the call asks for; None if it does not set K.
-            is_bulk: whether the call is one of many prompts, in which K is chosen round by round unless it is set for
-                the drafter or the call.
+            requested: K that the call asks for; None if it does not set K.
+            is_bulk: whether the call has many prompts. `"auto"` is then the default of families that vary K.
 
         Raises:
-            ValueError: expected 1 to `MAX_ASSISTANT_TOKENS`, or `"auto"` with a family that varies K.
+            ValueError: `requested` is not 1 to `MAX_ASSISTANT_TOKENS`, or `"auto"` with a family that varies K.
         """
         if requested is None:
             is_free = is_bulk and self._asked_num_assistant_tokens is None and self.varies_num_draft_tokens
@@ -397,48 +396,48 @@ class Drafter(PreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         temperature: float = 1.0,
     ) -> torch.Tensor:
-        """Log-probabilities that `model` gives to the tokens of texts, by the passes that generate with a drafter.
+        """Log-probabilities that `model` gives to the tokens of texts, computed by the passes that generate.
 
-        With `batch_invariant=True` they are, bit for bit, those that calls with this drafter return
-        (`return_logprobs="raw"`, at a temperature of 1), whatever batch or pass a token was generated in.
+        With `batch_invariant=True` they are the same bits as in calls with this drafter (`return_logprobs="raw"`, at a
+        temperature of 1), whatever the batch and the pass of a token.
 
         Args:
             model: the target. It runs without gradients, on the static engine.
             input_ids: `[B, n]` int64, padded before or after the texts.
             attention_mask: `[B, n]`, 0 for padding; None for texts without padding.
-            temperature: that logits are divided by.
+            temperature: the number that logits are divided by.
 
         Returns:
-            `[B, n]` float32 on the model's device: of each token, given those before it; 0 for the first token of a
-            text and for padding.
+            `[B, n]` float32 on the model's device: the log-probability of each token given the tokens before it; 0 for
+            the first token of a text and for padding.
 
         Raises:
-            ValueError: the static engine cannot run the model, or what was given is wrong.
+            ValueError: the static engine cannot run the model, or an argument is wrong.
         """
         return self._score(model, input_ids, attention_mask, temperature)
 
     def bind(self, target: PreTrainedModel) -> None:
-        """Bind the drafter to `target`: check that it fits, share the target's embedding and head where it has none.
+        """Bind the drafter to `target`: check that it fits, and share the embedding and head that the drafter lacks.
 
-        Tensors that are kept are created outside of inference mode, even if the caller is in it.
+        Tensors that the drafter keeps are created outside of inference mode, even if the caller is in it.
 
         Raises:
-            ValueError: expected a target that the drafter was made for; drafter and target are left as they were.
+            ValueError: the drafter does not fit `target`; both are left as they were.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement bind().")
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Write `weights` into the drafter's own, in place, so that captured rounds go on with them.
+        """Write `weights` into the drafter's weights in place, so that captured rounds use them.
 
-        To be called at any time: it waits for a call that runs in another thread, and managers let it in between two
-        rounds. Texts stay those of the target.
+        It may be called at any time: it waits until a call of another thread ends, or until a manager is between two
+        rounds. The output remains the target's.
 
         Args:
-            weights: by their names in `state_dict()`, all or some, in any dtype and on any device.
+            weights: all or some of `state_dict()`, by name, in any dtype and on any device.
 
         Raises:
-            ValueError: a name is none of the drafter's, a shape is another one, the draft vocabulary (`d2t`) would
-                change, or the drafter is quantised; it is as it was.
+            ValueError: a name is unknown, a shape differs, a tensor of integers such as `d2t` would change, or the
+                drafter is quantised or sharded; its weights are then unchanged.
         """
         own, problems = self.state_dict(keep_vars=True), []
         for name, tensor in weights.items():
@@ -464,7 +463,7 @@ class Drafter(PreTrainedModel):
             self.update_derived()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `nn.Module`; a drafter with a target is bound to it again. See `load_weights` for captured rounds."""
+        """As of `nn.Module`; a bound drafter is bound again, which releases captured rounds, unlike `load_weights`."""
         result = super().load_state_dict(*args, **kwargs)
         target = _targets.get(self, lambda: None)()
         if target is not None:
@@ -472,10 +471,10 @@ class Drafter(PreTrainedModel):
         return result
 
     def update_derived(self) -> None:
-        """Compute again, in place, what `bind` has computed of the drafter's own weights."""
+        """Compute again, in place, the tensors that `bind` computes from the drafter's own weights."""
 
     def _record_binding(self, target: PreTrainedModel) -> None:
-        """Last step of `bind`. Releases captured rounds, which may read the weights that were shared before."""
+        """Last step of `bind`. Releases captured rounds, because they may read the previous shared weights."""
         self._target_config = self.config.target = target.config
         self._bound_vocab_size = target.config.get_text_config().vocab_size
         self._bound_num_layers = num_decoder_layers(target)
@@ -483,13 +482,13 @@ class Drafter(PreTrainedModel):
         self.release()
 
     def sync_with(self, target: PreTrainedModel) -> None:
-        """Update copies of shared weights that the target's have changed since; every call begins so.
+        """Refresh copies of shared weights that the target has changed since. Every call begins with it.
 
-        If the target's embedding or head was replaced, moved, cast or resized, or if it has another number of layers,
-        the drafter is bound again.
+        The drafter is bound again if the target's embedding or head was replaced, moved, cast or resized, or if its
+        vocabulary size or number of layers has changed.
 
         Raises:
-            ValueError: expected a target that the drafter still fits.
+            ValueError: the drafter no longer fits the target.
         """
         if self._bound_vocab_size is None:
             return
@@ -526,7 +525,7 @@ class Drafter(PreTrainedModel):
             raise ValueError(f"This {type(self).__name__} is bound to another target; call drafter.bind(model) first.")
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
-        """Raise `ValueError`: a drafter's layers run the project's attention, over the caches of engines."""
+        """Raise `ValueError`: a drafter's layers run this package's attention over the engines' caches."""
         raise ValueError(
             f"{type(self).__name__} drafts on a cache of an engine, which no attention implementation of transformers "
             "reads; expected set_attn_implementation() of the target only."
@@ -535,52 +534,52 @@ class Drafter(PreTrainedModel):
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Save the drafter in normal form, whatever dialect it was read from; `push_to_hub` uploads the same files.
 
-        Arguments as of `PreTrainedModel.save_pretrained`, without `save_original_format`.
+        It takes the arguments of `PreTrainedModel.save_pretrained` without `save_original_format`.
         """
         super().save_pretrained(save_directory, save_original_format=False, **kwargs)
 
     def new_state(self, shape: Shape, layers: LayerKinds, device: torch.device) -> DecodeState:
-        """Buffers of a generation, with the drafter's memory; arguments as of `DecodeState.allocate`."""
+        """Buffers of a generation, with the drafter's memory. It takes the arguments of `DecodeState.allocate`."""
         state = DecodeState.allocate(shape, layers.storing(self.key_dtype), device)
         state.memory = self.new_memory(state)
         return state
 
     def new_memory(self, state: DecodeState) -> Any:
-        """Allocate what the drafter keeps through one generation; stored as `state.memory`."""
+        """Allocate the drafter's memory of one generation, which becomes `state.memory`."""
         return None
 
     def observe(self, prompt: torch.Tensor, tokens: Sequence[int] | torch.Tensor) -> None:
-        """Called between two rounds with the `prompt` `[length]` int64 and the new `tokens`, ints or `[n]` int64, of
-        each text that has ended, to be drafted from in later rounds."""
+        """Take in a text that has ended, so that later rounds can draft from it: its `prompt` `[length]` int64 and its
+        new `tokens`, ints or `[n]` int64. Called between two rounds."""
 
     def copy_rows(
         self, state: DecodeState, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor
     ) -> None:
-        """Copy what the drafter keeps of rows of `source` to `rows` of `state`; see `DecodeState.copy_rows`. Raises
-        `NotImplementedError` for families that keep something and do not implement it."""
+        """Copy the drafter's memory from rows of `source` to `rows` of `state`; see `DecodeState.copy_rows`. Raises
+        `NotImplementedError` for families that have a memory and do not implement it."""
         if state.memory is not None:
             raise NotImplementedError(
                 f"{type(self).__name__} does not implement copy_rows(), which continuous batching needs."
             )
 
     def prefix_margin(self, num_draft_tokens: int, has_trees: bool = False) -> int | None:
-        """How many tokens at the end of a reused beginning are processed again, for the largest K, and with trees: what
-        is kept at a slot may depend on later tokens. None if nothing can be reused."""
+        """The number of tokens at the end of a reused prefix that are prefilled again, since the memory at a slot may
+        depend on later tokens; `num_draft_tokens` is the largest K. None if no prefix can be reused."""
         return 1 if type(self).new_memory is Drafter.new_memory else None
 
     def as_one_row(self, memory: Any, batch: int) -> Any:
-        """`memory` of `batch` rows as that of `DecodeState.as_one_row`; called with `packs_prompts` only."""
+        """`memory` of `batch` rows as one row, for `DecodeState.as_one_row`; called only with `packs_prompts`."""
         return memory
 
     def start_prefill(self, state: DecodeState) -> None:
-        """Called before the prompts that `state` holds are prefilled: forget what earlier ones have left."""
+        """Forget what earlier prompts have left in the memory. Called before the prompts of `state` are prefilled."""
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
-        """Process one chunk of the prompt, whose last token is left for the first round.
+        """Process one chunk of the prompt. The first round reads the prompt's last token.
 
         Args:
-            aux_hidden_states: `[B, n, width]` hidden states of the target at `positions`, those of several layers
-                concatenated; None for a drafter that reads none.
+            aux_hidden_states: `[B, n, width]` hidden states of the target at `positions`, concatenated over its
+                layers; None for a drafter that reads none.
             positions: `[B, n]` int64; `state.dummy_slot` where a row has no token in this chunk.
         """
 
@@ -589,15 +588,15 @@ class Drafter(PreTrainedModel):
     ) -> Proposal:
         """Draft K = `state.num_draft_tokens` tokens after the last committed token of each row.
 
-        With `varies_num_draft_tokens` K may differ from round to round. `n` below is then K + 1, or more before a round
-        with fewer drafts than the last; what the last committed token has brought may come twice. With K = 0 only what
-        is kept of the generation is updated. Without it `n` is always K + 1 and K at least 1.
+        With `varies_num_draft_tokens` K may differ from round to round. `n` below is then K + 1, or more if this round
+        drafts fewer tokens than the last; the column of the last committed token may come twice. With K = 0 only the
+        memory is updated. Without `varies_num_draft_tokens` `n` is always K + 1 and K at least 1.
 
         Args:
             state: after `commit`: `state.lengths` counts the tokens that the last round committed.
             aux_hidden_states: `[B, n, width]` hidden states of the target at the tokens that the last round verified,
                 or None.
-            result: of that round's verification, `tokens` `[B, n]`; the first `result.committed[b]` hidden states of
-                row b are valid.
+            result: the last round's verification, with `tokens` `[B, n]`; the first `result.committed[b]` hidden states
+                of row b are valid.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement propose().")

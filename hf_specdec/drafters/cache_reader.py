@@ -35,9 +35,9 @@ _building = threading.RLock()
 
 @contextmanager
 def sharing_all_layers(model: PreTrainedConfig) -> Iterator[None]:
-    """Context in which transformers builds an assistant of this configuration, whose text layers store no keys.
+    """Context in which transformers can build an assistant, none of whose text layers stores keys.
 
-    transformers 5.23 looks for the layers that do even if there are none (`kv_sharing_modes`), and fails.
+    `kv_sharing_modes` of transformers 5.23 looks for layers that store keys and fails if there are none.
     """
     kind = type(model.get_text_config())
     own = vars(kind).get("kv_sharing_modes")
@@ -58,7 +58,7 @@ def sharing_all_layers(model: PreTrainedConfig) -> Iterator[None]:
 
 
 def _layers_read(target: PreTrainedModel, kinds: Sequence[str], name: str) -> dict[str, int]:
-    """The last layer of `target` of each kind that stores keys and values; raises `ValueError` if one is missing."""
+    """For each of `kinds`, the last layer of `target` that stores keys; raises `ValueError` if there is none."""
     text = target.config.get_text_config()
     types = getattr(text, "layer_types", None) or []
     storing = [index for index, kind in enumerate(cache_layers(target).layers[: len(types)]) if kind.stores_keys]
@@ -76,15 +76,15 @@ def _layers_read(target: PreTrainedModel, kinds: Sequence[str], name: str) -> di
 class CacheReaderDrafter(CachedDrafter):
     """An assistant of Gemma 4 (`Gemma4AssistantForCausalLM` and its like): layers with queries only.
 
-    A draft step combines the target's embedding of the last token with a hidden state, which is the target's, after the
-    final norm, at the token before the newest committed one, and then the assistant's own. Its layers attend to the
-    keys and values that the target's last storing layer of the same kind holds of the text, that is up to the token
-    before the newest one; all steps of a round are at the newest one's position. There is nothing to prefill.
+    A draft step combines the target's embedding of the last token with a hidden state. In the first step that is the
+    target's, after the final norm, at the token before the newest one; in later steps it is the assistant's own. Each
+    layer attends to the keys and values of the target's last storing layer of the same type, up to the token before the
+    newest one. All steps of a round are at the newest token's position. Nothing is prefilled.
 
-    transformers' own loop also shows the assistant the key of a draft that was rejected, where there is one: the one at
-    the newest token's place. Here it does not, so what it drafts depends on the text alone.
+    transformers' own loop also shows the assistant the key of a rejected draft, if there is one, at the newest token's
+    position. Here it is hidden, so the drafts depend on the text alone.
 
-    The attention of `model`, the assistant, is replaced; None for random weights.
+    `model` is the assistant, whose attention is replaced; None for random weights.
     """
 
     config_class = CacheReaderConfig
@@ -102,7 +102,7 @@ class CacheReaderDrafter(CachedDrafter):
         self.model = model
         config.model = config.model or model.config.to_dict()
         text = model.config.get_text_config()
-        # The mask of transformers, in which the newest token is at the distance 0 from the last key.
+        # transformers' mask puts the newest token at distance 0 from the last key.
         sees = sliding_window_bidirectional_overlay(text.sliding_window)
         window = text.sliding_window + bool(sees(0, 0, 0, text.sliding_window))
         rules = {"sliding_attention": MaskRule(window=window), "full_attention": MaskRule()}
@@ -144,7 +144,7 @@ class CacheReaderDrafter(CachedDrafter):
         self._record_binding(target)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The target's embeddings `[..., Ht]` of `[...]` int64 tokens, as its decoder is given them."""
+        """The target's embeddings `[..., Ht]` of `tokens` `[...]` int64, scaled as its decoder reads them."""
         weight = self._shared_weights["embedding"].weight
         embeds = F.embedding(tokens.to(weight.device), weight)
         return (embeds * self.embedding_scale.to(embeds)).to(self.embedding_scale.device, self.dtype)
@@ -175,13 +175,13 @@ class CacheReaderDrafter(CachedDrafter):
     def run_nodes(
         self, state: DecodeState, step: int, columns: Columns, num_logits: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # What has been drafted is in the hidden states alone: no pass reads the nodes before again.
+        # Only the hidden states carry earlier drafts: no pass runs earlier nodes again.
         return self._read(self._shown(state), columns.tokens[:, -num_logits:], columns.hidden[:, -num_logits:])
 
     def _shown(self, state: DecodeState) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """The position of the newest token and the last slot that is seen, `[B, 1]`, and keys and values by kind."""
+        """The newest token's position and the last visible slot, `[B, 1]` each; keys and values by layer type."""
         newest = (state.lengths - 1)[:, None]
-        # The last token whose key the target has stored; without one, and in rows that take no part, nothing is seen.
+        # The last token whose key the target has stored. Without one, and in rows that are not live, no slot is seen.
         last = torch.where(newest > 0, state.next_slots(-2), state.dummy_slot)
         state.cache.show(state.live)
         return newest, last, {kind: state.cache.layers[index].shown() for kind, index in self._layers_read.items()}
@@ -189,7 +189,7 @@ class CacheReaderDrafter(CachedDrafter):
     def _read(
         self, shown: tuple[torch.Tensor, torch.Tensor, dict[str, Any]], tokens: torch.Tensor, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits `[B, n, V]` and the next hidden states `[B, n, H]` of tokens `[B, n]` with hidden states."""
+        """Logits `[B, n, V]` and next hidden states `[B, n, H]` from tokens `[B, n]` and hidden states `[B, n, H]`."""
         newest, last, keys = shown
         count = tokens.shape[1]
         out = self.model.model(
@@ -198,7 +198,7 @@ class CacheReaderDrafter(CachedDrafter):
             position_ids=newest.expand(-1, count),
             shared_kv_states=keys,
             use_cache=False,
-            # Not a number, by which layers that read others' keys would drop tokens of inputs that they do not have.
+            # A tensor: with a number, layers that share others' keys would drop tokens of inputs that they do not have.
             logits_to_keep=torch.arange(count, device=tokens.device),
         ).last_hidden_state
         return self.logits(out), self.model.post_projection(out)
@@ -206,8 +206,8 @@ class CacheReaderDrafter(CachedDrafter):
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits `[B, n, V]` of `[B, n, H]` after the final norm.
 
-        With ordered embeddings the tokens are in clusters, and only those of the clusters with the best centroids are
-        scored; others have -inf.
+        With ordered embeddings the tokens are in clusters. Only the tokens of the clusters with the best centroids are
+        scored; the others get -inf.
         """
         head, clusters = self.model.lm_head.weight, self.model.masked_embedding
         if clusters is None:
@@ -227,7 +227,7 @@ class CacheReaderDrafter(CachedDrafter):
 
 
 def _check_heads(model: PreTrainedModel, target: PreTrainedModel, layers_read: Mapping[str, int], name: str) -> None:
-    """Raise `ValueError` unless queries of the assistant `model` fit the keys of the layers of `target` they read."""
+    """Raise `ValueError` unless the queries of the assistant `model` fit the keys of the target that they read."""
     text = model.config.get_text_config()
     theirs = decoder_layers(target)
     for layer, kind in zip(model.model.layers, text.layer_types, strict=True):
@@ -243,7 +243,7 @@ def _check_heads(model: PreTrainedModel, target: PreTrainedModel, layers_read: M
 
 
 def _scale_of(embedding: torch.nn.Module, weight: torch.Tensor, name: str) -> torch.Tensor:
-    """The factor `[]` on rows of the weight of `embedding`; raises `ValueError` if it does anything else."""
+    """The factor `[]` of `embedding` on rows of its weight; raises `ValueError` if it does anything else."""
     scale = getattr(embedding, "embed_scale", None)
     scale = torch.as_tensor(1.0 if scale is None else scale, device=weight.device).to(weight.dtype)
     tokens = torch.arange(min(8, len(weight)), device=weight.device)

@@ -1,4 +1,4 @@
-"""Drafting with a KV cache: one pass over the tokens that a round committed, then one step for each further token."""
+"""Drafters with a KV cache: a first pass over the tokens that a round committed, then a step for each other draft."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .unrolled import UnrolledAttention, shift_left
 
 @dataclass
 class DraftMemory:
-    """What such a drafter keeps through a generation.
+    """A drafter's memory of a generation.
 
     Attributes:
         cache: its keys and values.
         draft_ids: `[vocab_size]` int64, the id of each target token in the draft vocabulary (see `Proposal.draft_ids`);
-            None if the vocabularies agree or drafts are not drawn.
+            None if the vocabularies are the same or drafts are not drawn.
     """
 
     cache: RaggedCache
@@ -36,11 +36,11 @@ class DraftMemory:
 
     @property
     def caches(self) -> list[RaggedCache]:
-        """All of them, with keys and values by slot."""
+        """All KV caches, which hold keys and values by slot."""
         return [self.cache]
 
     def copy_rows(self, rows: torch.Tensor, source: DraftMemory, slots: int, source_rows: torch.Tensor) -> None:
-        """Copy what another generation keeps of rows; arguments as of `DecodeState.copy_rows`."""
+        """Copy rows from the memory of another generation. It takes the arguments of `DecodeState.copy_rows`."""
         for cache, other in zip(self.caches, source.caches, strict=True):
             cache.copy_rows(rows, other, slots, source_rows)
 
@@ -48,31 +48,31 @@ class DraftMemory:
 class CachedDrafter(Drafter):
     """A drafter with a KV cache of its own.
 
-    The first pass of a round runs the tokens that the round committed and, when drafting in parallel, K - 1 mask tokens
-    after them; its last columns draft 1 or K tokens. Each further draft token takes a step that reads the draft token
-    before it. Slots that were written for draft or mask tokens are overwritten by the first pass of the next round. A
-    round without drafts runs its first pass without the head.
+    The first pass of a round runs the tokens that the last round committed and, in parallel drafting, K - 1 mask tokens
+    after them; its last 1 or K columns give drafts. Each other draft takes a step that reads the draft before it. The
+    next round's first pass overwrites the slots of draft and mask tokens. A round without drafts runs the first pass
+    without the head.
 
-    A family sets `shift`, and `follows_target_positions` to False if it reads tokens only. It implements
-    `extend_cache`, `num_cached_layers` and, if it reads hidden states, `combine_hidden_states` and
-    `gather_hidden_states`. To be trained it also implements `unroll_step` and `head_weight`. `MtpDrafter` overrides
-    `propose`, since each of its modules runs a first pass.
+    A family sets `shift`, and sets `follows_target_positions` to False if it reads only tokens. It implements
+    `extend_cache` and `num_cached_layers`, and `combine_hidden_states` and `gather_hidden_states` if it reads hidden
+    states. Training also needs `unroll_step` and `head_weight`. `MtpDrafter` overrides `propose`, because each of its
+    modules runs a first pass.
     """
 
     varies_num_draft_tokens = True
-    # Position of a slot's token minus the slot: 1 for drafters that pair a token with the hidden state before it.
+    # Position of a slot's token minus the slot: 1 if the drafter pairs a token with the hidden state before it.
     shift = 0
-    # Whether its position ids are the target's, of which tokens of images may share one; else those of a text.
+    # Whether its position ids are the target's, where tokens of an image may share one; else they count the tokens.
     follows_target_positions = True
-    # Whether a pass of a tree reads what the one before has found of the slot before, as chained MTP modules do; else
-    # drafts keep the hidden states that they were drafted with.
+    # Whether a pass over a tree reads the output of the pass before at the slot before, as chained MTP modules do. If
+    # not, a node keeps the hidden state that it was drafted with.
     chains_passes = False
-    # Factor on the logits, the products of `unroll`'s outputs with `head_weight`.
+    # Factor on the products of `unroll`'s outputs with `head_weight`, which gives the logits.
     logit_scale = 1.0
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
-        # `[V_d]` int64: target token of each draft token; None if the vocabularies agree. Set by `bind`.
+        # `[V_d]` int64: target token of each draft token; None if the vocabularies are the same. Set by `bind`.
         self.register_buffer("target_ids", None, persistent=False)
 
     @property
@@ -82,7 +82,7 @@ class CachedDrafter(Drafter):
 
     @property
     def cached_layers(self) -> LayerKinds:
-        """What each layer of the cache stores: keys and values, unless a family overrides this."""
+        """The kind of each layer of the cache: keys and values, unless a family overrides this."""
         return attention_layers(self.num_cached_layers)
 
     @property
@@ -95,16 +95,16 @@ class CachedDrafter(Drafter):
 
     @property
     def grows_trees(self) -> bool:
-        """Whether `extend_cache` may run the nodes of a tree, see `RaggedCache.nodes`: the last `num_logits` of them
-        are new, the others are run again."""
+        """Whether `extend_cache` can run the nodes of a tree, see `RaggedCache.nodes`. The last `num_logits` nodes are
+        new; the others have run before."""
         return False
 
     def num_masks(self, num_draft_tokens: int) -> int:
-        """Mask tokens in the first pass of a round of `num_draft_tokens`."""
+        """Number of mask tokens in the first pass of a round of `num_draft_tokens`."""
         return max(num_draft_tokens - 1, 0) if self.config.parallel_drafting else 0
 
     def num_passes(self, num_draft_tokens: int) -> int:
-        """Passes of the layers in a round of `num_draft_tokens`."""
+        """Number of passes of the layers in a round of `num_draft_tokens`."""
         return num_draft_tokens - self.num_masks(num_draft_tokens)
 
     def position_ids(self, state: DecodeState, slots: torch.Tensor) -> torch.Tensor:
@@ -112,11 +112,11 @@ class CachedDrafter(Drafter):
         return state.position_ids(slots) if self.follows_target_positions else state.text_positions(slots)
 
     def combine_hidden_states(self, aux_hidden_states: torch.Tensor | None) -> torch.Tensor | None:
-        """`[B, n, width]` hidden states of the target to `[B, n, H]`; None for a drafter that reads none."""
+        """The drafter's hidden states `[B, n, H]` from the target's `[B, n, width]`; None if the drafter reads none."""
         return None
 
     def gather_hidden_states(self, hidden: torch.Tensor | None, sources: torch.Tensor) -> torch.Tensor | None:
-        """Hidden states `[B, W, H]`: `hidden` `[B, n, H]` at `sources` `[B, W]`, those of mask tokens at -1."""
+        """`[B, W, H]`: `hidden` `[B, n, H]` at `sources` `[B, W]`; a mask token's hidden state at sources of -1."""
         return None
 
     def extend_cache(
@@ -125,13 +125,13 @@ class CachedDrafter(Drafter):
         """Run tokens through the layers, writing their keys and values into the cache.
 
         Args:
-            state: `state.memory.cache` is written, and knows of the nodes if `columns` are those of a tree.
-            columns: its hidden states are from `combine_hidden_states`, `gather_hidden_states` or the step before.
-            num_logits: how many of the last columns to compute logits for; 0 for none.
+            state: `state.memory.cache` is written. Its `nodes` are set if `columns` are nodes of a tree.
+            columns: with hidden states from `combine_hidden_states`, `gather_hidden_states` or the step before.
+            num_logits: number of the last columns to compute logits for; may be 0.
 
         Returns:
-            logits `[B, num_logits, V_d]`, None for 0; and the hidden states that the next step may read, those of as
-            many columns, `[B, num_logits, H]`, or None.
+            logits `[B, num_logits, V_d]`, or None for 0; and the hidden states that the next step may read, of the same
+            columns, `[B, num_logits, H]`, or None.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement extend_cache().")
 
@@ -150,20 +150,20 @@ class CachedDrafter(Drafter):
     ) -> list[torch.Tensor]:
         """Training-time test (EAGLE-3, arXiv 2503.01840): draft from every slot of whole sequences at once.
 
-        Step s at slot p drafts the token at position p + shift + s + 1 from the tokens up to p + shift and, unless
-        drafting in parallel, the s tokens after them of the sequence. It is to be compared with the target's
-        distribution at position p + shift + s.
+        Step s at slot p drafts the token at position p + shift + s + 1. It reads the tokens up to p + shift and, unless
+        drafting is parallel, the s tokens of the sequence after them. The label is the target's distribution at
+        position p + shift + s.
 
         Args:
-            input_ids: `[B, S]` int64, padded at most at the end of a row; padding does not affect slots before it.
+            input_ids: `[B, S]` int64, padded only at the end of rows; padding does not affect the slots before it.
             aux_hidden_states: `[B, S, width]` hidden states of the target; None for a drafter that reads none.
-            num_steps: draft steps.
-            rows: how many leading rows of the batch each step runs, never increasing; all if None.
-            first: the first slot that drafts; those before it are read only.
+            num_steps: number of draft steps.
+            rows: for each step, the number of leading rows that it runs, never increasing; None for all.
+            first: the first slot that drafts; earlier slots are only read.
 
         Returns:
-            the draft head's inputs of each step: `num_steps` tensors `[rows[s], S - first, H]`, after the final norm.
-            Slots whose tokens are beyond the end of the row are undefined.
+            the draft head's inputs: for each step s a tensor `[rows[s], S - first, H]` after the final norm. It is
+            undefined at slots whose tokens are beyond the end of the row.
         """
         attend, hidden = UnrolledAttention(), self.unrolled_hidden_states(aux_hidden_states)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -173,7 +173,7 @@ class CachedDrafter(Drafter):
                 tokens, hidden = tokens[: rows[step]], None if hidden is None else hidden[: rows[step]]
             normed, feedback = self.unroll_step(tokens, hidden, positions + step, attend, num_outputs)
             outputs.append(normed)
-            if step == 0:  # later steps run at the slots that draft
+            if step == 0:  # later steps run only the slots that draft
                 tokens, positions = tokens[:, first:], positions[:, first:]
                 hidden = None if hidden is None else hidden[:, first:]
             if not self.config.parallel_drafting:
@@ -190,16 +190,16 @@ class CachedDrafter(Drafter):
         attend: UnrolledAttention,
         num_outputs: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A step of `unroll`: inputs of the head and hidden states of the next step, of the last `num_outputs` slots of
-        `tokens` `[B, S]` int64, `hidden` `[B, S, H]` and `positions` `[1, S]` int64."""
+        """A step of `unroll` over `tokens` `[B, S]` int64, `hidden` `[B, S, H]` and `positions` `[1, S]` int64. It
+        returns the head's inputs and the next step's hidden states, `[B, num_outputs, H]`, of the last slots."""
         raise NotImplementedError(f"{type(self).__name__} does not implement unroll_step(), which training needs.")
 
     def unrolled_hidden_states(self, aux_hidden_states: torch.Tensor | None) -> torch.Tensor | None:
-        """What goes with each slot of `unroll`'s sequences; None for nothing."""
+        """The hidden state that each slot of `unroll`'s sequences reads first; None for a drafter that reads none."""
         return self.combine_hidden_states(aux_hidden_states)
 
     def masked_hidden_states(self, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        """What goes with mask tokens at slots of `unroll` which had `hidden` `[B, S, H]`."""
+        """The hidden states of mask tokens, in place of `hidden` `[B, S, H]`, for `unroll`."""
         return hidden
 
     def new_memory(self, state: DecodeState) -> DraftMemory:
@@ -215,7 +215,7 @@ class CachedDrafter(Drafter):
         state.memory.copy_rows(rows, source.memory, slots, source_rows)
 
     def prefix_margin(self, num_draft_tokens: int, has_trees: bool = False) -> int | None:
-        # A slot may hold the token after its own; the first round reads the hidden state before the last token.
+        # A slot may hold the token at the next position; the first round reads the hidden state before the last token.
         return 1
 
     @property
@@ -237,7 +237,7 @@ class CachedDrafter(Drafter):
     def prepare_inputs(
         self, state: DecodeState, committed: torch.Tensor, limits: torch.Tensor, width: int, num_masks: int
     ) -> DraftInputs:
-        """`ops.prepare_inputs` with what the state and the family give."""
+        """`ops.prepare_inputs` with the arguments that the state and the family determine."""
         rows = state.tokens, state.lengths, committed, limits, state.finished
         return ops.prepare_inputs(*rows, width, num_masks, self.config.mask_token_id or 0, self.shift)
 
@@ -262,7 +262,7 @@ class CachedDrafter(Drafter):
         drafts, steps = [self.draw(state, logits, first=0)], range(1 + num_masks, state.num_draft_tokens)
         if steps:
             slots = state.next_slots(num_masks - self.shift, len(steps))
-            # `[steps, B, 1]`: those of a step are adjacent in memory.
+            # `[steps, B, 1]`: the values of a step are adjacent in memory.
             places = [one.t().contiguous()[..., None] for one in (slots, self.position_ids(state, slots))]
             for step, slots, positions in zip(steps, *places, strict=True):
                 hidden = None if feedback is None else feedback[:, -1:]
@@ -280,20 +280,20 @@ class CachedDrafter(Drafter):
         hidden: torch.Tensor | None,
         least_passes: int = 0,
     ) -> Proposal:
-        """The tree of a round, by a pass for each depth.
+        """The tree of a round, grown by one pass for each depth.
 
-        A pass runs the last columns of the first pass again, each as a node that follows the one before, the last as
-        the root of the tree; and after them all drafts so far that are gone on from. They are at slots from that of the
-        first column on: what is no part of the text is seen by its descendants only. Drafts that are gone on from are
-        no more than those of the tree, for which caches have room.
+        Each pass runs the last columns of the first pass again, as a path of nodes that ends in the root of the tree,
+        and then all drafts expanded so far. They take slots from the first of these columns on: a node that is no part
+        of the text is visible only to its descendants. The expanded drafts are no more than the drafts of the tree, for
+        which caches have room.
 
-        With `chains_passes` all that a pass runs is one slot before where the pass before had it, and reads what that
-        pass has found of the node before; nothing is written of the first columns, which lack that.
+        With `chains_passes` each pass runs its nodes one slot earlier than the pass before, and a node reads the output
+        of that pass at the node before it. The first columns lack such outputs, and nothing is written for them.
 
         Args:
-            logits, feedback: of the first pass: logits of the last column, and what `run_nodes` returns.
-            tokens, hidden: `[B, w]`, what `extend_cache` was given for the last columns.
-            least_passes: how many passes are run in any case, the first one included.
+            logits, feedback: of the first pass: logits of its last column, and hidden states as `run_nodes` returns.
+            tokens, hidden: `[B, w]` and `[B, w, H]`, the inputs of the last columns.
+            least_passes: the smallest number of passes, the first one included.
         """
         depth, window = min(state.num_draft_tokens, state.num_nodes), tokens.shape[1]
         room = min(state.num_nodes, WORD_BITS * MOST_WORDS - window)
@@ -311,17 +311,17 @@ class CachedDrafter(Drafter):
         return tree.cut(state.num_nodes)
 
     def _likeliest(self, state: DecodeState, logits: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`likeliest_tokens` of logits `[B, n, V_d]`, all of draft `step` of the round."""
+        """`likeliest_tokens` of logits `[B, n, V_d]`, which are all for draft `step` of the round."""
         return likeliest_tokens(self.add_noise(state, logits, step, True), self.target_ids, state.num_nodes)
 
     def run_nodes(
         self, state: DecodeState, step: int, columns: Columns, num_logits: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """`extend_cache` of the nodes of a tree, in pass `step` of a round.
+        """`extend_cache` over the nodes of a tree, in pass `step` of a round.
 
         Returns:
-            logits of the last columns, and the hidden states that the next pass may read: of as many columns, with
-            `chains_passes` of all.
+            logits of the last columns, and the hidden states that the next pass may read: of the same columns, or of
+            all columns with `chains_passes`.
         """
         with state.memory.cache.running(columns.nodes):
             return self.extend_cache(state, columns, num_logits)
@@ -332,7 +332,7 @@ class CachedDrafter(Drafter):
             cache.late_starts = starts
 
     def join(self, state: DecodeState, drafts: Sequence[Proposal]) -> Proposal:
-        """The draft tokens of a round's steps, in order, as one proposal."""
+        """One proposal of the draft tokens of a round's steps, in order."""
         if state.num_nodes:
             return drafts[0]
         tokens, probs, *_ = zip(*drafts, strict=True)
@@ -342,11 +342,11 @@ class CachedDrafter(Drafter):
     def add_noise(
         self, state: DecodeState, logits: torch.Tensor, first: int, is_one_draft: bool = False
     ) -> torch.Tensor:
-        """Logits by which drafts are chosen: with the noise that the target's tokens will be drawn with, if these are
-        what drafts are verified by.
+        """The logits that drafts are chosen by. With `verification="match"` they include the noise with which the
+        target will draw its tokens.
 
         Args:
-            logits: `[B, n, V_d]`, of drafts `first` to `first + n - 1` of the round; with `is_one_draft` of `first`.
+            logits: `[B, n, V_d]` of drafts `first` to `first + n - 1` of the round; of `first` with `is_one_draft`.
         """
         if not (state.is_sampling and state.verification == MATCH):
             return logits
@@ -355,7 +355,7 @@ class CachedDrafter(Drafter):
         return ops.add_target_noise(logits, self.target_ids, *rows, first, is_one_draft)
 
     def draw(self, state: DecodeState, logits: torch.Tensor, first: int) -> Proposal:
-        """Draft tokens `first` to `first + n - 1` of the round, from their logits `[B, n, V_d]`; or their tree."""
+        """Draft tokens `first` to `first + n - 1` of the round, from their logits `[B, n, V_d]`; or a tree of them."""
         target_ids = self.target_ids
         if state.is_sampling:
             logits = self.add_noise(state, logits, first)

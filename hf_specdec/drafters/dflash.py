@@ -1,4 +1,4 @@
-"""DFlash (arXiv 2602.06036): drafts a block of tokens in one pass, over keys and values of the target's states."""
+"""DFlash (arXiv 2602.06036): one pass drafts a block of tokens over keys and values of the target's hidden states."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .none import no_drafts
 class DFlashDrafter(DraftLayersDrafter):
     """DFlash drafter.
 
-    A round's block has the newest token, the anchor, at its own position, and mask tokens at the positions after it:
-    K of them, each of which drafts the token at its position (fill-in), or K - 1, if every token of the block drafts
-    the token after it (`config.anchor_first`).
+    A round's block is the newest token, called the anchor, at its own position, and mask tokens at the positions after
+    it. With fill-in there are K mask tokens, and each drafts the token at its own position. With `config.anchor_first`
+    there are K - 1, and every token of the block drafts the token after it.
 
-    Slot p of the cache holds the keys and values of context position p, which the target has processed, and after them
-    those of the block. The next round writes its context from the slot on where this block began.
+    Slot p of the cache holds the keys and values of context position p. The block's keys and values follow the
+    context's; the next round's context overwrites them.
     """
 
     config_class = DFlashConfig
     shift = 1
-    # DSpark's confidence head may be there without a Markov head. Then DSpark is DFlash that drafts from the anchor on.
+    # A DSpark checkpoint may have a confidence head without a Markov head. It is then DFlash with `anchor_first`.
     _keys_to_ignore_on_load_unexpected = [
         *DraftLayersDrafter._keys_to_ignore_on_load_unexpected,
         r"^confidence_(head\.)?proj\.",
@@ -47,7 +47,7 @@ class DFlashDrafter(DraftLayersDrafter):
         self._add_head()
 
     def num_draft_tokens(self, requested: int | str | None, is_bulk: bool = False) -> int | str:
-        """See `Drafter.num_draft_tokens`; K is at most `config.depth`."""
+        """As `Drafter.num_draft_tokens`; raises `ValueError` also for a K above `config.depth`."""
         found = super().num_draft_tokens(requested, is_bulk)
         return found if found == AUTO else self.config.check_depth(found)
 
@@ -58,11 +58,11 @@ class DFlashDrafter(DraftLayersDrafter):
     drafts_trees = True
 
     def num_read(self, num_draft_tokens: int) -> int:
-        """How many of the last tokens of the block the head reads: those that draft one, unless a family needs more."""
+        """Number of the block's last tokens that the head reads: K, unless a family reads more."""
         return num_draft_tokens
 
     def num_masks(self, num_draft_tokens: int) -> int:
-        """Tokens of the block, which follow the context in the first pass of a round; the first one is the anchor."""
+        """Number of tokens of the block, the anchor included, which follow the context in the pass of a round."""
         return num_draft_tokens if self.config.anchor_first else num_draft_tokens + 1
 
     def num_passes(self, num_draft_tokens: int) -> int:
@@ -77,18 +77,18 @@ class DFlashDrafter(DraftLayersDrafter):
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def combine_hidden_states(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[..., aux_hidden_size]`, those of ascending layer ids concatenated, to context vectors `[..., H]`."""
+        """Context vectors `[..., H]` from `[..., aux_hidden_size]`, concatenated by ascending layer id."""
         return self.hidden_norm(self.fc(aux_hidden_states.to(self.dtype)))
 
     def run(
         self, context: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, block_length: int
     ) -> torch.Tensor:
-        """One pass of the layers over a block, or over several.
+        """One pass of the layers over one or several blocks.
 
         Args:
-            context: `[B, c, H]` from `combine_hidden_states`, context positions that are not in the cache yet.
-            tokens: `[B, n]` int64, the tokens of the block, or of blocks one after the other.
-            positions: `[B, c + n]` int64 for RoPE, of context and block.
+            context: `[B, c, H]` from `combine_hidden_states`, at context positions that are not in the cache yet.
+            tokens: `[B, n]` int64, the tokens of the blocks, one block after the other.
+            positions: `[B, c + n]` int64 for RoPE, of the context, then of the blocks.
 
         Returns:
             inputs of the head, `[B, n, H]`.
@@ -115,7 +115,7 @@ class DFlashDrafter(DraftLayersDrafter):
     ) -> Proposal:
         num_context = result.tokens.shape[1]
         num_tokens = self.num_masks(state.num_draft_tokens) if state.num_draft_tokens > 0 else 0
-        # A column with slot p is taken to draft the token at p + 2, but drafts that at p + 1, or at p.
+        # `prepare_inputs` assumes that slot p drafts the token at p + 2; here it drafts the token at p + 1, or at p.
         reach = 1 if self.config.anchor_first else 2
         limits, width = state.limits + reach, num_context + num_tokens
         inputs = self.prepare_inputs(state, result.committed, limits, width, num_tokens)
@@ -128,7 +128,7 @@ class DFlashDrafter(DraftLayersDrafter):
         anchors = state.last_tokens()
         tokens = torch.cat([anchors, inputs.tokens[:, num_context + 1 :]], dim=1)
         cache = state.memory.cache
-        cache.advance(inputs.slots, state.live + 1)  # The last slot of the block is one after those of the drafts.
+        cache.advance(inputs.slots, state.live + 1)  # the block's last slot is one after the drafts'
         ends = self._ends(inputs.slots[:, -num_tokens:], state.dummy_slot)
         normed = self.run(context, tokens, positions, cached_attend(cache, inputs.slots, ends), num_tokens)
         return self.join(state, self.draft(state, anchors, normed[:, -self.num_read(state.num_draft_tokens) :]))
@@ -143,8 +143,8 @@ class DFlashDrafter(DraftLayersDrafter):
             aux_hidden_states: `[B, S, width]` of the target.
 
         Returns:
-            `num_steps` tensors `[B, S, V_d]`: at place p of tensor s are the logits of the token at p + 2 + s, from the
-            block whose first token is the one at p + 1. Those at the last place, which has none, are undefined.
+            `num_steps` tensors `[B, S, V_d]`: place p of tensor s has the logits of the token at p + 2 + s, from the
+            block whose anchor is at p + 1. The last place, which has no anchor, is undefined.
         """
         batch, length = input_ids.shape
         anchors = torch.arange(1, length + 1, device=input_ids.device).expand(batch, -1)
@@ -154,17 +154,17 @@ class DFlashDrafter(DraftLayersDrafter):
     def unroll_blocks(
         self, input_ids: torch.Tensor, aux_hidden_states: torch.Tensor, anchors: torch.Tensor, num_drafts: int
     ) -> torch.Tensor:
-        """Run blocks after many tokens of whole sequences at once, with no cache.
+        """Run blocks at many anchors of whole sequences at once, with no cache.
 
-        Draft k of a block whose first token is the one at position a is for the token at a + 1 + k. It is to be
-        compared with the target's distribution at position a + k.
+        Draft k of the block whose anchor is at position a is for the token at a + 1 + k. Its label is the target's
+        distribution at position a + k.
 
         Args:
-            input_ids: `[B, S]` int64, padded at most at the end of a row; padding does not affect blocks before it.
+            input_ids: `[B, S]` int64, padded only at the end of rows; padding does not affect blocks before it.
             aux_hidden_states: `[B, S, width]` of the target.
-            anchors: `[B, A]` int64, positions of the first tokens of A blocks, in any order. What a block after the
-                sequence has as its first token is undefined.
-            num_drafts: drafts of each block.
+            anchors: `[B, A]` int64, positions of the anchors of A blocks, in any order. The output of a block whose
+                anchor is beyond the sequence is undefined.
+            num_drafts: number of drafts of each block.
 
         Returns:
             inputs of the head, `[B, A, n, H]`, of `num_read(num_drafts)` tokens of each block.
@@ -181,40 +181,40 @@ class DFlashDrafter(DraftLayersDrafter):
         return normed.unflatten(1, (-1, num_tokens))[:, :, -self.num_read(num_drafts) :]
 
     def head_inputs(self, normed: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the logits of drafts are products of, for training, where the tokens before a draft are the text's.
+        """Inputs and weight of the product that gives the logits in training, where the text has the tokens before.
 
         Args:
-            normed: `[..., n, H]` from `unroll_blocks`, for K drafts.
+            normed: `[..., n, H]` from `unroll_blocks` for K drafts.
             before: `[..., K]` int64, the token before each draft.
 
         Returns:
-            `[..., K, width]` and `[V_d, width]`.
+            inputs `[..., K, width]` and weight `[V_d, width]`.
 
         Raises:
-            ValueError: expected logits without a soft cap.
+            ValueError: the logits have a soft cap.
         """
         if self.config.logit_softcap is not None:
             raise ValueError(f"{type(self).__name__} cannot be trained with logit_softcap; expected None.")
         return normed * self.config.logit_scale, self.head_weight
 
     def confidence(self, normed: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
-        """See `DSparkDrafter.confidence`: None, there is no such head."""
+        """None: there is no confidence head, see `DSparkDrafter.confidence`."""
         return None
 
     def chain(self, anchors: torch.Tensor, normed: torch.Tensor) -> list[torch.Tensor]:
         """Logits `[B, S, V_d]` of each draft of S blocks, given anchors `[B, S]` and inputs of the head `[B, S, n, H]`.
 
-        Where a draft depends on the ones before it, these are the most likely ones.
+        Where a draft depends on earlier drafts, these are the most likely tokens.
         """
         return list(self.logits(normed).unbind(2))
 
     def draft(self, state: DecodeState, anchors: torch.Tensor, normed: torch.Tensor) -> Sequence[Proposal]:
-        """Draft tokens of a round, in order, after the newest tokens `anchors` `[B, 1]` int64, by `normed` `[B, n, H]`,
-        inputs of the head, see `num_read`."""
+        """The drafts of a round, in order, given the anchors `[B, 1]` int64 and the inputs of the head, `normed`
+        `[B, n, H]`, see `num_read`."""
         return [self.draw(state, self.logits(normed), first=0)]
 
     def _ends(self, slots: torch.Tensor, dummy_slot: int) -> list[torch.Tensor | None]:
-        """For each layer, the last slot that the tokens of the block at `slots` `[B, n]` see; None for their own."""
+        """For each layer, the last slot that is visible to the block's tokens at `slots` `[B, n]`; None if causal."""
         last = torch.where(slots < dummy_slot, slots, -1).amax(dim=1, keepdim=True).expand_as(slots).contiguous()
         windowed = None if self.config.sliding_window is None else last.minimum(slots + self.config.sliding_window - 1)
         kinds = {"full_attention": last, "sliding_attention": windowed}
@@ -223,8 +223,8 @@ class DFlashDrafter(DraftLayersDrafter):
 
 
 class _BlocksAttention:
-    """`Attend` of blocks at `block` `[B, n]`, `num_tokens` each: they see themselves, and of the context at `places`
-    `[S]` what is before their first token."""
+    """`Attend` for blocks of `num_tokens` at positions `block` `[B, n]`. A block sees itself, and those of the context
+    positions `places` `[S]` that are before its anchor."""
 
     def __init__(self, places: torch.Tensor, block: torch.Tensor, num_tokens: int, causal: list[bool]):
         self._causal = causal
@@ -243,6 +243,6 @@ class _BlocksAttention:
             visible = visible & (self._distance >= 0)
         if window is not None:
             visible = visible & (self._distance.abs() < window)
-        # No fused kernel takes both a mask and fewer heads of keys than of queries.
+        # No fused kernel takes a mask together with fewer key heads than query heads.
         key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], dim=1) for states in (key, value))
         return scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None]).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""DFlash-2 (z-lab): DFlash with convolutions in its layers, and a selector that walks over candidates."""
+"""DFlash-2 (z-lab): DFlash with convolutions in its layers and a selector among candidates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .walking import Places, WalkingDrafter
 class CandidateSelector(nn.Module):
     """Scores the candidates of a draft token, given the token before it.
 
-    With h the input of the draft head, p the token before and c a candidate, it adds to the logit of c
+    h is the input of the draft head, p the token before and c a candidate. The selector adds to the logit of c
 
         < predecessor_codebook[p] * hidden_projection(h), successor_codebook[c] >
     """
@@ -27,26 +27,26 @@ class CandidateSelector(nn.Module):
             nn.init.normal_(codebook, std=config.initializer_range)
 
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-        """What is added to the logits of `candidates` `[..., k]` int64, in float32 or wider: by the `tokens` `[...]`
-        int64 before, and `hidden` `[..., r]`, `hidden_projection` of what the draft head reads."""
+        """The terms `[..., k]`, float32 or wider, that are added to the logits of `candidates` `[..., k]` int64, given
+        the tokens before, `[...]` int64, and `hidden` `[..., r]`, `hidden_projection` of the head's input."""
         context = widened(self.predecessor_codebook[tokens] * hidden)
         return (context[..., None, :] * self.successor_codebook[candidates]).sum(dim=-1)
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """In float32 or wider."""
+    """`tensor` in float32 or wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class DFlash2Drafter(WalkingDrafter):
-    """DFlash-2 drafter: one pass over a block as DFlash's, then a walk over candidates, left to right.
+    """DFlash-2 drafter: DFlash's pass over a block, then a walk over candidates, left to right.
 
-    The candidates of a draft token are the most likely ones by the head. It is drawn from them by their logits and what
-    the selector adds given the token before it; all other tokens have probability 0 in what verification reads.
+    The candidates of a draft are the most likely tokens by the head. The draft is drawn from their logits plus the
+    selector's terms for the token before it. All other tokens have draft probability 0.
     """
 
     config_class = DFlash2Config
-    # Of the codebooks few rows are read.
+    # Only a few rows of the codebooks are read.
     read_once = (*WalkingDrafter.read_once, "candidate_selector.hidden_projection.")
 
     def __init__(self, config: DFlash2Config):

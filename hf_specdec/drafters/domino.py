@@ -1,4 +1,4 @@
-"""Domino (arXiv 2605.29707): DFlash with a recurrent correction, so that a draft token depends on all before it."""
+"""Domino (arXiv 2605.29707): DFlash with a recurrent correction, which makes a draft depend on all drafts before it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .walking import Places, WalkingDrafter, project
 
 
 class PrefixGRU(nn.Module):
-    """One step of a gated recurrent unit without biases, its tensors named as those of `torch.nn.GRU`.
+    """One step of a gated recurrent unit without biases. Its tensors are named as in `torch.nn.GRU`.
 
-    With x the input and h the state, r | z | n' = weight_ih x and r' | z' | n'' = weight_hh h,
+    x is the input and h the state; r | z | n' = weight_ih x and r' | z' | n'' = weight_hh h;
 
         r = sigmoid(r + r'), z = sigmoid(z + z'), n = tanh(n' + r n''), and h becomes (1 - z) n + z h
     """
@@ -26,7 +26,7 @@ class PrefixGRU(nn.Module):
             nn.init.uniform_(weight, -(hidden_size**-0.5), hidden_size**-0.5)
 
     def forward(self, inputs: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """The state `[..., g]` after `inputs` `[..., H]`; None for a state of zeros."""
+        """The state `[..., g]` after `inputs` `[..., H]`; `state` is None for zeros."""
         reset, update, new = linear(inputs, self.weight_ih_l0).chunk(3, dim=-1)
         if state is None:
             return (1 - update.sigmoid()) * new.tanh()
@@ -37,11 +37,11 @@ class PrefixGRU(nn.Module):
 
 
 class DominoDrafter(WalkingDrafter):
-    """Domino drafter: one pass over a block as DFlash's, then one small step for each draft token, left to right.
+    """Domino drafter: DFlash's pass over a block, then one small step for each draft token, left to right.
 
-    With z the input of the draft head and h the state of a GRU that has read the embeddings of the anchor and of the
-    draft tokens before, `embed_proj([z | h])` is added to the logits of a draft token, but for the first
-    `config.pure_draft_prefix_len` ones. A draft token is drawn from its own logits given those before it.
+    z is the input of the draft head, and h the state of a GRU that has read the embeddings of the anchor and of the
+    draft tokens before. `embed_proj([z | h])` is added to the logits of a draft token, except for the first
+    `config.pure_draft_prefix_len`.
     """
 
     config_class = DominoConfig

@@ -19,22 +19,22 @@ from .target_checks import generating_model
 
 
 class DraftLayersDrafter(CachedDrafter):
-    """What EAGLE-3 and DFlash share: layers, auxiliary hidden states, and an embedding and a head that may be shared.
+    """Base of EAGLE-3 and DFlash: layers, auxiliary hidden states, and an embedding and head that may be shared.
 
-    A family makes `layers`, and then calls `_add_head`.
+    A family creates `layers` and then calls `_add_head`.
     """
 
     config_class = DraftLayersConfig
     layers: nn.ModuleList
-    # How names of weights begin that a round reads once, and those that it reads for each draft.
+    # Prefixes of the names of weights that a round reads once, and of weights that it reads for each draft.
     read_once: tuple[str, ...] = ("fc.", "input_norm.", "fc_norm.", "hidden_norm.")
     read_by_draft: tuple[str, ...] = ()
-    # Tensors of published files that are used in training only; `check_tensors` checks what else a file may hold.
+    # Tensors of published files that only training uses. `check_tensors` checks the other tensors.
     _keys_to_ignore_on_load_unexpected = [r"^t2d$", r"^d2t$", r"rotary_emb\.", r"^verifier_", r"^norm\.weight$"]
 
     def __init__(self, config: DraftLayersConfig):
         super().__init__(config)
-        # `[H]` hidden state of columns without one of the target: mask tokens. None for zeros, as they are inert.
+        # `[H]`, the hidden state of mask tokens, for which the target has none. None for zeros.
         self.register_buffer("mask_state", None, persistent=False)
         self._layer_ids = config.aux_hidden_state_layer_ids
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None

@@ -1,4 +1,4 @@
-"""Causal language models as drafters: sequential, or parallel as PARD (arXiv 2504.18583) trains them."""
+"""Causal language models as drafters, sequential or trained to draft in parallel (PARD, arXiv 2504.18583)."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from .cached import CachedDrafter
 from .target_checks import generating_model
 from .unrolled import UNROLLED_NAME, UnrolledAttention
 
-# Largest difference of logits of a draft model whose attention takes a mask; rounding in any precision is below.
+# Largest difference of logits, relative to their spread, if attention takes a mask; rounding in any dtype is below.
 DIFFERENCE_LIMIT = 0.25
 
 
 def load_language_model(
     checkpoint: Checkpoint, config: DraftModelConfig, ignored: Collection[str] = (), **options: Any
 ) -> PreTrainedModel:
-    """The language model of a checkpoint; options as of `PreTrainedModel.from_pretrained`. Raises `ValueError` unless
-    it has all its tensors and no others but the `ignored` ones, and those of MTP modules, which a draft model does not
+    """The language model of a checkpoint; `options` are those of `PreTrainedModel.from_pretrained`. Raises `ValueError`
+    if a tensor is missing, or is unexpected and neither `ignored` nor one of MTP modules, which a draft model does not
     use."""
     model, info = auto_class(config.model_config).from_pretrained(
         checkpoint.folder,
@@ -59,12 +59,12 @@ def load_language_model(
     return model
 
 
-# Options by which transformers loads a model without its weights, since it alone maps names of tensors.
+# Options to load a model without its weights, to check names of tensors, which only transformers can map.
 WITHOUT_WEIGHTS = {"device_map": "meta", "ignore_mismatched_sizes": True}
 
 
 def _check_supported(model: PreTrainedModel, name: str) -> None:
-    """Raise `ValueError` unless the model of the drafter called `name`, if it is, can run on a `RaggedCache`."""
+    """Raise `ValueError` unless the model can run on a `RaggedCache`; `name` is the drafter's, or empty."""
     obstacle = why_not_supported(model, role="the draft model")
     if obstacle is None and not uses_attention_interface(model) and model.device.type != "meta":
         obstacle = why_not_masked(model, DIFFERENCE_LIMIT)
@@ -83,11 +83,11 @@ class DraftModelDrafter(CachedDrafter):
     Slot p holds token p and predicts token p + 1. With `config.parallel_drafting` (PARD) the K - 1 slots after the
     newest token hold the mask token, and one pass drafts K tokens.
 
-    The attention of `model` is replaced by one over the drafter's cache; None for random weights.
+    The attention of `model` is replaced by attention over the drafter's cache; `model` is None for random weights.
     """
 
     config_class = DraftModelConfig
-    # Names of tensors in the files that are the drafter's and not the model's.
+    # Names of tensors in the files that belong to the drafter and not to the model.
     own_tensors: frozenset[str] = frozenset()
     follows_target_positions = False
 
@@ -154,25 +154,25 @@ class DraftModelDrafter(CachedDrafter):
     def bind(self, target: PreTrainedModel) -> None:
         name = self.title
         target = keep_stored(generating_model(target))
-        DraftModelConfig.check_fit(self.config, target.config, 0, name)  # PARD-2 has checked its layers before
+        DraftModelConfig.check_fit(self.config, target.config, 0, name)  # PARD-2 has already checked its layers
         self.config.vocab_size = target.config.get_text_config().vocab_size
         self.config.draft_vocab_size = min(self.config.vocab_size, self._num_embeddings)
         self._record_binding(target)
 
     def model_inputs(self, tokens: torch.Tensor, hidden: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """What the model reads at `tokens` `[B, n]` int64 and at the `hidden` states that go with them."""
+        """The model's inputs for `tokens` `[B, n]` int64 and, for PARD-2, their hidden states `[B, n, H]`."""
         return {"input_ids": tokens}
 
     def extend_cache(self, state: DecodeState, columns: Columns, num_logits: int) -> tuple[torch.Tensor | None, None]:
         cache = state.memory.cache
         cache.advance(columns.slots, state.live)
         positions = columns.positions
-        if self._num_positions is not None:  # the target may support more positions; draft tokens beyond are worse
+        if self._num_positions is not None:  # the target may support more positions; drafts beyond are only worse
             positions = positions.clamp(max=self._num_positions - 1)
         for mark in self._position_markers:
             positions = mark(positions, state.prompt_lengths, state.prompt_length_gap)
         logits = self.model(
-            # The target may have tokens that this model cannot embed; which one stands in for them does not matter.
+            # The target may have tokens that this model cannot embed; any token may stand in for them.
             **self.model_inputs(columns.tokens.clamp(max=self._num_embeddings - 1), columns.hidden),
             attention_mask=cache.attention_mask(columns.slots),
             position_ids=positions,
@@ -181,13 +181,13 @@ class DraftModelDrafter(CachedDrafter):
             return_dict=True,
             **{self._cache_name: cache},
         ).logits
-        # Classes without `logits_to_keep` compute those of all tokens.
+        # Classes without `logits_to_keep` compute logits of all tokens.
         return logits[:, -num_logits:, : self.config.draft_vocab_size] if num_logits else None, None
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """Weight `[V_d, H]` of the model's head; raises `ValueError` if logits are not its products, without bias,
-        scale or soft-capping."""
+        """Weight `[V_d, H]` of the model's head. Raises `ValueError` if the model cannot be trained here, or if the
+        logits have a bias, scale or soft cap besides the product with the weight."""
         head, text = self.model.get_output_embeddings(), self.model.config.get_text_config()
         factors = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
         found = [name for name in factors if getattr(text, name, None) not in (None, 1.0)]
@@ -223,10 +223,10 @@ class DraftModelDrafter(CachedDrafter):
         return output.last_hidden_state[:, -num_outputs:], None
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Save the model as transformers does, so that AutoModelForCausalLM loads it, too.
+        """Save the model as transformers does, so that `AutoModelForCausalLM` loads it, too.
 
-        If there is a mask token, config.json has PARD's keys, `parallel_drafting` states whether it is used, and
-        `para_num` how many tokens are drafted at once.
+        With a mask token config.json has PARD's keys: `parallel_drafting` says whether the mask token is used, and
+        `para_num` is the number of tokens drafted at once.
         """
         own = self.model.config
         if self.config.mask_token_id is not None:

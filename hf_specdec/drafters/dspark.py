@@ -1,4 +1,4 @@
-"""DSpark (arXiv 2607.05147): DFlash with a Markov head, so that a draft token depends on the one before it."""
+"""DSpark (arXiv 2607.05147): DFlash with a Markov head, which makes a draft depend on the token before it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .walking import Places, WalkingDrafter, project
 
 
 class MarkovHead(nn.Module):
-    """Adds to the logits of a draft token what the token before it says about it.
+    """Adds a bias that depends on the token before to the logits of a draft token.
 
-    With e = w1[token before], r wide, and h the input of the draft head, the bias on the logits is
+    e = w1[token before], of width r, and h is the input of the draft head. The bias is
 
         vanilla    w2 e
         gated      w2 (sigmoid(gate_proj [h | e]) * e)
         rnn        w2 tanh(o), where [a | c | o] = joint_proj [s | e | h]
-                   and s becomes sigmoid(a) s + (1 - sigmoid(a)) tanh(c), from 0 before the block's first token on
+                   and s becomes sigmoid(a) s + (1 - sigmoid(a)) tanh(c); s is 0 before the block's first token
     """
 
     def __init__(self, config: DSparkConfig):
@@ -34,15 +34,15 @@ class MarkovHead(nn.Module):
     def features(
         self, tokens: torch.Tensor, hidden: torch.Tensor, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What `markov_w2` makes the bias on the logits of draft tokens of, and s.
+        """The input of `markov_w2`, whose output is the bias, and the next s.
 
         Args:
-            tokens: `[...]` int64, the tokens before them, in the target's vocabulary.
-            hidden: `[..., H]`, what the draft head reads.
-            memory: `[..., r]`, s of the block's tokens before; None before the first, and for all but `"rnn"`.
+            tokens: `[...]` int64, the token before each draft, in the target's vocabulary.
+            hidden: `[..., H]`, the input of the draft head.
+            memory: `[..., r]`, s; None before the block's first token, and unless the head is `"rnn"`.
 
         Returns:
-            `[..., r]`, and `[..., r]` or None.
+            `[..., r]`, and s `[..., r]` or None.
         """
         embeds = self.markov_w1(tokens)
         if self.kind == "vanilla":
@@ -58,7 +58,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """Layer of `DSparkDrafter.confidence`, under its published name."""
+    """The layer of `DSparkDrafter.confidence`, under its published name."""
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
@@ -66,10 +66,10 @@ class ConfidenceHead(nn.Module):
 
 
 class DSparkDrafter(WalkingDrafter):
-    """DSpark drafter: one pass over a block as DFlash's, then one small step for each draft token, left to right.
+    """DSpark drafter: DFlash's pass over a block, then one small step for each draft token, left to right.
 
-    The state of an `"rnn"` head runs through all tokens of a block, as in speculators' trainer: also through the anchor
-    where that drafts none, with the anchor itself as the token before it.
+    The state of an `"rnn"` head runs through all tokens of a block, as in speculators' trainer. That includes an anchor
+    that drafts no token; its token before is the anchor itself.
     """
 
     config_class = DSparkConfig
@@ -102,10 +102,10 @@ class DSparkDrafter(WalkingDrafter):
         return places.logits[..., None, :] + project(features, self.markov_head.markov_w2, places.candidates), memory
 
     def confidence(self, normed: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
-        """Logits `[..., K]` of how likely each draft is to be accepted where those before it are, `proj [h | e]` with h
-        and e as of `MarkovHead`. Drafting does not read them; None without the head.
+        """Logits `[..., K]` of the probability that a draft is accepted if all drafts before it are: `proj [h | e]`
+        with h and e of `MarkovHead`. None without the head. Drafting does not read them.
 
-        Arguments as of `head_inputs`. Gradients end at the head, so that training it changes no draft.
+        It takes the arguments of `head_inputs`. Gradients end at the head, so that training it changes no draft.
         """
         if self.confidence_head is None:
             return None

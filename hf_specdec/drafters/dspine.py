@@ -1,4 +1,4 @@
-"""DSpine (Tencent): DFlash whose tokens of a block tell the next one what they may be, and a walk over candidates."""
+"""DSpine (Tencent): DFlash in which each token of a block sends a message to the next, and a walk over candidates."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .walking import Places, WalkingDrafter
 
 
 def _root_mean_square(values: torch.Tensor) -> torch.Tensor:
-    """Of the last dimension, which is kept; by operations that batch-invariant calls know."""
+    """Over the last dimension, which is kept; from operations that batch-invariant calls replace."""
     return values.square().mean(-1, keepdim=True).sqrt()
 
 
 class AdjacentInjection(nn.Module):
-    """Adds to the hidden state of a token what the one before it in the block says, after each layer.
+    """Adds a message from the token before in the block to a token's hidden state, after each layer.
 
-    With h `[H]` the hidden state after layer l, r its features and p those of the token before, `[R]` both, it is
+    h `[H]` is the hidden state after layer l, r `[R]` its features, and p `[R]` those of the token before. h becomes
 
         h + |h| / sqrt(H) * writes_l(sigmoid(receiver_gate(r) + predecessor_gate(p) + bias) * message(p))
 
-    Features of h are sqrt(R) * readouts_l(h) / |readouts_l(h)|. Those of a token that is known are its code instead.
+    The features of h are sqrt(R) * readouts_l(h) / |readouts_l(h)|. A known token has its code as features.
     """
 
     def __init__(self, config: DSpineConfig):
@@ -45,17 +45,17 @@ class AdjacentInjection(nn.Module):
         return (read / _root_mean_square(read).clamp_min(1e-12)).to(hidden.dtype)
 
     def forward(self, hidden: torch.Tensor, features: torch.Tensor, before: torch.Tensor, layer: int) -> torch.Tensor:
-        """Hidden states `[..., H]`, given their features and those of the tokens before, `[..., R]`."""
+        """New hidden states `[..., H]`, given `features` of the tokens and of the tokens `before`, `[..., R]` each."""
         gate = torch.sigmoid(self.receiver_gate(features) + self.predecessor_gate(before) + self.bias)
         size = _root_mean_square(widened(hidden))
         return hidden + size.to(hidden.dtype) * self.writes[layer](gate * self.message(before))
 
 
 class DSpineDrafter(WalkingDrafter):
-    """DSpine drafter: one pass over a block as DFlash's, with an injection after each layer, then a walk.
+    """DSpine drafter: DFlash's pass over a block, with an injection after each layer, then a walk over candidates.
 
-    The candidates of a draft token are the most likely ones by the head. It is drawn from them by their logits after
-    the last injection was made anew, with the code of the draft token before it; all other tokens have probability 0.
+    The candidates of a draft are the most likely tokens by the head. For their logits the last injection is computed
+    again with the code of the draft before. All other tokens have draft probability 0.
     """
 
     config_class = DSpineConfig
@@ -71,14 +71,14 @@ class DSpineDrafter(WalkingDrafter):
 
     @property
     def read_by_draft(self) -> tuple[str, ...]:
-        # Of codes and head few rows are read by a step.
+        # A step reads only a few rows of the codes and of the head.
         last = len(self.layers) - 1
         return "injection.message.", "injection.predecessor_gate.", f"injection.writes.{last}."
 
     def run(
         self, context: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, block_length: int
     ) -> torch.Tensor:
-        """As of DFlash; inputs of the head, and after them hidden states before the last injection, `[B, n, 2 H]`."""
+        """As DFlash's, but returns `[B, n, 2 H]`: inputs of the head, then hidden states before the last injection."""
         hidden = before = self.embed(tokens)
         rotary = self.rotary_emb(hidden, positions)
         anchors = self._codes(tokens.unflatten(1, (-1, block_length))[..., :1])

@@ -1,4 +1,4 @@
-"""EAGLE-3 (arXiv 2503.01840): decoder layers that read auxiliary hidden states of the target; P-EAGLE (2602.01469)."""
+"""EAGLE-3 (arXiv 2503.01840) and P-EAGLE (2602.01469): decoder layers over the target's auxiliary hidden states."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Eagle3Drafter(DraftLayersDrafter):
         return config.sliding_window if runs_nodes else None
 
     def combine_hidden_states(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[..., aux_hidden_size]`, those of ascending layer ids concatenated, to `[..., H]`."""
+        """Hidden states `[..., H]` from `[..., aux_hidden_size]`, concatenated by ascending layer id."""
         aux_hidden_states = aux_hidden_states.to(self.dtype)
         if self.fc is None:
             return aux_hidden_states
@@ -73,8 +73,8 @@ class Eagle3Drafter(DraftLayersDrafter):
             tokens: `[B, n]` int64, the token after each slot's position.
             hidden: `[B, n, H]` from `combine_hidden_states`, or the previous step's feedback.
             positions: `[B, n]` or `[1, n]` int64 for RoPE.
-            num_outputs: how many of the last slots' outputs are needed; all if None. Of other slots, the last layer
-                computes keys and values only.
+            num_outputs: number of last slots whose outputs are needed; None for all. For other slots the last layer
+                computes only keys and values.
 
         Returns:
             inputs of the head and of the next draft step (feedback), both `[B, num_outputs, H]`.
@@ -111,10 +111,9 @@ class Eagle3Drafter(DraftLayersDrafter):
 class PEagleDrafter(Eagle3Drafter):
     """P-EAGLE drafter: EAGLE-3 that drafts all K tokens in one pass.
 
-    The first pass of a round is EAGLE-3's, with K - 1 more slots that have no token and no hidden states of the target
-    yet: they embed the mask token and read a learned hidden state, `mask_hidden`, which passes through `fc` as
-    auxiliary hidden states do. With `config.parallel_drafting` False the same weights draft token by token, as EAGLE-3
-    does.
+    The first pass of a round is EAGLE-3's, with K - 1 more slots that have no token and no hidden states of the target.
+    They embed the mask token and read a learned hidden state, `mask_hidden`, which passes through `fc` like auxiliary
+    hidden states. With `config.parallel_drafting` False the same weights draft token by token, as EAGLE-3 does.
     """
 
     config_class = PEagleConfig
@@ -133,9 +132,9 @@ class PEagleDrafter(Eagle3Drafter):
             self.mask_state.copy_(self.project_mask())
 
     def project_mask(self) -> torch.Tensor:
-        """`mask_hidden` as the layers read it, `[H]`."""
+        """`mask_hidden` after `fc`, `[H]`."""
         return self.combine_hidden_states(self.mask_hidden.view(-1))
 
     def masked_hidden_states(self, hidden: torch.Tensor) -> torch.Tensor:
-        # Compiled layers compute wrong gradients of inputs that overlap in memory (seen with torch 2.13).
+        # Compiled layers compute wrong gradients for inputs that overlap in memory (seen with torch 2.13).
         return self.project_mask().expand_as(hidden).contiguous()

@@ -1,4 +1,4 @@
-"""The layers of drafters with decoder layers of their own."""
+"""Layers of the drafters that have decoder layers of their own."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 class Attend(Protocol):
     """Attention of a layer: over a KV cache when drafting, over a whole sequence when training.
 
-    Called with the attention module, its new query, key and value states, `[B, heads, n, head_dim]` after RoPE, and
-    its sliding window or None. There may be fewer queries than keys; they are those of the last positions. Returns the
-    queries' outputs, `[B, n, heads, head_dim]`. One compiled layer serves all, as its `layer_idx` is read in here only.
+    It is called with the attention module, its new query, key and value states, `[B, heads, n, head_dim]` after RoPE,
+    and its sliding window or None. Queries may be fewer than keys; they are then at the last positions. It returns the
+    queries' outputs, `[B, n, heads, head_dim]`. Only it reads `layer_idx`, so that one compiled layer serves all.
     """
 
     def __call__(
@@ -48,7 +48,7 @@ def rotary_embedding(config: DraftLayersConfig) -> LlamaRotaryEmbedding:
 
 
 def rotate(cos: torch.Tensor, sin: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
-    """RoPE on `[B, heads, n, head_dim]` each, given cosines and sines `[B or 1, n, head_dim]`."""
+    """`states`, `[B, heads, n, head_dim]` each, after RoPE with cosines and sines `[B or 1, n, head_dim]`."""
     if uses_layer_kernels(states[0]):
         return rotated(cos, sin, states, RotaryKind())
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -56,7 +56,7 @@ def rotate(cos: torch.Tensor, sin: torch.Tensor, *states: torch.Tensor) -> list[
 
 
 class DraftAttention(nn.Module):
-    """Grouped-query attention whose input may be wider than the layer (EAGLE-3's first layer reads 2H)."""
+    """Grouped-query attention. Its input may be wider than the layer: EAGLE-3's first layer reads 2H."""
 
     def __init__(self, config: DraftLayersConfig, layer_idx: int, input_size: int, output_bias: bool = False):
         super().__init__()
@@ -118,8 +118,8 @@ class DraftDecoderLayer(nn.Module):
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: Angles, attend: Attend, num_outputs: int
     ) -> torch.Tensor:
-        """Output `[B, num_outputs, H]` of the layer at the last of n columns, of its input `hidden` `[B, n, H]`, and in
-        the first layer the embeddings `embeds` `[B, n, H]` of the tokens; keys and values are computed for all."""
+        """The layer's output `[B, num_outputs, H]` at the last of n columns, from `hidden` `[B, n, H]` and, in the
+        first layer, token embeddings `embeds` `[B, n, H]`. Keys and values are computed for all columns."""
         if self.is_first:
             normed = self.hidden_norm(hidden)
             residual = normed if self.norm_before_residual else hidden
@@ -134,8 +134,8 @@ class DraftDecoderLayer(nn.Module):
 class BlockDecoderLayer(nn.Module):
     """Decoder layer of a DFlash drafter: the tokens of a block attend to each other and to the context.
 
-    The context has no queries and passes no layer norm: each layer makes keys and values of the same vectors. Layers of
-    DFlash-2 have convolutions around attention and MLP.
+    The context has no queries and no layer norm: each layer computes keys and values from the same vectors.
+    In DFlash-2, attention and MLP are each between two convolutions.
     """
 
     def __init__(self, config: DFlashConfig, layer_idx: int):
@@ -152,12 +152,12 @@ class BlockDecoderLayer(nn.Module):
     def forward(
         self, context: torch.Tensor, hidden: torch.Tensor, rotary: Angles, attend: Attend, block_length: int
     ) -> torch.Tensor:
-        """Output of the layer at the block's tokens, `[B, n, H]`.
+        """The layer's output at the tokens of the blocks, `[B, n, H]`.
 
         Args:
-            context: `[B, c, H]` vectors of c context positions.
-            hidden: `[B, n, H]` input of the layer, of n tokens of the block, or of several blocks.
-            rotary: of the positions of context and block.
+            context: `[B, c, H]`, the vectors of c context positions.
+            hidden: `[B, n, H]`, the layer's input at the n tokens of one or several blocks.
+            rotary: cosines and sines at the positions of the context, then of the blocks.
         """
 
         def attention(inputs: torch.Tensor) -> torch.Tensor:
@@ -171,17 +171,17 @@ class BlockDecoderLayer(nn.Module):
 class DynamicConvolution(nn.Module):
     """Convolutions of DFlash-2 over the tokens of a block, before and after a sublayer.
 
-    The kernels depend on the token. With u the input of the sublayer, for side s (0 before, 1 after it), token i of its
-    block and channel c of group g,
+    The kernels depend on the token. u is the input of the sublayer. For side s (0 before the sublayer, 1 after it),
+    token i of its block and channel c of group g,
 
-        d = kernel_projection(u)                                        [sides, taps, groups] of every token
+        d = kernel_projection(u)                                        [sides, taps, groups] for each token
         conv(s, z)[i, c] = sum_t (base_kernel[s, t, c] + d[i, s, t, g]) z[i - t, c],  z[j] = 0 for j < 0
     """
 
     def __init__(self, config: DFlash2Config):
         super().__init__()
         taps, width = config.conv_kernel_size, config.hidden_size
-        # Sides, taps, groups.
+        # [sides, taps, groups]
         self._shape = (2, taps, width // config.conv_group_size)
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
         self.kernel_projection = nn.Linear(width, math.prod(self._shape), bias=False)
@@ -191,7 +191,7 @@ class DynamicConvolution(nn.Module):
     def forward(
         self, sublayer: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, block_length: int
     ) -> torch.Tensor:
-        """Outputs `[B, n, H]` of `sublayer` over `inputs` `[B, n, H]`, both convolved; blocks of `block_length`."""
+        """`[B, n, H]`: convolution, `sublayer` and convolution of `inputs` `[B, n, H]`, in blocks of `block_length`."""
         dynamic = self.kernel_projection(inputs).unflatten(-1, self._shape)[..., None]
         kernels = dynamic + self.base_kernel.unflatten(-1, (self._shape[-1], -1)).to(inputs.dtype)
         before, after = kernels.flatten(-2).unbind(2)

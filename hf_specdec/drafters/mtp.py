@@ -1,4 +1,4 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): modules of the target's own checkpoint, or trained for it."""
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): MTP modules of the target's checkpoint, or trained for it."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from .unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 
 @dataclass
 class MtpMemory(DraftMemory):
-    """What MTP modules keep through a generation.
+    """The memory of MTP modules in a generation.
 
     Attributes:
-        later_caches: for modules that run more than once in a round, see `MtpDrafter`.
+        later_caches: caches of the later runs of modules that run more than once in a round, see `MtpDrafter`.
         hidden: `[B, W, H]`, the target's hidden states at each row's last W slots, the newest last.
-        num_seen: `[B]` int64, how many slots' hidden states have been appended to them.
+        num_seen: `[B]` int64, the number of slots whose hidden states have been appended.
         num_columns: `[B]` int64, W: the most columns of a row in a round's first pass.
     """
 
@@ -59,12 +59,12 @@ class MtpMemory(DraftMemory):
         self.num_seen[rows] = source.num_seen[source_rows]
 
     def append(self, hidden: torch.Tensor, count: torch.Tensor, num_slots: torch.Tensor) -> None:
-        """Append hidden states, dropping as many of the oldest. Those that were appended before are left out.
+        """Append hidden states and drop as many of the oldest. Hidden states that were appended before are skipped.
 
         Args:
             hidden: `[B, n, H]`.
-            count: `[B]` int64, how many of them a row has: the first ones.
-            num_slots: `[B]` int64, how many slots' hidden states are known then, if none is missing between.
+            count: `[B]` int64, the number of leading columns that are valid in each row.
+            num_slots: `[B]` int64, the number of slots up to the last valid column.
         """
         width = self.hidden.shape[1]
         all_hidden = torch.cat([self.hidden, hidden.to(self.hidden.dtype)], dim=1)
@@ -84,23 +84,23 @@ class MtpDrafter(CachedDrafter):
     Step k of a round runs module k % n of n. `config.chaining` decides which hidden states the other modules read:
 
     * `"modules"`: module k reads the output of module k - 1 at slot p, as in training. All steps of a round end at the
-      slot before the newest token. A module that runs more than once in a round has a KV cache for each time, as if it
-      were another module with the same weights. vLLM runs several modules this way, and so does transformers'
+      slot before the newest token. A module that runs more than once in a round has a KV cache for each run, like
+      several modules with the same weights. vLLM runs several modules this way, and so does transformers'
       `use_mtp=True`.
-    * `"target"`: every module runs as module 0 does on committed tokens, so its cache holds keys and values of the
-      target's hidden states. After these, draft tokens are treated as committed tokens, and the output of a module at
-      the slot that a token was drafted from as the hidden state there. So step k ends k slots further. vLLM and SGLang
-      run a single module this way.
+    * `"target"`: every module runs over committed tokens as module 0 does, so its cache holds keys and values from the
+      target's hidden states. Draft tokens after them are treated as committed tokens; the hidden state at the slot that
+      drafted a token is the output of the module there. So step k ends k slots further. vLLM and SGLang run a single
+      module this way.
 
     With one module and K = 1 the two are the same.
 
-    With `"modules"`, slots of module k that read a draft token are invalid once it is rejected. They begin at most K
-    slots before the newest token, and the slots that a round adds at most K + 1 before it. So every round runs the last
-    K + 1 slots again, with the committed tokens and the target's hidden states, which the memory keeps for as many
-    slots; recomputing does not make a pass wider. K is here the largest of the generation, and a round with fewer
-    drafts runs the steps that draft nothing, too. vLLM packs the slots to recompute into those that a rejection left
-    unused; here the window is the same whatever was accepted, also with `"target"`. Of a tree no slot of the text reads
-    a draft; then, whatever is accepted, the last 2 K slots are what is not known to be right.
+    With `"modules"`, slots of module k that read a draft token become invalid when it is rejected. These begin at most
+    K slots before the newest token, and the slots that a round adds begin at most K + 1 before it. So every round runs
+    the last K + 1 slots again, with the committed tokens and the target's hidden states, which the memory keeps for
+    these slots. The first pass has the same width anyway. K is here the largest of the generation, and a round with
+    fewer drafts also runs the steps that draft nothing. vLLM packs the slots to run again into the slots that a
+    rejection left unused; here the window does not depend on acceptance, also with `"target"`. With trees no slot of
+    the text reads a draft token; then the last 2 K slots may be wrong, whatever was accepted, and are run again.
     """
 
     config_class = MtpConfig
@@ -157,7 +157,7 @@ class MtpDrafter(CachedDrafter):
 
     @property
     def most_tree_depth(self) -> int | None:
-        # The 2 K slots that are run again are nodes, too, whose ancestors are in one word.
+        # The 2 K slots that are run again are nodes, too, and their ancestors must fit in one word.
         return None if self.config.num_modules == 1 and not self.chains_passes else WORD_BITS // 2 - 1
 
     @property
@@ -182,7 +182,7 @@ class MtpDrafter(CachedDrafter):
         self._record_binding(target)
 
     def prefix_margin(self, num_draft_tokens: int, has_trees: bool = False) -> int | None:
-        # Step k reads k + 1 tokens ahead; the first round reads the hidden states at the slots that it runs again.
+        # Step k reads k + 1 tokens ahead; the first round reads hidden states at the slots that it runs again.
         return self._num_rerun(num_draft_tokens, has_trees) - 1
 
     def new_memory(self, state: DecodeState) -> MtpMemory:
@@ -201,19 +201,19 @@ class MtpDrafter(CachedDrafter):
         )
 
     def _num_rerun(self, num_draft_tokens: int, has_trees: bool) -> int:
-        """Slots that the first pass of each round runs, see the class."""
+        """Number of slots that the first pass of each round runs, see the class."""
         return max(num_draft_tokens + 1, 2 * num_draft_tokens if has_trees and self.chains_passes else 0)
 
     def run(
         self, state: DecodeState, step: int, columns: Columns, embeds: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the module of `step` over columns of `[B, n]` slots, nodes of a tree or tokens of a text.
+        """Run the module of a step over columns of `[B, n]` slots: tokens of a text, or nodes of a tree.
 
         Args:
-            state: a cache of `state.memory` is written.
-            step: of the round, 0 to K - 1.
-            columns: tokens, slots and hidden states; of a tree all.
-            embeds: `[B, n, H]`, embeddings that take the place of those of the tokens.
+            state: one cache of `state.memory` is written.
+            step: the step of the round, 0 to K - 1.
+            columns: with tokens, slots and hidden states; for nodes of a tree with all fields.
+            embeds: `[B, n, H]`, embeddings in place of those of the tokens.
 
         Returns:
             inputs of the head and of the next module (feedback), both `[B, n, H]`.
@@ -239,7 +239,7 @@ class MtpDrafter(CachedDrafter):
             )
 
     def position_ids(self, state: DecodeState, slots: torch.Tensor) -> torch.Tensor:
-        """With M-RoPE `[sections, B, n]`."""
+        """Position ids `[B, n]` int64 of `slots`; `[sections, B, n]` with M-RoPE."""
         return state.position_ids(slots, sections=True)
 
     def run_nodes(
@@ -259,7 +259,7 @@ class MtpDrafter(CachedDrafter):
         embeds: torch.Tensor | None = None,
         **attention: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run module `index` over `[B, n]` slots, see `run`; `attention` are arguments of its decoder layer."""
+        """Run module `index` over `[B, n]` slots, see `run`; `attention` has arguments of its decoder layer."""
         frame = self.frames[index]
         weight = self._shared_weights["embedding"].weight if frame.embed_tokens is None else frame.embed_tokens.weight
         embeds = embed(tokens, weight, self.dtype) if embeds is None else embeds.to(self.dtype)
@@ -277,7 +277,7 @@ class MtpDrafter(CachedDrafter):
 
     @torch.no_grad()
     def _check_layers(self, name: str) -> None:
-        """Raise `ValueError` unless the layers, run over a few tokens, return hidden states."""
+        """Raise `ValueError` unless the layers return hidden states when they run over a few tokens."""
         if self.device.type == "meta":
             return
         inputs = torch.zeros(1, NUM_PROBE_TOKENS, self.config.hidden_size, device=self.device, dtype=self.dtype)
@@ -292,7 +292,7 @@ class MtpDrafter(CachedDrafter):
         for index in range(self.config.num_modules):
             try:
                 found = self._run_layer(index, inputs, positions, attention_mask=positions[:, None, :, None])
-            except RuntimeError:  # of an operation that rounds run in another form, such as experts' products
+            except RuntimeError:  # an operation, such as experts' products, that rounds run in another form
                 continue
             except Exception as error:  # a layer may raise anything about what it is given
                 raise unfit(f"they fail on a few tokens ({type(error).__name__}: {first_line(error)})") from error
@@ -301,7 +301,7 @@ class MtpDrafter(CachedDrafter):
                 raise unfit(f"over {NUM_PROBE_TOKENS} tokens they return no hidden states of shape {shape}")
 
     def _rotary(self, index: int, inputs: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of module `index` for positions, `[B, n]` or with M-RoPE `[sections, B, n]`."""
+        """Cosines and sines of module `index` for positions `[B, n]`, or `[sections, B, n]` with M-RoPE."""
         rotary = self.decoder.rotary_emb
         if positions.dim() == 3 and not hasattr(rotary, "mrope_section"):
             positions = positions[0]
@@ -311,15 +311,15 @@ class MtpDrafter(CachedDrafter):
         return rotary(inputs, positions.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else positions)
 
     def logits(self, step: int, normed: torch.Tensor) -> torch.Tensor:
-        """Logits `[..., V]` of `[..., H]` after the final norm, by the head of the module of `step`."""
+        """Logits `[..., V]` of `[..., H]` after the final norm, by the head of the step's module."""
         head = self.frames[step % self.config.num_modules].lm_head
         weight = self._shared_weights["head"].weight if head is None else head.weight
         return score(normed, weight)
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """Weight `[V, H]` of the target's head, or of a single module's own; raises `ValueError` if several have their
-        own."""
+        """Weight `[V, H]` of the target's head, or of a single module's own head; raises `ValueError` if several
+        modules have their own."""
         if not self.config.own_head:
             return self._shared_weights["head"].weight
         if len(self.frames) > 1:
@@ -354,7 +354,7 @@ class MtpDrafter(CachedDrafter):
         return outputs
 
     def _unroll_by_target(self, tokens: torch.Tensor, hidden: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
-        """`unroll` with `chaining="target"`: a step's module first runs the steps whose slots its keys still lack."""
+        """`unroll` with `chaining="target"`: a step's module first runs the earlier steps that its keys still lack."""
         slots, outputs = torch.arange(tokens.shape[1], device=tokens.device)[None], []
         attention = {"attention_mask": None, "attend": UnrolledAttention()}
         inputs = []  # tokens and hidden states of each step
@@ -380,7 +380,7 @@ class MtpDrafter(CachedDrafter):
         self._remember(state, aux_hidden_states, positions)
 
     def _remember(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
-        """Append a chunk's last hidden states but that before the prompt's last token, which `propose` appends."""
+        """Append a chunk's last hidden states, without the one before the prompt's last token: `propose` appends it."""
         memory, columns = state.memory, torch.arange(1, positions.shape[1] + 1, device=positions.device)
         width = memory.hidden.shape[1]
         is_known = positions < state.lengths[:, None] - 2
@@ -407,7 +407,7 @@ class MtpDrafter(CachedDrafter):
         logits = self.logits(0, normed[:, -1:])
         if self.chains_passes:
             return self._grow(state, logits, feedback, tokens, hidden, state.most_draft_tokens)
-        # The caches of later modules lack the slots that the last round has added.
+        # The caches of later modules lack the slots that the last round added.
         num_runs = min(state.most_draft_tokens, self.config.num_modules)
         window = slice(-1 if num_runs == 1 else 0, None)
         return self._grow(state, logits, feedback[:, -1:], tokens[:, window], hidden[:, window], num_runs)
@@ -415,7 +415,7 @@ class MtpDrafter(CachedDrafter):
     def _draft_by_modules(self, state: DecodeState, inputs: DraftInputs) -> list[Proposal]:
         tokens, slots, hidden = inputs.tokens, inputs.slots, state.memory.hidden
         drafts = []
-        # Steps that draft nothing in this round run for their caches; tokens that they lack are read in the next round.
+        # Steps that draft nothing in this round run to fill their caches; the next round runs them over missing tokens.
         for step in range(state.most_draft_tokens):
             normed, hidden = self.run(state, step, Columns(tokens, slots=slots, hidden=hidden))
             if step < state.num_draft_tokens:
@@ -427,12 +427,12 @@ class MtpDrafter(CachedDrafter):
     def _draft_by_target(self, state: DecodeState, inputs: DraftInputs) -> list[Proposal]:
         tokens, slots, hidden = inputs.tokens, inputs.slots, state.memory.hidden[:, -inputs.tokens.shape[1] :]
         width, num_modules = tokens.shape[1], self.config.num_modules
-        # Modules that draft nothing in this round run for their caches.
+        # Modules that draft nothing in this round run to fill their caches.
         for step in range(state.num_draft_tokens, min(state.most_draft_tokens, num_modules)):
             self.run(state, step, Columns(tokens, slots=slots, hidden=hidden))
         drafts = []
         for step in range(state.num_draft_tokens):
-            # A module that has run in this round runs only the slots that were added since, other modules run all.
+            # A module that has run in this round runs only the slots added since; another module runs all slots.
             new = slice(0 if step < num_modules else width + step - num_modules, None)
             columns = Columns(tokens[:, new], slots=slots[:, new], hidden=hidden[:, new])
             normed, feedback = self.run(state, step, columns)
@@ -444,5 +444,5 @@ class MtpDrafter(CachedDrafter):
 
 
 def _is_normal_form(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is in the normal form that `save_pretrained` writes."""
+    """Whether a checkpoint has the normal form that `save_pretrained` writes."""
     return checkpoint.config.get("model_type") == MtpConfig.model_type

@@ -1,4 +1,4 @@
-"""What MTP modules are made of: decoder layers of the target's kind, and what is around each."""
+"""Parts of MTP modules: decoder layers of the target's kind, and the norms and projection around each."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..patching.support import configured_layers
 
 
 def build_decoder(settings: Mapping[str, Any]) -> PreTrainedModel:
-    """transformers' model of the decoder layers that `settings` describe, without embedding and final norm; raises
-    `ValueError` unless they are of a model of transformers that computes the RoPE of its layers."""
+    """transformers' decoder with the settings `settings`, without its embedding and final norm. Raises `ValueError`
+    unless transformers has such a model, it computes the RoPE of its layers, and its layers can run here."""
 
     def unfit(why: str) -> ValueError:
         model_type = settings.get("model_type")
@@ -50,7 +50,7 @@ def build_decoder(settings: Mapping[str, Any]) -> PreTrainedModel:
 
 
 class MtpFrame(nn.Module):
-    """Norms and projection of a module around its decoder layer, and its embedding and head if it has its own."""
+    """A module without its decoder layer: norms, projection, and its own embedding and head if it has any."""
 
     def __init__(self, config: MtpConfig):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The static engine without a drafter: each round generates one token."""
+"""Drafters without weights, and `NoDrafter`: the static engine with one token a round."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .target_checks import generating_model
 
 
 class WeightlessDrafter(Drafter):
-    """A drafter without weights, for any target; it is on the device of the one that it was bound to."""
+    """A drafter without weights, for any target. Its device is that of its target."""
 
     packs_prompts = True
     _device: torch.device | None = None
@@ -49,10 +49,10 @@ class WeightlessDrafter(Drafter):
 class NoDrafter(WeightlessDrafter):
     """Drafts nothing: K is 0, and a round is one decoding step of `target` on the static engine.
 
-    For targets that have no drafter, and to compare with. It is not registered, since it is neither saved nor loaded.
+    It is for targets without a drafter, and for comparisons. It is neither saved nor loaded, hence not registered.
 
     Args:
-        target: to generate with.
+        target: the target to bind to.
         batch_invariant, kv_cache_dtype: see `Drafter.configure`.
     """
 

@@ -1,4 +1,4 @@
-"""PARD-2 (arXiv 2605.08632): PARD whose input embeddings have a projection of the target's hidden states added."""
+"""PARD-2 (arXiv 2605.08632): PARD that adds a projection of the target's hidden states to the input embeddings."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .draft_model import DraftModelDrafter
 class Pard2Drafter(DraftModelDrafter):
     """PARD-2 drafter: a causal language model with mask tokens, which reads tokens and hidden states of the target.
 
-    Slot p holds token p with the projected hidden states at position p - 1, which said it, and predicts token p + 1.
-    The first slot, and a text's first token that follows nothing the target has read here, has zeros for them. The
-    K - 1 slots of mask tokens after the newest token have what that one has.
+    Slot p holds token p with the projected hidden states at position p - 1, which predicted it, and predicts token
+    p + 1. The first slot of a row, and the slot where drafting starts in a row, has zeros for them. The K - 1 slots of
+    mask tokens after the newest token have the newest token's hidden states.
     """
 
     config_class = Pard2Config
-    packs_prompts = False  # a slot has the hidden state of the position before it, in the row
+    packs_prompts = False  # a slot has the hidden states of the position before it in the row
     own_tensors = frozenset({"target_proj.weight", "target_proj.bias"})
 
     def __init__(self, config: Pard2Config, model: PreTrainedModel | None = None):
@@ -44,7 +44,7 @@ class Pard2Drafter(DraftModelDrafter):
         )
         self._layer_ids: list[int] = []
         self.reads_last_hidden_state = False
-        # For each hidden state that `target_proj` reads, its place among those of ascending layers.
+        # For each hidden state that `target_proj` reads, its index among the hidden states of ascending layers.
         self._order: list[int] = []
 
     @classmethod
@@ -89,7 +89,7 @@ class Pard2Drafter(DraftModelDrafter):
         self._order = [ascending.index(one) for one in ids]
 
     def combine_hidden_states(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states `[B, n, count * H_t]` of the target, those of ascending layers, to `[B, n, H]`."""
+        """`[B, n, H]` from the target's hidden states of ascending layers, `[B, n, count * H_t]`."""
         states = aux_hidden_states.to(self.target_proj.weight.dtype)
         if self._order != sorted(self._order):
             parts = states.split(self.config.target_hidden_size, dim=-1)
@@ -108,12 +108,12 @@ class Pard2Drafter(DraftModelDrafter):
         return self.combine_hidden_states(_after_nothing(aux_hidden_states)[:, :-1])
 
     def prefix_margin(self, num_draft_tokens: int, has_trees: bool = False) -> int | None:
-        # A prefill from position p on writes the slots after p: slot p itself has to be one of the beginning.
+        # A prefill from position p on writes the slots after p, so slot p itself must be part of the reused prefix.
         margin = super().prefix_margin(num_draft_tokens, has_trees)
         return None if margin is None else margin + 1
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
-        # Hidden states at position p go with the token at p + 1, which the first round reads if it is the newest one.
+        # Hidden states at position p go with the token at p + 1. The first round reads the newest token.
         none = torch.full_like(positions[:, :1], state.dummy_slot)
         later = torch.where(positions + 1 < state.lengths[:, None] - 1, positions + 1, state.dummy_slot)
         is_first = torch.cat([positions, none], dim=1) == state.draft_starts[:, None]
@@ -126,8 +126,8 @@ class Pard2Drafter(DraftModelDrafter):
         self.extend_cache(state, columns, num_logits=0)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Save the model as transformers does, and the projection beside it, as AMD's own code reads them; raises
-        `ValueError` with `push_to_hub`, which leaves out the projection: the method of that name uploads all."""
+        """Save the model as transformers does and the projection beside it, as AMD's code reads them. Raises
+        `ValueError` for `push_to_hub=True`, which would omit the projection; the method `push_to_hub` uploads all."""
         if kwargs.get("push_to_hub"):
             raise ValueError("save_pretrained(push_to_hub=True) uploads the model alone; use push_to_hub(repo_id).")
         config = self.config
@@ -149,5 +149,5 @@ class Pard2Drafter(DraftModelDrafter):
 
 
 def _after_nothing(aux_hidden_states: torch.Tensor) -> torch.Tensor:
-    """`[B, n, width]` with zeros before the first column, `[B, n + 1, width]`."""
+    """`[B, n + 1, width]`: zeros, then the columns `[B, n, width]`."""
     return torch.cat([torch.zeros_like(aux_hidden_states[:, :1]), aux_hidden_states], dim=1)

@@ -1,4 +1,4 @@
-"""The families of drafters: one record for each, in one list."""
+"""The families of drafters, one `Family` each, in one list."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Family:
     """A family of drafters.
 
     Attributes:
-        drafter: the class that runs it. Its `config_class` is the normal form of a checkpoint, which `save_pretrained`
+        drafter: the family's class. Its `config_class` is the normal form of a checkpoint, which `save_pretrained`
             writes.
-        detect: whether a published checkpoint is of the family; None for one that is published in normal form only.
-            Families are tried in the order of the list.
-        read: reads its config.json, and the shapes of its tensors if there are any, into the normal form, given the
+        detect: whether a published checkpoint is of the family; None if only the normal form is published. Families
+            are tried in the order of the list.
+        read: reads config.json, and the shapes of the tensors if there are any, into the normal form. It is given the
             target's text configuration, or None, and the caller's `Decisions`.
-        select: which of a checkpoint's tensors are needed.
+        select: the names of the checkpoint's tensors that are needed.
     """
 
     drafter: type[Drafter]
@@ -71,7 +71,7 @@ FAMILIES = [
     Family(DraftModelDrafter, detection.is_language_model, read_draft_model),
     Family(SuffixDrafter),
 ]
-_registered: list[Family] = []  # the ones of others, which are tried first
+_registered: list[Family] = []  # families of other packages, which are tried first
 
 
 def register_drafter(
@@ -82,12 +82,12 @@ def register_drafter(
 ) -> Any:
     """Class decorator: register a `Drafter` subclass for `AutoDrafter`, under the `model_type` of its config class.
 
-    `@register_drafter` is enough for checkpoints that `save_pretrained` wrote. With `detect` and `read` (see `Family`)
-    published ones are loaded, too; such a family is looked for before those of this package.
+    `@register_drafter` is enough for checkpoints that `save_pretrained` wrote. Published checkpoints also need `detect`
+    and `read`, see `Family`. Registered families are tried before the families of this package.
 
     Raises:
-        TypeError: expected a `Drafter` subclass with a `DrafterConfig` subclass as `config_class`.
-        ValueError: expected a model type that no other class is registered for, and `detect` and `read` together.
+        TypeError: `cls` is no `Drafter` subclass, or its `config_class` no `DrafterConfig` subclass.
+        ValueError: another class has the model type, or only one of `detect` and `read` was given.
     """
     if (detect is None) != (read is None):
         raise ValueError("register_drafter was given one of detect and read; expected both, or none.")
@@ -119,8 +119,8 @@ def registered_drafters() -> dict[str, type[Drafter]]:
 
 
 def find_family(found: Published) -> Family:
-    """The family of a published checkpoint; raises `ValueError` if it is not supported, which names the family found,
-    or what was looked for."""
+    """The family of a published checkpoint. If it is not supported, raises `ValueError`, which names the family found,
+    or the keys that were looked for."""
     model_type = found.config.get("model_type") or ""
     for family in _registered:
         if family.detect is not None and family.detect(found):
@@ -145,7 +145,7 @@ def find_family(found: Published) -> Family:
 
 
 def needed_by(target: PreTrainedConfig | None, overrides: Mapping[str, Any]) -> Selection:
-    """Selects the tensors that a drafter needs, given the target's configuration and `Overrides`."""
+    """A `Selection` of the tensors that a drafter needs, given the target's configuration and `Overrides`."""
     text = None if target is None else target.get_text_config()
 
     def select(name: str, config: Mapping[str, Any], names: Collection[str]) -> Collection[str]:
@@ -158,7 +158,7 @@ def needed_by(target: PreTrainedConfig | None, overrides: Mapping[str, Any]) -> 
 
 
 def has_no_weights(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a drafter is of a family without weights; raises `ValueError`, which names the family, if that is not
-    supported."""
+    """Whether a drafter is of a family without weights. Raises `ValueError`, which names the family, if it is
+    refused."""
     check_not_refused(Published(name, config))
     return issubclass(registered_drafters().get(config.get("model_type"), Drafter), WeightlessDrafter)

@@ -1,4 +1,4 @@
-"""Embedding and head of the target that a drafter without its own uses: shared weights."""
+"""Shared weights: the target's embedding and head, used by a drafter that has none of its own."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..modules.signature import places_of, versions_of
 from ..modules.weights import tensor_weight
 from ..patching.linear import linear
 
-# Rows of a copy that are compared with the target's. Writes through `.data` are not counted by the version of a tensor.
+# Number of rows of a copy that are compared with the target's, because a write through `.data` counts no version.
 _NUM_SAMPLES = 32
 
 
 def readable_weight(module: nn.Module | None, what: str, width: int, name: str) -> torch.Tensor:
-    """The weight `[V, width]` of the target's `module`, its embedding or head, for a drafter called `name`; raises
-    `ValueError` unless it is a floating-point matrix of that width, in memory."""
+    """The weight `[V, width]` of the target's embedding or head, `module`, for a drafter called `name`. Raises
+    `ValueError` unless it is a floating-point matrix of that width in memory."""
     weight = tensor_weight(module)
     if weight is None or not weight.is_floating_point():
         reason = f"the target's is {type(module).__name__}; expected a module with a floating-point `weight`."
@@ -41,14 +41,14 @@ def readable_weight(module: nn.Module | None, what: str, width: int, name: str) 
 
 
 class SharedWeight:
-    """The embedding or head (`what`) of a target, used by a drafter `name` that has none.
+    """The embedding or head of a target (`what`), used by a drafter called `name` that has none.
 
-    It needs the rows `[n]` int64, all if None. See `readable_weight` for errors.
+    The drafter needs `rows` `[n]` int64, or all if None. `readable_weight` has the errors.
 
     Attributes:
-        weight: `[V or n, width]`, without gradients. The memory of the target's own parameter if all rows are needed
-            and it is plain (see `is_plain`), so that the drafter sees every write to it; otherwise a copy, which
-            `refresh` updates.
+        weight: `[V or n, width]`, without gradients. It has the memory of the target's parameter if all rows are needed
+            and the parameter is plain (see `is_plain`), so that the drafter sees every write. Otherwise it is a copy,
+            which `refresh` updates.
     """
 
     def __init__(self, module: nn.Module | None, what: str, width: int, name: str, rows: torch.Tensor | None = None):
@@ -56,7 +56,7 @@ class SharedWeight:
         weight = readable_weight(module, what, width, name).detach()
         if rows is not None and (last := int(rows.max())) >= len(weight):
             raise ValueError(f"{name} drafts the token {last}, of which the target's {what} of {len(weight)} has none.")
-        # `refresh` writes to it in later calls; a tensor of inference mode could not be written to outside of it.
+        # `refresh` writes to it in later calls, and an inference tensor cannot be written to outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self._rows = None if rows is None else rows.to(weight.device)
             self.weight = weight if rows is None else weight[self._rows]
@@ -64,14 +64,14 @@ class SharedWeight:
         self._versions = versions_of([module.weight])
 
     def how_changed(self, module: nn.Module) -> str | None:
-        """How the weight of `module` was replaced, moved, cast or resized, for a message; None if it was not."""
+        """A message part on how the weight of `module` was replaced, moved, cast or resized; None if it was not."""
         kind = _kind(module)
         if kind != self._kind:
             return f"its {self.what} was {self._kind} and is {kind}"
         return None if places_of([module.weight]) == self._places else f"its {self.what} is another tensor"
 
     def refresh(self, module: nn.Module) -> None:
-        """Update `weight`, if it is a copy, from `module`. It keeps its memory, so captured rounds stay valid."""
+        """Update `weight` from `module` if it is a copy. It keeps its memory, so captured rounds stay valid."""
         source = module.weight
         shares_memory = self._rows is None and is_plain(source)
         if shares_memory or not self._is_stale(source):
@@ -86,9 +86,9 @@ class SharedWeight:
 
     def _is_stale(self, source: torch.Tensor) -> bool:
         """Whether `source` was written to since it was copied."""
-        if source.is_inference() or versions_of([source]) != self._versions:  # writes to the first are not counted
+        if source.is_inference() or versions_of([source]) != self._versions:  # inference tensors count no writes
             return True
-        if not is_plain(source):  # gathering or dequantising a weight in every call, to compare it, would cost too much
+        if not is_plain(source):  # to gather or dequantise a weight in every call would cost too much
             return False
         step = max(len(self._rows) // _NUM_SAMPLES, 1)
         return not torch.equal(self.weight[::step], source.detach()[self._rows[::step]])
@@ -102,11 +102,11 @@ def _kind(module: nn.Module) -> str:
 
 
 def embed(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Embeddings `[..., H]` of `tokens` `[...]` int64 by `weight` `[V, H]`, on the tokens' device."""
+    """Embeddings `[..., H]` of `tokens` `[...]` int64 by `weight` `[V, H]`, in `dtype` on the tokens' device."""
     is_here = weight.device == tokens.device and weight.dtype == dtype and tokens.dim() == 2
     if is_here and not weight.requires_grad and uses_layer_kernels(weight):
         return ops.gather_rows(weight[None], tokens, None)
-    # The embedding of a target that is split over devices may be on another device than its last layer.
+    # In a target that is split over devices, the embedding may be on another device than the last layer.
     return F.embedding(tokens.to(weight.device), weight).to(tokens.device, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Suffix decoding (arXiv 2411.04975): drafts what followed the last tokens before, in this text and in earlier ones."""
+"""Suffix decoding (arXiv 2411.04975): drafts the tokens that followed earlier occurrences of the last tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from .none import WeightlessDrafter, no_drafts
 class SuffixDrafter(WeightlessDrafter):
     """Drafts without a model, by `ops.suffix_drafts`: from the prompt, the output so far, and earlier outputs.
 
-    The rule is that of ArcticInference's and vLLM's suffix decoding, for a chain. Occurrences are searched for on the
-    device in every round; no tree of suffixes is kept, on the host or elsewhere. Earlier outputs are those of all calls
-    with this drafter, of whatever prompts, up to `history_size` tokens, the latest ones. They are forgotten when the
-    drafter is bound to another target.
+    The rule is that of ArcticInference's and vLLM's suffix decoding, for a chain. Every round searches for occurrences
+    on the device; there is no suffix tree. Earlier outputs are the latest `history_size` tokens of all calls with this
+    drafter, whatever their prompts. Binding the drafter clears them.
 
     Args:
-        target: to generate with; or a `SuffixConfig`, for a drafter that is bound later.
-        settings: of `SuffixConfig`.
+        target: the target to bind to; or a `SuffixConfig`, for a drafter that is bound later.
+        settings: arguments of `SuffixConfig`.
     """
 
     config_class = SuffixConfig
@@ -48,7 +47,7 @@ class SuffixDrafter(WeightlessDrafter):
         history = self._history
         if not len(tokens) or not len(history):
             return
-        # What an output begins with is found by the end of its prompt.
+        # The end of the prompt lets the beginning of the output be found.
         parts = upload(prompt[-LONGEST_MATCH:], history), upload(tokens, history), history.new_full((1,), NO_TOKEN)
         text = torch.cat(parts)[-len(history) :]
         history.copy_(torch.cat([history[len(text) :], text]))

@@ -1,4 +1,4 @@
-"""Whether a target fits a drafter, for `Drafter.bind`."""
+"""Checks of a target for `Drafter.bind`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-# Names that do not stand for a `generate()`.
+# Names that end in "generate" but are no `generate()`.
 _NO_GENERATION = {"return_dict_in_generate", "can_generate"}
 
 
@@ -25,16 +25,15 @@ def check_target(target: Any) -> None:
 
 
 def generating_model(target: PreTrainedModel) -> PreTrainedModel:
-    """The model whose `GenerationMixin.generate` generates when `generate()` of `target` is called: mostly `target`.
+    """The model whose `GenerationMixin.generate` runs when `target.generate()` is called: mostly `target` itself.
 
-    Some classes that read images (BLIP, BLIP-2, InstructBLIP, Kosmos-2) have a `generate()` of their own, which calls
-    that of the language model inside. Others, such as those that generate by diffusion, have one that calls no other
-    and may ignore `assistant_model` silently. A function that somebody has put in its place, which holds the one before
-    in a variable, is taken to call that.
+    Some classes that read images (BLIP, BLIP-2, InstructBLIP, Kosmos-2) have a `generate()` that calls the `generate()`
+    of the language model inside. Others, such as diffusion models, have a `generate()` that calls no other and may
+    silently ignore `assistant_model`. A replacement that holds the previous function in a closure may call it.
 
     Raises:
         TypeError, ValueError: see `check_target`.
-        ValueError: expected transformers' `GenerationMixin.generate`, or one that calls another.
+        ValueError: the class has a `generate()` of its own that calls no other.
     """
     check_target(target)
     function = inspect.unwrap(getattr(type(target), "generate", GenerationMixin.generate))

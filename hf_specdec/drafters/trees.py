@@ -1,6 +1,6 @@
-"""Trees of drafts, made of what a drafter says may follow: tables, of which `ops.best_paths` takes the likeliest paths.
+"""Trees of drafts: a drafter gives tables of log-probabilities, and `ops.best_paths` takes the likeliest paths.
 
-Whatever tree there is, texts have their law: drafts are verified by the target's own tokens.
+Any tree is lossless, because drafts are verified by the target's own tokens.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from .. import ops
 from ..kernels.types import WORD_BITS, Columns, Proposal, Tree
 from ..state import DecodeState
 
-# Drafts that follow the same one, at most; and those of a depth that a pass of layers goes on from, as EAGLE-2's.
+# The most children of a node, and the most nodes of a depth that a pass expands, as in EAGLE-2.
 MOST_CHILDREN, WIDEST_FRONT = 16, 8
 
 
 def likeliest_tree(logprobs: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None, num_nodes: int) -> Proposal:
-    """The tree of the `num_nodes` likeliest paths; arguments as of `draft_tree_reference.best_paths`."""
+    """The tree of the `num_nodes` likeliest paths. It takes the arguments of `draft_tree_reference.best_paths`."""
     drafts, *tree = ops.best_paths(logprobs, tokens, rows, num_nodes)
     return Proposal(drafts, None, tree=Tree(*tree))
 
 
 def tree_of_independent(logits: torch.Tensor, target_ids: torch.Tensor | None, num_nodes: int) -> Proposal:
-    """The tree of drafts that do not depend on each other, by the logits `[B, K, V_d]` of each of K; `target_ids` as of
+    """The tree of K drafts that do not depend on each other, from their logits `[B, K, V_d]`; `target_ids` is that of
     `ops.best_draft`."""
     logprobs, tokens = likeliest_tokens(logits, target_ids, num_nodes)
     return likeliest_tree(logprobs[:, :, None], tokens[:, :, None], None, num_nodes)
@@ -31,29 +31,29 @@ def tree_of_independent(logits: torch.Tensor, target_ids: torch.Tensor | None, n
 def likeliest_tokens(
     logits: torch.Tensor, target_ids: torch.Tensor | None, num_nodes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and tokens `[B, n, W]` of the drafts that may follow the same one in a tree of `num_nodes`."""
+    """Log-probabilities and tokens `[B, n, W]` of the likeliest children of n nodes, for a tree of `num_nodes`."""
     return ops.likeliest_tokens(logits, target_ids, min(num_nodes, MOST_CHILDREN, logits.shape[-1]))
 
 
 def tree_of_pairs(logprobs: torch.Tensor, tokens: torch.Tensor, num_nodes: int) -> Proposal:
-    """The tree of K drafts of which each depends on the one before it, by `logprobs` `[B, K, C, C]` float32: of C
-    candidates of a draft, `tokens` `[B, K, C]` int64, in the last dimension, after each candidate of the draft before;
-    of the first draft after the text."""
+    """The tree of K drafts, each of which depends on the draft before it. `tokens` `[B, K, C]` int64 are C candidates
+    for each draft. `logprobs` `[B, K, C, C]` float32 are theirs, in the last dimension, after each candidate of the
+    draft before, in the third; of the first draft row 0 is read."""
     logprobs, order = logprobs.sort(dim=-1, descending=True, stable=True)
     return likeliest_tree(logprobs, tokens[:, :, None].expand_as(order).gather(-1, order), order[:, :-1], num_nodes)
 
 
 class GrowingTree:
-    """A tree of drafts of which each depends on all before it, grown by layers (EAGLE-2, arXiv 2406.16858): of a layer
-    the `width` drafts of the likeliest paths are gone on from.
+    """A tree in which each draft depends on all drafts before it. It grows layer by layer as in EAGLE-2 (arXiv
+    2406.16858): the `width` likeliest paths of a layer are expanded.
 
-    With a width of the tree's nodes it is the tree of the likeliest paths.
+    With `width` = the number of nodes, it is the tree of the likeliest paths.
 
     Args:
         width: see above.
-        window: what is run before the drafts, which follow the last of it: tokens `[B, w]` int64 and, if passes run
-            these again, hidden states `[B, w, H]`.
-        depth: how many layers there will be.
+        window: the columns before the tree, the last of which is its root: tokens `[B, w]` int64 and, if passes run
+            them again, hidden states `[B, w, H]`.
+        depth: number of layers.
     """
 
     def __init__(self, width: int, window: Columns, depth: int):
@@ -65,8 +65,8 @@ class GrowingTree:
         self._rows: list[torch.Tensor] = []
 
     def add(self, logprobs: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Add a layer: C candidates, `tokens` `[B, P, C]` int64 with descending `logprobs` float32, that may follow
-        each of the P drafts that the last one is gone on from, or the window."""
+        """Add a layer: C candidates, `tokens` `[B, P, C]` int64 with descending `logprobs` float32, for each of the P
+        expanded drafts of the layer before, or for the root."""
         self._layers.append((logprobs, tokens))
 
     def grow(
@@ -79,13 +79,13 @@ class GrowingTree:
         is_chained: bool = False,
         has_front: bool = True,
     ) -> Columns:
-        """What the next pass runs: all columns so far, and the drafts of the last layer that are gone on from.
+        """The columns of the next pass: all columns so far, and the drafts of the last layer that are expanded.
 
-        Without a state columns have tokens, parents and hidden states only.
+        Without a state, columns have only tokens, parents and hidden states.
 
         Args:
             feedback, offsets, first, behind, is_chained: see `draft_tree_reference.grow_tree`.
-            has_front: whether any draft is gone on from.
+            has_front: whether any draft is expanded.
         """
         before = self._columns
         layer = (*self._layers[-1], self._paths) if has_front else (None, None, None)
@@ -105,7 +105,7 @@ class GrowingTree:
         return self._columns
 
     def cut(self, num_nodes: int) -> Proposal:
-        """The tree of the `num_nodes` likeliest paths of what was grown."""
+        """The `num_nodes` likeliest paths of the grown tree, as a proposal."""
         shape = self._layers[-1][0].shape
         kinds = [*zip(*self._layers, strict=True), self._rows]
         tables = [torch.stack([one.expand(shape) for one in kind], dim=1) if kind else None for kind in kinds]

@@ -1,4 +1,4 @@
-"""Attention for training-time test (EAGLE-3): a drafter drafts from every position of a sequence at once."""
+"""Attention of training-time test (EAGLE-3): a drafter drafts from every position of a sequence at once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ UNROLLED_NAME = "hf_specdec_unrolled"
 class UnrolledAttention:
     """Attention of training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): every slot drafts its own chain.
 
-    In step 0 the queries attend causally to all slots. In step s the query of slot p attends to step 0's keys of the
-    slots up to p, and to the keys of slot p in steps 1..s, which are those that a draft step finds in its cache. One
-    instance serves one unrolled forward pass: the n-th call for a layer is its step n - 1. A step may run fewer leading
-    rows of the batch than the step before, but not more. Queries, and the keys of steps from 1 on, may be those of the
-    last slots only.
+    In step 0 attention is causal over all slots. In step s the query of slot p attends to step 0's keys of the slots up
+    to p, and to slot p's keys of steps 1 to s: the keys that a draft step finds in its cache. One instance serves one
+    unrolled forward pass: the n-th call of a layer is its step n - 1. A step may run fewer leading rows of the batch
+    than the step before, but not more. Queries, and keys of steps from 1 on, may be those of the last slots only.
 
-    Without a sliding window, and where a fused kernel takes the data type, the causal part never materialises its
-    scores (`_ChainAttention`); otherwise `explicit_chain_attention` runs.
+    Without a sliding window, and if a fused kernel takes the dtype, the causal part never materialises its scores
+    (`_ChainAttention`). Otherwise `explicit_chain_attention` runs.
     """
 
     def __init__(self) -> None:
@@ -68,9 +67,9 @@ def unrolled_attention_forward(
     attend: UnrolledAttention | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface for an `UnrolledAttention`, passed to the model as `attend`; it builds no mask
-    for that, since no mask function is registered under `UNROLLED_NAME`. Raises `ValueError` unless it is a plain
-    softmax of scaled dot products."""
+    """transformers' attention interface for an `UnrolledAttention`, which the model is given as `attend`. transformers
+    builds no mask, because no mask function is registered under `UNROLLED_NAME`. Raises `ValueError` unless the layer's
+    attention is a plain softmax of scaled dot products."""
     unusual = {
         "attention sinks": s_aux is not None,
         "capped scores": softcap is not None,
@@ -95,12 +94,12 @@ def shift_left(tokens: torch.Tensor) -> torch.Tensor:
 def explicit_chain_attention(
     query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], window: int | None = None
 ) -> torch.Tensor:
-    """`UnrolledAttention` at step `len(keys) - 1`, with all scores in memory: the reference of `_ChainAttention`.
+    """`UnrolledAttention` in step `len(keys) - 1` with all scores in memory: the reference of `_ChainAttention`.
 
     Args:
-        query: `[B, heads, n, head_dim]` of this step, at the last n of S slots.
-        keys, values: of steps 0 to this one: `[B, heads, S, head_dim]`, then each shaped like `query`.
-        window: sliding window, in positions, or None.
+        query: `[B, heads, n, head_dim]`, this step's queries at the last n of S slots.
+        keys, values: of steps 0 to this one: `[B, heads, S, head_dim]` for step 0, then the shape of `query`.
+        window: sliding window in positions, or None.
     """
     (base_key, *chain_keys), (base_value, *chain_values) = keys, values
     scale = query.shape[-1] ** -0.5
@@ -127,9 +126,9 @@ def explicit_chain_attention(
 class _ChainAttention(torch.autograd.Function):
     """`explicit_chain_attention` without a window, with a fused kernel for the causal part.
 
-    Forward: the kernel's output over step 0's keys and its log of the sum of exponentials are merged with the scores of
-    the later steps' keys. Backward: the gradient of a softmax at a subset of its keys needs only the output and
-    normaliser of the whole softmax, so the kernel's backward is called with those of the merged attention.
+    Forward: the kernel's output over step 0's keys and its log-sum-exp are merged with the scores of the later steps'
+    keys. Backward: the gradient of a softmax at a subset of its keys needs only the output and the normaliser of the
+    whole softmax, so the kernel's backward gets those of the merged attention.
     """
 
     @staticmethod
@@ -169,10 +168,10 @@ class _ChainAttention(torch.autograd.Function):
 
 
 def fused(function: Callable) -> Callable:
-    """Compile `function` for tensors on a GPU, where its elementwise operations are bound by memory bandwidth."""
+    """Compile `function` for GPU tensors, where memory bandwidth bounds its elementwise operations."""
 
     @functools.cache
-    def compiled() -> Callable:  # at the first use, as torch's compiler takes a second to import
+    def compiled() -> Callable:  # at the first use, because importing torch's compiler takes a second
         return torch.compile(function)
 
     @functools.wraps(function)
@@ -183,7 +182,7 @@ def fused(function: Callable) -> Callable:
 
 
 def _inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Inner products over the last dimension, `[..., n, d]` to `[..., n]`, in at least float32."""
+    """Inner products over the last dimension, `[..., n, d]` to `[..., n]`, in float32 or wider."""
     return (a * b).sum(-1, dtype=torch.promote_types(a.dtype, torch.float32))
 
 
@@ -192,7 +191,7 @@ _dot = fused(_inner)
 
 @fused
 def _score(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Scores `[..., n]` of each query with its own key of a later step."""
+    """Scores `[..., n]` of queries with their own slots' keys of a later step."""
     return _inner(query, key) * query.shape[-1] ** -0.5
 
 
@@ -213,7 +212,7 @@ def _chain_gradients(
     shared: torch.Tensor,
     grad_query: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`grad_query` plus the contribution of a later step's keys, and the gradients of these keys and their values."""
+    """`grad_query` plus the contribution of a later step's keys, and the gradients of its keys and values."""
     weight = (score - norm).exp()
     grad_score = (weight * (_inner(grad, value) - shared) * query.shape[-1] ** -0.5).unsqueeze(-1)
     grad_key, grad_value = (grad_score * query).to(key.dtype), (weight.unsqueeze(-1) * grad).to(value.dtype)
@@ -223,7 +222,7 @@ def _chain_gradients(
 def _causal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, tuple]:
-    """The device's fused kernel: output, log of the sum of exponentials, further arguments of the backward kernel."""
+    """The device's fused kernel: output, log-sum-exp, and further arguments of the backward kernel."""
     if query.is_cuda:
         out, norm, *rest, _ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, is_causal=True)
         return out, norm, tuple(rest)
@@ -256,8 +255,8 @@ def _causal_attention_backward(
 
 
 def _cpu_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """Added to scores `[n, S]` where there are fewer queries than keys, as the CPU's kernel then aligns the first of
-    both, the GPU's the last of both; None for equally many."""
+    """The mask that is added to scores `[n, S]` if queries are fewer than keys, because the CPU's kernel aligns the
+    first query with the first key, and the GPU's the last with the last; None for as many queries as keys."""
     length, count = key.shape[2], query.shape[2]
     if count == length:
         return None

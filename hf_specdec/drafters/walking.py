@@ -1,4 +1,4 @@
-"""What DSpark, Domino, DFlash-2 and DSpine have in common: after a pass over a block, small steps along its drafts."""
+"""Base of DSpark, Domino, DFlash-2 and DSpine: a pass over a block, then a small step for each of its drafts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .trees import MOST_CHILDREN, GrowingTree, tree_of_pairs
 
 
 class Places(NamedTuple):
-    """Drafts of a block, in order, before they depend on each other.
+    """n consecutive drafts of a block, as the pass over the block gives them.
 
     Attributes:
-        first: number of the first one in its block.
-        logits: `[..., n, C]`, of the candidates.
-        candidates: `[..., n, C]` int64, ids of the draft vocabulary; None for all V_d.
-        read: tensors `[..., n, ...]` that a family has computed of the inputs of the head.
+        first: index of the first of them in its block.
+        logits: `[..., n, C]`, the head's logits of the candidates.
+        candidates: `[..., n, C]` int64, ids in the draft vocabulary; None for all V_d.
+        read: tensors `[..., n, ...]` that `WalkingDrafter.read` has computed from the inputs of the head.
     """
 
     first: int
@@ -31,7 +31,7 @@ class Places(NamedTuple):
     read: tuple[torch.Tensor, ...]
 
     def at(self, step: int, dim: int) -> Places:
-        """One of them; n is dimension `dim`."""
+        """Draft number `step`; the n drafts are dimension `dim`."""
 
         def pick(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else values.narrow(dim, step, 1)
@@ -40,50 +40,48 @@ class Places(NamedTuple):
 
 
 def project(features: torch.Tensor, layer: nn.Linear, candidates: torch.Tensor | None) -> torch.Tensor:
-    """Outputs of `layer`, which has no bias, of `features` `[..., n, P, r]`: `[..., n, P, V_d]`, or `[..., n, P, C]` of
-    `candidates` `[..., n, C]`."""
+    """Outputs `[..., n, P, V_d]` of `layer`, which has no bias, for `features` `[..., n, P, r]`; only those of the
+    `candidates` `[..., n, C]` if given, `[..., n, P, C]`."""
     return layer(features) if candidates is None else features @ layer.weight[candidates].mT
 
 
 class WalkingDrafter(DFlashDrafter):
-    """A DFlash drafter of which each draft depends on those before it, by a small step that a family implements in
-    `follow`.
+    """A DFlash drafter in which each draft depends on the drafts before it, by a small step: `follow` of a family.
 
-    A chain takes it for each draft token, left to right. A draft token is drawn from its own logits given the ones
-    before it, so that the distributions that verification reads are those that the tokens were drawn from. A tree takes
-    it for many tokens before at once, and for the likeliest candidates by the head alone.
+    A chain takes a step for each draft token, left to right. A draft token is drawn from its own logits given the
+    drafts before it, and verification reads just these distributions. A tree takes a step for many tokens before at
+    once, and only for the likeliest candidates by the head.
     """
 
-    # Whether a draft depends on others than the one before it, by a memory that steps pass on.
+    # Whether a draft depends on more than the token before it, by a memory that one step hands to the next.
     remembers = False
 
     @property
     def num_candidates(self) -> int | None:
-        """How many tokens, the likeliest ones by the head alone, a draft is chosen from; None for all."""
+        """Number of likeliest tokens by the head from which a draft is chosen; None for all."""
         return getattr(self.config, "selector_top_k", None)
 
     def begin(self, anchors: torch.Tensor, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Those of `normed` `[..., n, H]`, see `num_read`, that draft a token, and the memory of the first step, given
-        `anchors` `[..., 1]`."""
+        """The columns of `normed` `[..., n, H]`, see `num_read`, that draft a token, and the memory of the first step,
+        given `anchors` `[..., 1]`."""
         return normed, None
 
     def read(self, normed: torch.Tensor, candidates: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """What `follow` reads of the inputs of the head, computed once for all drafts; see `Places`."""
+        """Values for `follow` from the inputs of the head, computed once for all drafts; see `Places.read`."""
         return (normed,)
 
     def follow(
         self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits of drafts, given the tokens before them.
+        """Logits of n drafts, each given P possible tokens before it.
 
         Args:
-            tokens: `[..., n, P]` int64, P tokens of the target that may be before each of n drafts.
-            places: these drafts.
-            memory: `[..., n, P, m]`, of the step of each of the tokens; None if a family has none, or before the first
-                step.
+            tokens: `[..., n, P]` int64, the tokens before, in the target's vocabulary.
+            places: the n drafts; n is 1 with memory.
+            memory: `[..., n, P, m]` from the step of each of the tokens; None in the first step, or without memory.
 
         Returns:
-            `[..., n, P, C]`, and the memory of the next step. n is 1 with memory.
+            `[..., n, P, C]`, and the memory of the next step.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement follow().")
 
@@ -121,7 +119,7 @@ class WalkingDrafter(DFlashDrafter):
     def _walk(
         self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """Choose draft tokens in order after `anchors` `[..., 1]`; `choose` gives tokens for logits `[..., 1, V_d]`."""
+        """Choose drafts in order after `anchors` `[..., 1]`; `choose` maps logits `[..., 1, V_d]` to tokens."""
         normed, memory = self.begin(anchors, normed)
         logits, candidates = self._head_logits(normed), None
         shape = (*logits.shape[:-2], 1, logits.shape[-1])
@@ -137,19 +135,19 @@ class WalkingDrafter(DFlashDrafter):
             last = choose(scores)
 
     def _draft_tree(self, state: DecodeState, anchors: torch.Tensor, normed: torch.Tensor) -> Proposal:
-        """The tree of a round; arguments as of `draft`."""
+        """The tree of a round. It takes the arguments of `draft`."""
         normed, memory = self.begin(anchors, normed)
         logits = self._head_logits(normed)
         count = min(self.num_candidates or MOST_CHILDREN, logits.shape[-1])
         values, candidates = ops.likeliest_tokens(self.add_noise(state, logits, first=0), None, count)
         tokens, logits = self._target_tokens(candidates), logits.gather(-1, candidates).float()
         places = Places(0, logits, candidates, self.read(normed, candidates))
-        # What is no candidate keeps the weight that it has by the head alone.
+        # The tokens that are no candidates keep their total probability by the head.
         others = (-torch.expm1(values.logsumexp(-1, keepdim=True)).clamp(max=0.0)).log()
         temperatures = (state.temperature * state.row_temperatures)[:, None, None, None]
 
         def follow(before: torch.Tensor, at: Places, memory: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-            """Log-probabilities `[B, n, P, C]` of candidates, given tokens before them; and the memory."""
+            """Log-probabilities `[B, n, P, C]` of the candidates, given the tokens before them, and the memory."""
             rows = slice(at.first, at.first + before.shape[1])
             scores, memory = self.follow(before, at, memory)
             scores = values[:, rows, None] + (scores - at.logits[:, :, None]).float() / temperatures

@@ -317,7 +317,7 @@ class ContinuousRunner(Runner):
         """Whether moving saves more than captures take: half of the time left, or a share of the time so far."""
         if not self.target.is_captured or lease.is_kept:
             return True
-        drafted, times = self.drafts.current, self.session.round_times
+        drafted, times = self.drafts.current, self.drafts.times
         rounds = tokens_left() / (drafted.num_drafts + 1)
         left = rounds * times.milliseconds(drafted) if drafted in times else 0.0
         is_worth = max(left / 2, SHARE_OF_THE_END * times.total) > 1e3 * self.session.capture_seconds

@@ -187,8 +187,6 @@ class SessionLease:
                 place_in_memory(state, target, self.shape)
             session = Session(state)
         session.acquire()
-        if self._call.is_auto:
-            session.round_times = round_times(self._call, target, self.shape)
         self.session = session
         chunk_size = self._call.config.prefill_chunk_size
         self.prefill = SessionPrefill(session, target, chunk_size, self._is_continuous)
@@ -230,10 +228,10 @@ class SessionLease:
 
     def drafts(self, acceptance: Acceptance, first: RoundShape | None = None) -> Drafts:
         """What chooses the drafts of each round, beginning with `first`; None stands for `first_drafts`."""
-        call, times = self._call, self.session.round_times
-        most = RoundShape(self.shape.num_draft_tokens, self.shape.num_nodes)
+        call, most = self._call, RoundShape(self.shape.num_draft_tokens, self.shape.num_nodes)
         if not call.is_auto:
-            return FixedDrafts(most, times)
+            return FixedDrafts(most, self.session.round_times)
+        times = round_times(call, self._target, self.shape)
         if first is None:
             first = first_drafts(call, self.shape, times)
         split = None if tensor_parallel_group(call.model) is None else call.model

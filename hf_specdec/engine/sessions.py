@@ -88,7 +88,7 @@ class Session:
         rounds: captured rounds, by `BlockProcessor.key`, K and `RaggedCache.kernel_span`.
         catch_ups: captured `catch_up`, by width and `RaggedCache.kernel_span`.
         prefills: captured chunks of prefills, by width.
-        round_times: times of its rounds, for `num_assistant_tokens="auto"`.
+        round_times: times of its rounds in calls with a fixed K, which ranks of one model do not share.
         capture_seconds: expected time to capture another round, from the last capture.
         patches: patches of the targets that the graphs were captured of; graphs read their tables.
         num_bytes: GPU memory that the session has taken, without what graphs share.

@@ -250,7 +250,7 @@ def _read_inputs(
     # A cache with recurrent states only does not know how many tokens it holds.
     cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
     check_prompts(input_ids, mask, cache, model_kwargs)
-    check_cache(cache, config)
+    check_cache(cache)
     return read_prompts(input_ids.long(), mask, mask_length(config), cache), mask, cache
 
 

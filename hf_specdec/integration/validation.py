@@ -70,28 +70,25 @@ def _num_rows(module: nn.Module | None) -> int:
     return 0 if weight is None or weight.dim() != 2 else len(weight)
 
 
-def check_cache(cache: Any, config: GenerationConfig) -> None:
-    """Raise `ValueError` unless the cache of a call is one of transformers' that stores keys and values as they are.
+_ROUNDED = (
+    "which stores rounded keys and values, from which rejected drafts cannot be taken back; expected a cache that "
+    "stores them as they are. Drop it or assistant_model."
+)
+
+
+def check_cache(cache: Any) -> None:
+    """Raise `ValueError` unless the cache that the caller of a call passed is one of transformers', which stores keys
+    and values as they are.
 
     Rejected drafts are removed from the cache. If it did more, such as rounding or dropping tokens, that would change
     the text of plain `generate()`.
     """
-    asked = config.cache_implementation
-    if asked not in (None, "offloaded") and asked.startswith("offloaded"):
-        raise ValueError(
-            f"cache_implementation is {asked!r}, a static cache in another memory, which no engine runs with drafts; "
-            'expected "offloaded" or none. Drop that option or assistant_model.'
-        )
-    what, parts = f"cache_implementation is {asked!r}", []
-    if is_of_caller(cache):
-        what = f"{OUTPUT_NAME} is a {type(cache).__name__}"
-        parts = [cache, *getattr(cache, "layers", ()), getattr(cache, "layer_class_to_replicate", None)]
-    if asked == "quantized" or any(map(rounds_keys, parts)):
-        raise ValueError(
-            f"{what}, which stores rounded keys and values, from which rejected drafts cannot be taken back; expected "
-            "a cache that stores them as they are. Drop it or assistant_model."
-        )
-    for part in parts:
+    if not is_of_caller(cache):
+        return
+    what = f"{OUTPUT_NAME} is a {type(cache).__name__}"
+    for part in (cache, *getattr(cache, "layers", ()), getattr(cache, "layer_class_to_replicate", None)):
+        if rounds_keys(part):
+            raise ValueError(f"{what}, {_ROUNDED}")
         update = getattr(part, "update", None)
         if update is not None and getattr(update, "__module__", "").partition(".")[0] != "transformers":
             kind = part if isinstance(part, type) else type(part)
@@ -156,6 +153,14 @@ def check_call(
         raise ValueError(f"{name} is in training mode, so its dropout is active; call model.eval() first.")
     if config.use_cache is False:
         raise ValueError("use_cache is False, but speculative decoding verifies drafts on a cache; drop that option.")
+    asked = config.cache_implementation
+    if asked not in (None, "offloaded") and asked.startswith("offloaded"):
+        raise ValueError(
+            f"cache_implementation is {asked!r}, a static cache in another memory, which no engine runs with drafts; "
+            'expected "offloaded" or none. Drop that option or assistant_model.'
+        )
+    if asked == "quantized":
+        raise ValueError(f"cache_implementation is {asked!r}, {_ROUNDED}")
     for setting, what in _REFUSED_SETTINGS.items():
         value = getattr(config, setting, None)
         if value:

@@ -1,6 +1,6 @@
 """Triton kernels of a round, and their PyTorch references.
 
-In a checkout this package's modules are the files of the folder `kernels` beside `hf_specdec`. A wheel has them in this
+In a checkout the modules of this package are in the folder `kernels` beside `hf_specdec`. In a wheel they are in this
 folder, without this file (`package-dir` in pyproject.toml).
 """
 

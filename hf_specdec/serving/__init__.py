@@ -1,1 +1,1 @@
-"""What `hf-specdec serve` adds to transformers' server: checks of requests, what they ask for, answers, metrics."""
+"""Continuous batching with a drafter, and `hf-specdec serve`: the manager, its requests and results, the server."""

@@ -1,5 +1,4 @@
-"""Answers of the server: without the stop strings that ended them, with log-probabilities, and several of one request
-together."""
+"""Answers of the server: cut at stop strings, with log-probabilities, and several answers to a request joined."""
 
 from __future__ import annotations
 
@@ -14,28 +13,29 @@ from transformers import PreTrainedTokenizerFast
 
 from ..host.generation import GenerationOutput
 
-# What stands for a lower log-probability, which JSON may have no number for.
+# The smallest log-probability in an answer, because JSON has no -inf.
 LEAST_LOGPROB = -9999.0
 
 
 def cut(text: str, stops: Sequence[str]) -> str | None:
-    """`text` up to the first of `stops` in it; None if it has none."""
+    """`text` up to its first stop string; None if it has none."""
     places = [place for place in (text.find(one) for one in stops) if place >= 0]
     return text[: min(places)] if places else None
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of one of `stops`."""
+    """Number of characters at the end of `text` that may be the beginning of a stop string."""
     longest = min(max(map(len, stops), default=1) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if any(one.startswith(text[-size:]) for one in stops)), 0)
 
 
 class StopStringQueue:
-    """The queue of a streamed answer, of which its handler reads text as far as none of `stops`, which end the answer
-    and are no part of it, begins in it. `source` is filled with strings, others objects, and None at the end.
+    """The queue of a streamed answer. Its handler gets text only up to where a stop string may begin. A stop string
+    ends the answer and is no part of it.
 
-    It lacks the end of an answer of which a token ends inside of a character; `whole` gives the text of all tokens that
-    have come. `on_stop` is called when a stop string has ended the answer.
+    `source` gets strings, other objects, and None at the end. It lacks the end of an answer whose last token ends
+    inside a character; `whole` returns the text of all tokens so far. `on_stop` is called when a stop string ends the
+    answer.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class StopStringQueue:
         return self._ready.popleft()
 
     def get_nowait(self) -> Any:
-        """As of `asyncio.Queue`, of which it raises `QueueEmpty`."""
+        """As `asyncio.Queue.get_nowait`; raises its `QueueEmpty`."""
         while not self._ready:
             self._take(self._source.get_nowait())
         return self._ready.popleft()
 
     def _take(self, item: Any) -> None:
         if hasattr(item, "msg"):
-            item.msg = json.dumps(item.msg)[1:-1]  # the handler puts it between quotes
+            item.msg = json.dumps(item.msg)[1:-1]  # the handler adds the quotes
         if item is None:
             self._add(self._whole()[self._num_taken :])
         if type(item) is str:
@@ -88,7 +88,7 @@ class StopStringQueue:
 
 
 def without_stops(answer: dict[str, Any], stops: Sequence[str]) -> dict[str, Any]:
-    """An answer that is not streamed, in which `stops` end the texts of its choices and are no part of them."""
+    """An answer that is not streamed, with the texts of its choices cut at their first stop strings."""
     for choice in answer.get("choices", ()) if stops else ():
         place, key = (choice["message"], "content") if "message" in choice else (choice, "text")
         text = cut(place.get(key) or "", stops)
@@ -98,7 +98,7 @@ def without_stops(answer: dict[str, Any], stops: Sequence[str]) -> dict[str, Any
 
 
 class _ScoredToken(NamedTuple):
-    """A token of an answer: its name, its log-probability, and the text that it adds, which begins at `start`."""
+    """A token of an answer: its name, its log-probability, and the text that it adds at character `start`."""
 
     name: str
     logprob: float
@@ -106,17 +106,17 @@ class _ScoredToken(NamedTuple):
     start: int
 
     def entry(self) -> dict[str, Any]:
-        """In the form of chats; bytes of tokens that are no special ones."""
+        """The token in the form of chats; special tokens have no bytes."""
         octets = list(self.text.encode()) if self.name == self.text else None
         return {"token": self.name, "logprob": self.logprob, "bytes": octets, "top_logprobs": []}
 
 
 class AnswerLogprobs:
-    """Log-probabilities of the tokens of an answer, in the form of OpenAI's chats and completions.
+    """Log-probabilities of an answer's tokens, in the form of OpenAI's chats and completions.
 
-    The text of a token is what it adds to the answer: those of all tokens are the answer, up to one of `stops`. A token
-    that ends inside of a character adds nothing, that which completes it all of it. Special tokens, such as that which
-    ends the answer, have their name and no bytes. The `tokenizer` is to be set before results are read.
+    The text of a token is what it adds to the answer: the texts of all tokens, up to a stop string, are the answer. A
+    token that ends inside a character adds nothing; the token that completes the character adds it. Special tokens,
+    such as the end-of-sequence token, have their name and no bytes. `tokenizer` must be set before results are read.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -127,7 +127,7 @@ class AnswerLogprobs:
         self._num_told, self._told, self._length = 0, 0, 0
 
     def read(self, result: GenerationOutput) -> None:
-        """Take what is new in a result of the request, which has all tokens so far."""
+        """Read the new tokens of a result of the request, which has all tokens so far."""
         new = slice(len(self._tokens), None)
         for token, logprob in zip(result.generated_tokens[new], result.logprobs[new], strict=True):
             text = name = self._decoding.step(self.tokenizer.backend_tokenizer, token) or ""
@@ -137,8 +137,8 @@ class AnswerLogprobs:
             self._length += len(text)
 
     def added_to(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """An answer, or a part of a streamed one, in which each choice has the log-probabilities of its text; the last
-        part of a streamed one has those that are left, also of special tokens."""
+        """An answer, or a part of a streamed answer, where each choice has the log-probabilities of its text. The last
+        part of a streamed answer has all that are left, also of special tokens."""
         for choice in answer.get("choices", ()):
             message = choice.get("message", choice.get("delta"))
             text = choice.get("text") if message is None else message.get("content")
@@ -155,7 +155,7 @@ class AnswerLogprobs:
         return answer
 
     def _next(self, is_last: bool) -> list[_ScoredToken]:
-        """The tokens that begin in what was told of the answer, or all that are part of it, without those before."""
+        """The next tokens that begin in the text sent so far, or with `is_last` all other tokens of the answer."""
         if is_last:
             answer = cut("".join(one.text for one in self._tokens), self._stops)
             end = self._length + 1 if answer is None else len(answer)
@@ -167,7 +167,7 @@ class AnswerLogprobs:
         return self._tokens[first : self._num_told]
 
     async def added_to_events(self, stream: AsyncIterator[str]) -> AsyncIterator[str]:
-        """The events of a streamed answer, see `added_to`."""
+        """The events of a streamed answer, changed by `added_to`."""
         try:
             async for part in stream:
                 for chunk in _chunks(part):
@@ -177,7 +177,7 @@ class AnswerLogprobs:
 
 
 def _chunks(part: str) -> list[dict[str, Any]]:
-    """The objects of the events in a part of a stream."""
+    """The JSON objects of the events in a part of a stream."""
     return [json.loads(event.removeprefix("data: ")) for event in part.split("\n\n") if event]
 
 
@@ -200,7 +200,7 @@ def _sum(usages: Sequence[dict[str, Any] | None]) -> dict[str, int]:
 
 
 async def join_streams(streams: Sequence[AsyncIterator[str]]) -> AsyncIterator[str]:
-    """The events of several streamed answers to one prompt, as they come; the usage of all is in the last one."""
+    """The events of several streamed answers to one prompt, as they come. The last usage is that of all answers."""
     events: asyncio.Queue[tuple[int, str | None]] = asyncio.Queue()
 
     async def read(number: int, stream: AsyncIterator[str]) -> None:

@@ -1,7 +1,7 @@
-"""Bodies of requests to the server: checked, and split into what transformers' handlers read and what they do not.
+"""Bodies of requests to the server: checked, and split into fields that transformers' handlers read and others.
 
-Fields are those of OpenAI's API and, as in vLLM, settings of sampling besides. What cannot be done is refused: no field
-that changes an answer is ignored.
+Fields are those of OpenAI's API and, as in vLLM, other sampling settings. Unsupported fields are refused: no field that
+changes an answer is ignored.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from transformers import GenerationConfig
 
 from ..errors import first_line
 
-# Kinds of requests, by the handlers of transformers' server.
+# Kinds of requests: each has a handler in transformers' server.
 CHAT, COMPLETION, RESPONSE = "chat", "completion", "response"
 
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
-# Fields that change no answer.
+# Fields that do not change answers.
 _WITHOUT_EFFECT = frozenset(
     {
         "metadata",
@@ -36,7 +36,7 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 
-# Values of fields that ask for nothing; with any other they are refused.
+# Values of fields that ask for nothing; other values are refused.
 _NEUTRAL: dict[str, tuple] = {
     "audio": (),
     "background": (False,),
@@ -61,7 +61,7 @@ _NEUTRAL: dict[str, tuple] = {
 
 _TINY, _HUGE = math.ulp(0.0), sys.float_info.max
 
-# Types and ranges of fields that are numbers, and how an error names them.
+# Types and ranges of numeric fields, and their descriptions in errors.
 _NUMBERS: dict[str, tuple[type, float, float, str]] = {
     **dict.fromkeys(_LENGTHS, (int, 1, math.inf, "an int of at least 1")),
     "temperature": (Real, 0, _HUGE, "a number of at least 0"),
@@ -76,12 +76,12 @@ _NUMBERS: dict[str, tuple[type, float, float, str]] = {
     "n": (int, 1, 128, "an int from 1 to 128"),
 }
 
-# Fields that are none of OpenAI but keywords of `add_request`, where `min_tokens` is `min_new_tokens`.
+# Fields that are not OpenAI's but keywords of `add_request`, where `min_tokens` is `min_new_tokens`.
 _OPTIONS = ("top_k", "min_p", "min_tokens", "repetition_penalty")
 
 
 class RefusedRequest(Exception):
-    """A request that cannot be run: `message` is for its client, `status` the HTTP status code."""
+    """A request that cannot be run; `message` is for its client, `status` is the HTTP status code."""
 
     def __init__(self, message: str, status: int = 400):
         super().__init__(message)
@@ -90,9 +90,9 @@ class RefusedRequest(Exception):
 
 @dataclass(frozen=True)
 class ParsedBody:
-    """What a request asks for: the body for transformers' handler, `options` of `add_request`, penalties as of OpenAI,
-    strings that end an answer and are no part of it, `n` answers, whether with the log-probabilities of their tokens,
-    and whether it states how many tokens an answer may have."""
+    """A checked request: the body for transformers' handler, `options` of `add_request`, OpenAI's penalties, stop
+    strings, the number of answers `n`, whether answers have log-probabilities, and whether the request limits the
+    length of answers."""
 
     body: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
@@ -104,13 +104,13 @@ class ParsedBody:
     has_length: bool = False
 
     def for_choice(self, number: int) -> ParsedBody:
-        """The request for one of `n` answers."""
+        """The request for answer `number` of `n`."""
         return replace(self, n=1, body=dict(self.body), options=self.options | {"sequence": (number, self.n)})
 
 
 def read_body(kind: str, body: Mapping[str, Any]) -> ParsedBody:
-    """What the body of a request of a `kind` asks for; raises `RefusedRequest` if it is malformed, or asks for what the
-    server does not have."""
+    """Check the body of a request of a `kind`. Raises `RefusedRequest` if it is malformed, or asks for what the server
+    does not support."""
     given = {name: value for name, value in body.items() if value is not None}
     _check_text(given)
     if kind == CHAT:
@@ -149,7 +149,7 @@ def read_body(kind: str, body: Mapping[str, Any]) -> ParsedBody:
         given["stop"] = list(stops)
     return ParsedBody(
         options=_options(given),
-        # transformers takes the frequency penalty for a repetition penalty.
+        # Not left to transformers, which takes the frequency penalty for a repetition penalty.
         presence_penalty=float(given.pop("presence_penalty", 0.0)),
         frequency_penalty=float(given.pop("frequency_penalty", 0.0)),
         stops=tuple(stops),
@@ -161,8 +161,8 @@ def read_body(kind: str, body: Mapping[str, Any]) -> ParsedBody:
 
 
 def _has_logprobs(kind: str, asked: Any) -> bool:
-    """Whether log-probabilities are asked for: by `true` for a chat, for a completion by 0, which tokens that were not
-    generated have none in."""
+    """Whether log-probabilities are asked for: by `true` for a chat; for a completion by 0, which means those of the
+    generated tokens only."""
     if asked is None or (kind == CHAT and isinstance(asked, bool)):
         return bool(asked)
     expected = {COMPLETION: "0, for those of the generated tokens", CHAT: "true or false", RESPONSE: "no logprobs"}
@@ -233,7 +233,7 @@ def _check_tools(given: dict[str, Any]) -> None:
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of `add_request` for fields that transformers' handlers do not read; they are taken from `given`."""
+    """Keywords of `add_request` for fields that transformers' handlers do not read, which are removed from `given`."""
     options = {name.replace("tokens", "new_tokens"): given.pop(name) for name in _OPTIONS if name in given}
     if "top_k" in options:
         options["top_k"] = max(options["top_k"], 0)

@@ -1,7 +1,7 @@
 """`model.init_continuous_batching(..., assistant_model=drafter)`: the manager that users call.
 
-`manager_requests.py` checks requests and makes them, `manager_queue.py` holds them until they are over,
-`manager_results.py` delivers their tokens, `manager_thread.py` runs rounds by the calls of `manager_call.py`.
+`manager_requests.py` checks and makes requests, `manager_queue.py` holds them until they are over,
+`manager_results.py` delivers their results, and `manager_thread.py` runs rounds by the calls of `manager_call.py`.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ logger = logging.getLogger(__name__)
 
 
 class SpeculativeBatchingManager:
-    """Continuous batching with a drafter of requests that arrive at any time.
+    """Continuous batching with a drafter, for requests that arrive at any time.
 
     It has the methods of transformers' `ContinuousBatchingManager`. `init_continuous_batching` and
-    `continuous_batching_context_manager` of a model make one if they are given a drafter. A thread of its own runs
-    rounds while there are requests; requests take free rows between two rounds. Other calls of `generate()` with a
-    drafter for the same model run between two rounds, too.
+    `continuous_batching_context_manager` of a model make one if they are given a drafter. Its thread runs rounds while
+    there are requests, and requests are admitted to free rows between rounds. Other calls of `generate()` with a
+    drafter for the same model also run between rounds.
 
-    A target that is split over processes (tensor parallel) has a manager on each of them, and all run the same rounds.
-    Requests are added and cancelled on the first process, as in transformers; on others these calls do nothing, and
-    each process has all results. All of them make, start, pause and stop their managers; other calls with a drafter
-    wait for `pause()`.
+    A target that is split over processes (tensor parallel) has a manager on each process, and all run the same rounds.
+    Requests are added and cancelled on the first process, as in transformers; on other processes these calls do
+    nothing. Every process has all results. Every process must make, start, pause and stop its manager, and other calls
+    with a drafter need `pause()`.
 
     Args:
-        generation_config: of all requests; the model's own if None.
+        generation_config: settings of all requests; the model's own if None.
         continuous_batching_config: `max_requests_per_batch` is the most rows of a round, `max_queue_size` the most
-            requests that wait for one (0 for any number), `seed` that of requests without a seed. With
-            `per_request_processors` a request may have settings of logits processors of its own. Without
-            `allow_block_sharing` every prompt is prefilled whole. Other settings are transformers' own engine's.
-        workload_hints: `max_prompt_length` and `max_generated_length` are what the first buffers are made for; longer
-            requests open larger ones.
-        attachment: of a model whose managers have a drafter unless they name another one.
-        tree: see `Drafter.configure`; the drafter's if None. While a request has processors that read its text, drafts
-            are chains.
+            waiting requests (0 for no limit), `seed` the seed for requests without their own. With
+            `per_request_processors` requests may have their own settings of logits processors. Without
+            `allow_block_sharing` there is no prefix cache. Other settings are for transformers' own engine.
+        workload_hints: `max_prompt_length` and `max_generated_length` size the first buffers; longer requests open
+            larger ones.
+        attachment: the attachment whose drafter this is, if the caller named none.
+        tree: see `Drafter.configure`; the drafter's if None. Drafts are chains while a request has processors that
+            read its text.
         kwargs: settings of `generate()`, such as `num_assistant_tokens`.
 
     Attributes:
-        background_thread_status: its `fatal_error` is the error that has ended the thread, or None.
+        background_thread_status: its `fatal_error` is the error that ended the thread, or None.
 
     Raises:
         ValueError: continuous batching does not support the settings, the target or the drafter.
@@ -111,16 +111,16 @@ class SpeculativeBatchingManager:
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Stop the thread, when all requests have ended.
+        """Stop the thread when all requests have ended.
 
         Args:
-            block: whether to wait for it, and then to free buffers and graphs.
-            timeout: most seconds to wait; None for any number.
-            keep_for_next_session: whether to keep buffers and graphs.
-            hard_stop: whether to stop after the round that runs; requests fail then.
+            block: whether to wait for that, and then to free buffers and CUDA graphs.
+            timeout: most seconds to wait; None for no limit.
+            keep_for_next_session: whether to keep buffers and CUDA graphs.
+            hard_stop: whether to stop after the current round; requests then fail.
 
         Raises:
-            RuntimeError: this thread has paused the manager.
+            RuntimeError: the calling thread has paused the manager.
         """
         if self._rounds.thread is None:
             logger.warning("The manager has not been started.")
@@ -133,21 +133,21 @@ class SpeculativeBatchingManager:
                 self.drafter.release()
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
-        """Wait for the thread to end, at most `timeout` seconds; `stop_trigger_time` is as of transformers."""
+        """Wait at most `timeout` seconds for the thread to end; `stop_trigger_time` is transformers'."""
         self._rounds.join(stop_trigger_time, timeout)
 
     def destroy(self) -> None:
-        """Stop the thread, if it runs, and free buffers and graphs."""
+        """Stop the thread if it runs, and free buffers and CUDA graphs."""
         if self.is_running():
             self.stop()
         self.drafter.release()
 
     def warmup(self, block: bool = True) -> None:
-        """On a GPU: capture what rounds and prefills of all numbers of rows need, so that no request waits for it.
+        """On a GPU, capture rounds and prefills for all numbers of rows, so that no request waits for a capture.
 
         Args:
-            block: whether to do it now; else the thread does it while there are no requests, one number of rows after
-                the other, and what a request needs before is captured when it comes. A split target does it now.
+            block: whether to do it now. If not, the thread does it while there are no requests, one number of rows
+                after the other; a request may still need a capture. A split target always does it now.
         """
         groups = self._call.warm_up_groups()
         if block or tensor_parallel_group(self.model) is not None:
@@ -158,12 +158,12 @@ class SpeculativeBatchingManager:
 
     @property
     def warmed_up(self) -> bool:
-        """Whether `warmup` was called, and all is captured."""
+        """Whether `warmup` was called and has finished."""
         return self._is_warming_up and not self._rounds.warm_ups
 
     def pause(self) -> AbstractContextManager[None]:
-        """Context in which no round runs, so that the model can be used or changed in place; requests stay. Raises
-        `RuntimeError` if the thread does not run, or ends before it pauses."""
+        """Context in which no round runs, so that the model can be used or changed in place. Requests stay. Raises
+        `RuntimeError` if the thread does not run or ends before it pauses."""
         return self._rounds.pause()
 
     # Requests.
@@ -178,28 +178,27 @@ class SpeculativeBatchingManager:
         eos_token_id: int | list[int] | None = None,
         **options: Any,
     ) -> str:
-        """Add a request; returns its id.
+        """Add a request and return its id.
 
-        With `num_return_sequences` in the generation config, further sequences have `__child#0` and so on appended.
+        With `num_return_sequences` in the generation config, the ids of other sequences end in `__child#0` and so on.
 
         Args:
-            input_ids: token ids of its prompt.
-            request_id: its id; `req_0`, `req_1` and so on if None.
-            max_new_tokens, eos_token_id: the generation config's if None; tokens below 0 end nothing.
-            streaming: whether a result is delivered after every round, with all tokens so far.
+            input_ids: token ids of the prompt.
+            request_id: the request's id; `req_0`, `req_1` and so on if None.
+            max_new_tokens, eos_token_id: the generation config's if None; end-of-sequence tokens below 0 are ignored.
+            streaming: whether a result with all tokens so far is delivered after every round.
             record_timestamps: whether results have a time for each token.
-            options: `seed`, of its random numbers; `adapter_name`, of its LoRA adapter, or `"__base__"` (those that are
-                active if not given); `stop_strings` (the generation config's if None) with a `tokenizer`, which end it;
-                `return_logprobs`, as of the manager's settings; with
-                `per_request_processors` also `do_sample`, `temperature` (0 for greedy decoding), `top_k`, `top_p`,
-                other settings of a generation config for logits processors (`PROCESSOR_OPTIONS`), such as
-                `repetition_penalty` and `min_new_tokens`, and `logits_processor`, a list of functions of the request's
-                text `[1, n]` and scores `[1, V]`.
+            options: `seed` of the random numbers; `adapter_name` of a LoRA adapter, or `"__base__"` for none (by
+                default the active adapters); `stop_strings` (the generation config's if None) with a `tokenizer`;
+                `return_logprobs`, as in the manager's settings; with `per_request_processors` also `do_sample`,
+                `temperature` (0 for greedy decoding), `top_k`, `top_p`, other settings of a generation config for
+                logits processors (`PROCESSOR_OPTIONS`), such as `repetition_penalty` and `min_new_tokens`, and
+                `logits_processor`, a list of functions of the request's text `[1, n]` and scores `[1, V]`.
 
         Raises:
             ValueError: an argument is wrong, or an unfinished request has the id.
             RuntimeError: the manager is stopping, or has ended by an error.
-            queue.Full: `max_queue_size` requests wait, and none got a row for some seconds; at once in an event loop.
+            queue.Full: `max_queue_size` requests wait, and none was admitted for seconds; at once in an event loop.
         """
         check_request_id(request_id)
         try:
@@ -223,9 +222,9 @@ class SpeculativeBatchingManager:
         record_timestamps: bool = False,
         **options: Any,
     ) -> list[str]:
-        """Add several requests; see `add_request`. Returns their ids.
+        """Add several requests and return their ids; see `add_request`.
 
-        If one is wrong none is added; if one cannot be added, for a full queue, those before it end without a result.
+        If one is wrong, none is added. If the queue is too full for one, those before it end without results.
         """
         with on_host():
             groups = [
@@ -244,7 +243,7 @@ class SpeculativeBatchingManager:
         return names
 
     def check_room(self, num_tokens: int) -> None:
-        """Raise `ValueError` if the target has no positions for a prompt of `num_tokens` tokens, `queue.Full` if
+        """Raise `ValueError` if the target has no positions for a prompt of `num_tokens` tokens, and `queue.Full` if
         `max_queue_size` requests wait."""
         error = self._factory.why_too_long(num_tokens)
         if error is not None:
@@ -252,19 +251,19 @@ class SpeculativeBatchingManager:
         self._queue.check_room()
 
     def is_active(self, request_id: str) -> bool:
-        """Whether a request of this id has been added and is not over."""
+        """Whether a request with this id was added and is not over."""
         return request_id in self._queue.active
 
     def metrics(self) -> str:
-        """Counts and times of all requests so far, in the text format of Prometheus."""
+        """Counts and times of all requests so far, in Prometheus' text format."""
         with self._queue.changed:
             started = [one.has_started for one in self._queue.active.values()]
         return self._queue.metrics.text(sum(started), len(started) - sum(started))
 
     def cancel_request(self, request_id: str) -> None:
-        """End a request; its result has failed, with the tokens so far. Nothing happens if it is over.
+        """End a request; its result has an error and the tokens so far. Does nothing if the request is over.
 
-        By the name that `add_request` has returned all sequences of the prompt end.
+        The id that `add_request` returned ends all sequences of the prompt.
         """
         if self._rounds.takes_requests:
             self._queue.cancel(request_id)
@@ -272,8 +271,8 @@ class SpeculativeBatchingManager:
     # Results.
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """The next result, of `request_id` if it is given; None after `timeout` seconds, and if none can come: the
-        thread does not run, or the request is over."""
+        """The next result, of `request_id` if given. None after `timeout` seconds, or if none can come, because the
+        thread does not run or the request is over."""
 
         def is_expected() -> bool:
             is_running = self.is_running() and not self._rounds.has_stopped
@@ -287,12 +286,12 @@ class SpeculativeBatchingManager:
             yield result
 
     def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
-        """Results of one request, until it ends."""
+        """Results of a request until it ends."""
         while (result := self.get_result(request_id)) is not None:
             yield result
             if result.is_finished():
                 return
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
-        """Call `callback` on the running event loop with every result of a request, those that have come included."""
+        """Call `callback` on the running event loop with every result of a request, including earlier ones."""
         self._queue.results.add_handler(request_id, callback)

@@ -1,4 +1,4 @@
-"""The runs of a manager's requests, and those that capture graphs before they come."""
+"""The runs of a manager's requests, and the warm-up runs that capture CUDA graphs."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from ..sampling.logits import RowSampling
 from .manager_queue import RequestQueue
 from .manager_requests import GREEDY, end_tokens
 
-# Tokens of the prompts and of the answers that `warm_up` generates: more than a chunk of a prefill that is captured.
+# Tokens of the prompts and answers of `warm_up`: prompts are longer than a captured chunk of a prefill.
 _WARMUP_PROMPT, _WARMUP_ANSWER = 161, 2
 
-# Rounds in which scores are sorted are others than those in which they are not.
+# Rounds that sort scores are captured apart from rounds that do not.
 _FILTERED = SamplingSettings(1.0, 50, 0.9)
 
 
 @dataclass
 class ManagedCall:
-    """A call whose requests arrive while it runs; it may be made again and again.
+    """A call whose requests arrive while it runs. It may be made repeatedly.
 
     Attributes:
-        longest: tokens of the longest text that the first buffers are made for.
-        requests: the queue that is told of their tokens.
+        longest: number of tokens of the longest text for which the first buffers are made.
+        requests: the queue that gets the requests' tokens.
         attachment, tree: see `SpeculativeBatchingManager`.
-        evaluation: what the call that runs keeps the drafter, and by the attachment the target, in.
+        evaluation: context of the current run: drafter, and by the attachment target, are in evaluation mode.
     """
 
     model: PreTrainedModel
@@ -72,7 +72,7 @@ class ManagedCall:
         config.eos_token_id, config.num_return_sequences, config.stop_strings = ends or None, 1, None
         if config.pad_token_id is None:
             config.pad_token_id = (ends or [0])[0]
-        # Requests have limits of their own; this one bounds the drafts of a round.
+        # Requests have their own limits; this limit bounds the drafts of a round.
         config.max_new_tokens = max(config.max_new_tokens or 0, 64)
         settings = ContinuousBatching(
             max_rows=self.settings.max_requests_per_batch,
@@ -100,27 +100,27 @@ class ManagedCall:
                 attachment.note(stats, stats.seconds)
 
     def _processors_of(self, request: Request, call: Call) -> LogitsProcessorList | None:
-        """The processors of a request that has settings of its own."""
+        """The processors of a request with its own settings; None for other requests."""
         if request.config is None:
             return None
         prompt, limit = request.prompt.to(self.model.device), request.config.max_new_tokens
         return processors_of_prompt(self.model, request.config, prompt, limit, request.ends, request.user_processors)
 
     def seen(self) -> tuple:
-        """What can be seen of how target and drafter compute: equal later unless they were changed.
+        """A description of how target and drafter compute, which is equal later unless they were changed.
 
-        To be asked for while no run has patched the target.
+        It must be taken while the target is not patched by a run.
         """
         found = Signature(self.model, self.drafter)
         return Fingerprint.of(self.model.device, found), hooks_of(found.hooked), found.versions
 
     def check(self) -> None:
-        """Make the call without a request."""
+        """Make the call without requests."""
         self.run(_Script([]))
 
     def warm_up_groups(self) -> list[list[Request]]:
-        """Requests that capture what rounds and prefills of all numbers of rows need, group by group, where there are
-        CUDA graphs; else none."""
+        """Groups of requests whose runs capture rounds and prefills for all numbers of rows; empty without CUDA
+        graphs."""
         policy = policy_of(self.model.device)
         if not policy.cuda_graphs:
             return []
@@ -148,12 +148,12 @@ class ManagedCall:
         ]
 
     def warm_up(self, groups: list[list[Request]]) -> None:
-        """Run `groups` of `warm_up_groups`, one after the other."""
+        """Run `groups` of `warm_up_groups` one after the other."""
         if groups:
             self.run(_Script(groups))
 
     def _warmup_lengths(self, count: int) -> Iterator[list[int]]:
-        """Lengths of `count` prompts each, for every chunk of packed prompts that may come."""
+        """Lists of the lengths of `count` prompts, one list for each possible chunk of packed prompts."""
         yield [_WARMUP_PROMPT] * count
         longest = max(self.longest - _WARMUP_ANSWER, _WARMUP_PROMPT)
         for tokens in PACKED_TOKENS:
@@ -163,7 +163,7 @@ class ManagedCall:
 
 
 class _Script:
-    """Requests that arrive group by group, each when the one before it has ended."""
+    """Arrivals of groups of requests; a group arrives when the group before it has ended."""
 
     def __init__(self, groups: list[list[Request]]):
         self._groups = deque(groups)

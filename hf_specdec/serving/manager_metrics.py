@@ -1,4 +1,4 @@
-"""What a manager has done since it was made: counts and times of its requests."""
+"""Metrics of a manager: counts and times of its requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from ..calls.request import Request
 
-# Upper bounds of the histograms, in seconds.
+# Upper bounds of the histograms' buckets, in seconds.
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 _TOKENS = {
@@ -21,7 +21,7 @@ _TOKENS = {
 
 
 class Histogram:
-    """How many seconds things took: `counts` by the numbers of `BOUNDS`, the last one of those above all."""
+    """Histogram of durations in seconds. `counts` has a bucket for each of `BOUNDS`, and one for larger values."""
 
     def __init__(self) -> None:
         self.counts, self.total = [0] * (len(BOUNDS) + 1), 0.0
@@ -31,18 +31,18 @@ class Histogram:
         self.total += seconds
 
     def samples(self) -> list[tuple[str, float]]:
-        """Suffixes of the name in the text format of Prometheus, and values."""
+        """Suffixes of the metric's name in Prometheus' text format, and values."""
         sums = list(accumulate(self.counts))
         buckets = [(f'_bucket{{le="{bound}"}}', count) for bound, count in zip((*BOUNDS, "+Inf"), sums, strict=True)]
         return [*buckets, ("_sum", self.total), ("_count", sums[-1])]
 
 
 class ManagerMetrics:
-    """Counts the requests of a manager that are over.
+    """Metrics of the requests of a manager that are over.
 
     Attributes:
-        requests: by outcome, `"finished"` and `"failed"`.
-        tokens: by the names of `_TOKENS`.
+        requests: counts by outcome, `"finished"` or `"failed"`.
+        tokens: counts by the names in `_TOKENS`.
         first_token, whole: seconds from a request's arrival to its first token and to its end.
     """
 
@@ -65,7 +65,7 @@ class ManagerMetrics:
             self.whole.add(request.lifespan[1] - request.created_time)
 
     def text(self, running: int, waiting: int) -> str:
-        """All of it in the text format of Prometheus, with how many requests run and wait now."""
+        """All metrics in Prometheus' text format, with the numbers of requests that run and wait now."""
         with self._lock:
             outcomes = [(f'{{outcome="{one}"}}', self.requests[one]) for one in ("finished", "failed")]
             tokens = [(f"{one}_tokens_total", about, [("", self.tokens[one])]) for one, about in _TOKENS.items()]

@@ -1,4 +1,4 @@
-"""The requests of a manager that are not over: those that have arrived, that are running, and that are withdrawn."""
+"""The requests of a manager that are not over: arrived, running, and withdrawn requests."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .manager_results import Results
 
 
 class RequestQueue:
-    """Requests that are not over; when they end, their results go to `results`.
+    """Requests that are not over. When they end, their results go to `results`.
 
     Attributes:
-        changed: guards the queue and all that goes with it, and tells of changes. It is never held while waiting for
-            the lock of the target.
-        metrics: of those that are over.
-        active: by id, requests that are not over.
-        on_failed: called with every request that ends before a run has got it; None for nothing.
+        changed: guards the manager's state and notifies of changes. It is never held while waiting for the target's
+            lock.
+        metrics: metrics of the requests that are over.
+        active: requests that are not over, by id.
+        on_failed: called with every request that ends before a run takes it; None for nothing.
     """
 
     def __init__(self, settings: ContinuousBatchingConfig):
@@ -33,11 +33,11 @@ class RequestQueue:
         self.metrics = ManagerMetrics()
         self.active: dict[str, Request] = {}
         self.on_failed: Callable[[Request], None] | None = None
-        # Those of `active` that had no row when it was last looked.
+        # Requests of `active` that had not started when `is_full` last looked.
         self._waiting: dict[str, Request] = {}
         self._arrived: deque[Request] = deque()
         self._withdrawn: list[tuple[Request, str]] = []
-        # Of `active`, whose results nobody expects.
+        # Ids of `active` requests whose results nobody expects.
         self._disowned: set[str] = set()
 
     @property
@@ -47,11 +47,11 @@ class RequestQueue:
 
     @property
     def has_news(self) -> bool:
-        """Whether requests have arrived or were withdrawn since `take` was called."""
+        """Whether requests have arrived or were withdrawn since the last `take`."""
         return bool(self._arrived or self._withdrawn)
 
     def is_in_use(self, request_id: str) -> bool:
-        """Whether a request of this id is not over, or nobody has taken its result."""
+        """Whether a request with this id is not over, or its result was not taken."""
         return request_id in self.active or self.results.has(request_id)
 
     @property
@@ -63,7 +63,7 @@ class RequestQueue:
         return len(self._waiting) >= most
 
     def check_room(self) -> None:
-        """Raise `queue.Full` if as many requests wait as may."""
+        """Raise `queue.Full` if `max_queue_size` requests wait."""
         with self.changed:
             if self.is_full:
                 raise queue.Full(
@@ -71,8 +71,8 @@ class RequestQueue:
                 )
 
     def add(self, requests: list[Request]) -> None:
-        """Let `requests`, the sequences of one, wait for rows; those with an error end. Raises `ValueError` if an
-        unfinished one has the same id, `queue.Full` if as many requests wait as may."""
+        """Add the sequences of a request, `requests`; those with an error end. Raises `ValueError` if an unfinished
+        request has the same id, `queue.Full` if `max_queue_size` requests wait."""
         with self.changed:
             self.check_room()
             taken = [one.request_id for one in requests if one.request_id in self.active]
@@ -87,7 +87,7 @@ class RequestQueue:
             self.changed.notify_all()
 
     def cancel(self, request_id: str) -> None:
-        """End a request and all further sequences of its prompt, or one of these, as far as they are not over."""
+        """End a sequence, or all sequences of a prompt, by its id, if they are not over."""
         with self.changed:
             for request in [one for one in self.active.values() if request_id in (one.request_id, one.prompt_id)]:
                 error = f"The request {request.request_id} was cancelled."
@@ -99,7 +99,7 @@ class RequestQueue:
             self.changed.notify_all()
 
     def disown(self, request_ids: Sequence[str]) -> None:
-        """End requests whose user never learns of them, and forget their results."""
+        """End requests whose ids their user never gets, and drop their results."""
         with self.changed:
             for name in request_ids:
                 prompt = {one.request_id for one in self.active.values() if one.prompt_id == name} | {name}
@@ -109,16 +109,16 @@ class RequestQueue:
                     self.results.drop(one)
 
     def take(self) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """Requests that have arrived, and those that were withdrawn with an error for each, since the last call."""
+        """Requests that arrived since the last call, and requests that were withdrawn, with an error each."""
         with self.changed:
-            self.changed.notify_all()  # requests that were admitted leave room for others
+            self.changed.notify_all()  # admitted requests leave room for others
             arrived, withdrawn = list(self._arrived), list(self._withdrawn)
             self._arrived.clear()
             self._withdrawn.clear()
             return arrived, withdrawn
 
     def requeue(self) -> None:
-        """Let all requests but those that were withdrawn wait for a run again, with the tokens that they have."""
+        """Requeue all requests for another run, with their tokens so far; withdrawn requests end."""
         with self.changed:
             for request, error in self._withdrawn:
                 if request.request_id in self.active:
@@ -127,14 +127,14 @@ class RequestQueue:
             self._arrived = deque(self.active.values())
 
     def fail(self, request: Request, error: str) -> None:
-        """End a request that no run has got."""
+        """End a request that no run has taken."""
         request.error, request.lifespan = error, (request.lifespan[0], time.perf_counter())
         if self.on_failed is not None:
             self.on_failed(request)
         self.on_finished(request)
 
     def fail_all(self, error: str) -> None:
-        """End all requests; no run has got any."""
+        """End all requests while no run has any."""
         with self.changed:
             self._arrived.clear()
             self._withdrawn.clear()
@@ -142,7 +142,7 @@ class RequestQueue:
                 self.fail(request, error)
 
     def on_finished(self, request: Request) -> None:
-        """Deliver the result of a request that is over; one that is not the manager's has none."""
+        """Deliver the result of a request that is over, unless it is a warm-up request."""
         with self.changed:
             if request.request_id is None:
                 return
@@ -156,7 +156,7 @@ class RequestQueue:
                 self.results.deliver([request.result()])
 
     def on_tokens(self, requests: list[Request]) -> None:
-        """Deliver the tokens of requests so far, if they are streamed."""
+        """Deliver the tokens so far of streamed requests."""
         streamed = [one for one in requests if one.streaming and one.request_id not in self._disowned]
         if streamed:
             with self.changed:

@@ -1,7 +1,7 @@
-"""The threads of the managers of a target that is split over processes: all run the same rounds of the same requests.
+"""Manager threads of a target that is split over processes. All run the same rounds of the same requests.
 
-As in transformers, requests go to the first process, which tells the others of them between two rounds; results are
-delivered on every process. All processes start, pause and stop their managers.
+As in transformers, requests go to the first process, which sends them to the others between rounds. Results are
+delivered on every process. Every process must start, pause and stop its manager.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from ..parallel.tensor_parallel import RankAgreement, is_first_rank
 from .manager_call import ManagedCall
 from .manager_thread import STOPPED, RoundThread
 
-# Seconds for which the first process waits for requests before it agrees with the others that there are none.
+# Seconds for which the first process waits for requests before it tells the others that there are none.
 POLL = 0.1
 
 
 class _Said(enum.IntEnum):
-    """What a process says of itself when all agree, in this order; the largest number of any process counts."""
+    """The numbers that processes exchange to agree, in this order; the largest of all processes counts."""
 
-    STATUS = 0  # how soon to stop, see `BackgroundThreadStatus`
+    STATUS = 0  # of `BackgroundThreadStatus`: how soon to stop
     HAS_FAILED = 1
-    IS_PAUSED = 2  # whether one of its threads wants no round to run
+    IS_PAUSED = 2  # whether a thread of the process has paused the manager
     IS_NOT_PAUSED = 3
     WAS_PAUSED = 4  # since the last round
-    NUM_NEWS = 5  # requests that have arrived or were withdrawn
-    IS_OPEN = 6  # whether requests are not over
+    NUM_NEWS = 5  # number of requests that arrived, were withdrawn or failed
+    IS_OPEN = 6  # whether there are requests that are not over
 
 
 @dataclass
 class _News:
-    """What has happened at the first process: `failed` requests have ended before a run got them."""
+    """Changes on the first process; `failed` requests have ended before a run took them."""
 
     arrived: list[Request] = field(default_factory=list)
     withdrawn: list[tuple[Request, str]] = field(default_factory=list)
@@ -48,18 +48,18 @@ class _News:
 
 
 class SplitRoundThread(RoundThread):
-    """A `RoundThread` of one of the processes that a target is split over; `timeout` as of `RankAgreement`."""
+    """The `RoundThread` of a process of a split target; `timeout` is that of `RankAgreement`."""
 
     def __init__(self, call: ManagedCall, timeout: float | None):
         super().__init__(call)
         self._timeout = timeout
         self._ranks: RankAgreement | None = None
-        # What the first process has not told the others of yet.
+        # Changes that the first process has not sent to the others yet.
         self._news = _News()
-        # Whether another process has said that it failed.
+        # Whether another process has reported a failure.
         self._is_told = False
-        # On other processes than the first: requests that this one was asked to add, and that the first one has not
-        # told of yet.
+        # Not on the first process: ids of requests that this process was asked to add, and that the first process has
+        # not sent yet.
         self._expected: set[str] = set()
         if self.takes_requests:
             self._requests.on_failed = lambda request: self._news.failed.append(request)
@@ -89,7 +89,7 @@ class SplitRoundThread(RoundThread):
             self._expected.update(one.request_id for one in requests)
 
     def _check_caller(self) -> None:
-        """Raise `RuntimeError` if a call comes at a time of which the other processes know nothing."""
+        """Raise `RuntimeError` for a call outside of a pause, because the other processes do not know of it."""
         me = threading.current_thread()
         if me is not self.thread and me.ident not in self._pauses:
             raise RuntimeError(
@@ -101,7 +101,7 @@ class SplitRoundThread(RoundThread):
     # In the thread.
 
     def _agree(self, num_news: int = 0, is_open: bool = False, has_failed: bool = False) -> list[int]:
-        """What all processes say, by `_Said`; raises `RuntimeError` if another one has failed."""
+        """The largest numbers of all processes, by `_Said`; raises `RuntimeError` if another process has failed."""
         said = [0] * len(_Said)
         said[_Said.HAS_FAILED], said[_Said.NUM_NEWS], said[_Said.IS_OPEN] = has_failed, num_news, is_open
         with self._changed:
@@ -126,7 +126,7 @@ class SplitRoundThread(RoundThread):
 
     def _tell_of_error(self) -> None:
         if not self._is_told:
-            with contextlib.suppress(RuntimeError):  # of a process that has died
+            with contextlib.suppress(RuntimeError):  # if a process has died
                 self._agree(has_failed=True)
 
     def _wait_for_requests(self) -> bool:
@@ -134,10 +134,10 @@ class SplitRoundThread(RoundThread):
             with self._changed:
                 if self._ranks.is_first:
                     self._changed.wait_for(self._is_run_due, POLL)
-                # `pause` waits until it is agreed that no round runs.
+                # `pause` waits until all agree that no round runs.
                 self._runs_rounds = not self._pauses
                 num_news = self._requests.has_arrivals or len(self._news.failed)
-            # Only what is agreed on counts: this process may have been asked to stop meanwhile, and others not.
+            # Only agreed values count: this process may have been asked to stop meanwhile, and others not.
             agreed = self._agree(num_news)
             is_hard_stop = agreed[_Said.STATUS] >= BackgroundThreadStatus.HARD_STOP
             is_stopping = agreed[_Said.STATUS] >= BackgroundThreadStatus.FLUSH_AND_STOP
@@ -173,7 +173,7 @@ class SplitRoundThread(RoundThread):
         return Arrived(arrived, withdrawn, bool(agreed[_Said.IS_OPEN]), bool(agreed[_Said.WAS_PAUSED]), has_waited)
 
     def _told(self) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """Requests that have arrived at the first process, and those that were withdrawn there."""
+        """Requests that arrived, and that were withdrawn, on the first process."""
         with self._changed:
             news, self._news = self._news, _News()
         withdrawn = [(one.request_id, error) for one, error in news.withdrawn]

@@ -1,4 +1,4 @@
-"""Requests to a manager: `RequestFactory` checks what is asked, and makes them."""
+"""Requests to a manager: `RequestFactory` checks and makes them."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from ..modules.patch import on_host
 from ..ops import row_seeds
 from ..patching.support import num_positions, stated_positions
 
-# Settings of a request that are none of a generation config.
+# Options of a request that are not settings of a generation config.
 _OWN_OPTIONS = ("seed", "stop_strings", "tokenizer", "logits_processor", "adapter_name", "return_logprobs")
 
-# Sets of stop strings that are kept for further requests.
+# Most sets of stop strings that are kept for later requests.
 MOST_STOP_STRINGS = 32
 
-# The temperature of drafts for rows that are decoded greedily beside others that are sampled: nearly always the best.
+# For greedy rows beside sampled rows. At this temperature drafts are nearly always the most likely tokens.
 GREEDY = SamplingSettings(1e-4, 0, 1.0)
 
 
 class StopStrings(StopStringCriteria):
-    """`StopStringCriteria` that reads a text only if its last token may end a string; most tokens cannot.
+    """`StopStringCriteria` that reads a text only if its last token may end a stop string, which most tokens cannot.
 
-    Called with one text, `[1, n]` int64 on the host.
+    It is called with one text, `[1, n]` int64 on the host.
     """
 
     def __init__(self, tokenizer: Any, strings: list[str]):
         super().__init__(tokenizer, strings)
-        # By token: where strings may continue after it, how much of them it may end, and its length.
+        # By token: valid positions in the strings, valid lengths of a string's end in the token, and its length.
         first, count = self.max_valid_positions * self.num_stop_strings, self.num_stop_strings
         ends = self.embedding_vec[:, first : first + self.max_valid_end_lens * count]
         self._may_end = ((ends > 0).any(dim=1) | bool((self.target_lens == 0).any())).tolist()
@@ -63,9 +63,9 @@ class StopStrings(StopStringCriteria):
 
 
 class RequestFactory:
-    """Makes requests; several threads may use it at once. `settings` are those of requests without a seed or
-    `return_logprobs`, and say whether they may have `SAMPLING_OPTIONS` and `PROCESSOR_OPTIONS` of their own. An id that
-    `is_in_use` is given to no other."""
+    """Makes requests; several threads may use it at once. `settings` have the defaults of `seed` and `return_logprobs`,
+    and determine whether requests may have their own `SAMPLING_OPTIONS` and `PROCESSOR_OPTIONS`. A new request does not
+    get an id that `is_in_use`."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class RequestFactory:
             self._seeds.manual_seed(int(torch.randint(0, 2**63 - 1, (1,))) if seed is None else seed)
         self._lock = threading.Lock()
         self._names = map("req_{}".format, itertools.count())
-        # What ends requests, by tokenizer and stop strings: making it reads the whole vocabulary.
+        # Stopping criteria by tokenizer and stop strings, because making them reads the whole vocabulary.
         self._criteria = functools.lru_cache(MOST_STOP_STRINGS)(
             lambda tokenizer, strings: StoppingCriteriaList([StopStrings(tokenizer, list(strings))])
         )
@@ -100,7 +100,7 @@ class RequestFactory:
         options: dict[str, Any],
         name: str = "input_ids",
     ) -> list[Request]:
-        """A request, and one for each further sequence of its prompt, before it; `error` is set if it cannot run."""
+        """The requests of all sequences of a prompt; the last has its id. `error` is set if they cannot run."""
         prompt = tokens_of(input_ids, name)
         check_tokens(self._model, prompt[None], None)
         options = dict(options)
@@ -154,11 +154,11 @@ class RequestFactory:
         return self._criteria(tokenizer, tuple(found))
 
     def why_too_long(self, num_tokens: int) -> str | None:
-        """Why a prompt of `num_tokens` tokens cannot run; None if the target has positions for it."""
+        """The reason why a prompt of `num_tokens` tokens cannot run; None if the target has positions for it."""
         return why_too_long(self._model, num_tokens, self._num_positions)
 
     def _limit(self, max_new_tokens: int | None, length: int) -> int:
-        """New tokens of a request that asks for `max_new_tokens`; all there are positions for if there is no limit."""
+        """Limit of a request's new tokens: `max_new_tokens`, the generation config's, or all that have positions."""
         asked = self._config.max_new_tokens if max_new_tokens is None else max_new_tokens
         if asked is None:
             positions = stated_positions(self._model)
@@ -173,7 +173,7 @@ class RequestFactory:
         return int(asked)
 
     def _seeds_of(self, seed: int | None, count: int) -> list[int]:
-        """Keys of the random numbers of the sequences of a request."""
+        """Seeds of the sequences of a request."""
         if seed is None:
             with self._lock:
                 return torch.randint(0, 2**63 - 1, (count,), generator=self._seeds).tolist()
@@ -183,7 +183,7 @@ class RequestFactory:
         return [seed] if count == 1 else row_seeds(torch.tensor([seed]), count).tolist()
 
     def _check_options(self, options: dict[str, Any], processors: Any) -> None:
-        """Raise `ValueError` if a request cannot have `options` of its own, besides those of `_OWN_OPTIONS`."""
+        """Raise `ValueError` if a request cannot have its own `options`, which are those without `_OWN_OPTIONS`."""
         unknown = sorted(set(options) - set(SAMPLING_OPTIONS) - set(PROCESSOR_OPTIONS))
         if unknown:
             raise ValueError(
@@ -201,7 +201,7 @@ class RequestFactory:
             )
 
     def _sampling(self, options: dict[str, Any]) -> SamplingSettings:
-        """How a request with `options` is sampled."""
+        """The sampling settings of a request with `options`."""
         if not self._samples_each:
             return SamplingSettings()
         do_sample, temperature, top_k, top_p = (
@@ -220,7 +220,7 @@ class RequestFactory:
 
 
 def check_request_id(request_id: Any) -> None:
-    """Raise `ValueError` if a request cannot be found by `request_id`."""
+    """Raise `ValueError` unless `request_id` is hashable."""
     try:
         hash(request_id)
     except TypeError as error:
@@ -228,7 +228,7 @@ def check_request_id(request_id: Any) -> None:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether `value` is an integer, of Python or of NumPy."""
+    """Whether `value` is an integer of Python or NumPy."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -237,8 +237,8 @@ def _is_number(value: Any) -> bool:
 
 
 def end_tokens(config: GenerationConfig, eos_token_id: int | list[int] | None) -> frozenset[int]:
-    """Tokens that end a request with `eos_token_id`, those of `config` if it is None; raises `ValueError` if they are
-    no token ids, or too many."""
+    """End-of-sequence tokens of a request: `eos_token_id`, or those of `config` if None. Raises `ValueError` if they
+    are no token ids, or too many."""
     asked = config.eos_token_id if eos_token_id is None else eos_token_id
     tokens = [] if asked is None else asked if isinstance(asked, (list, tuple)) else [asked]
     if not all(is_integer(one) and one < 2**63 for one in tokens):

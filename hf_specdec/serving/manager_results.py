@@ -1,4 +1,4 @@
-"""Results of a manager's requests: kept until they are asked for, or handed to handlers of event loops."""
+"""Results of a manager's requests: kept until they are taken, or passed to handlers of event loops."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ResultHandler: TypeAlias = Callable[[GenerationOutput], None]
 
 
 class Results:
-    """Results that nobody has taken yet, and the handlers of those that are to come."""
+    """Results that were not taken yet, and handlers of future results."""
 
     def __init__(self, changed: threading.Condition):
         self._changed = changed
-        # In the order in which they came, by their numbers; and these by request.
+        # Results by number, in order of arrival; and the numbers by request.
         self._kept: OrderedDict[int, GenerationOutput] = OrderedDict()
         self._numbers: dict[str, deque[int]] = {}
         self._num_kept = 0
@@ -35,17 +35,17 @@ class Results:
     def take(
         self, request_id: str | None, is_expected: Callable[[], bool], timeout: float | None
     ) -> GenerationOutput | None:
-        """The next result, of `request_id` if it is given; None after `timeout` seconds or if none is expected."""
+        """The next result, of `request_id` if given; None after `timeout` seconds or if none is expected."""
         with self._changed:
             self._changed.wait_for(lambda: self.has(request_id) or not is_expected(), timeout)
             return self._next(request_id) if self.has(request_id) else None
 
     def has(self, request_id: str | None) -> bool:
-        """Whether a result is kept, of `request_id` if it is given."""
+        """Whether a result is kept, of `request_id` if given."""
         return bool(self._kept) if request_id is None else request_id in self._numbers
 
     def _next(self, request_id: str | None) -> GenerationOutput:
-        """Take the first result that is kept, of `request_id` if it is given."""
+        """Remove the first kept result, of `request_id` if given, and return it."""
         number = next(iter(self._kept)) if request_id is None else self._numbers[request_id][0]
         result = self._kept.pop(number)
         numbers = self._numbers[result.request_id]
@@ -55,25 +55,25 @@ class Results:
         return result
 
     def drop(self, request_id: str) -> None:
-        """Forget the results of a request that are kept."""
+        """Drop the kept results of a request."""
         with self._changed:
             for _ in tuple(self._numbers.get(request_id, ())):
                 self._next(request_id)
 
     def add_handler(self, request_id: str, callback: ResultHandler) -> None:
-        """Call `callback` on the running event loop with every result of a request, those that are kept included."""
+        """Call `callback` on the running event loop with every result of a request, including kept ones."""
         loop = asyncio.get_running_loop()
         with self._changed:
             self._handlers[request_id] = callback, loop
             self.deliver([self._next(request_id) for _ in tuple(self._numbers.get(request_id, ()))])
 
     def drop_handler(self, request_id: str | None) -> None:
-        """Forget the handler of a request that was not added."""
+        """Drop the handler of a request that was not added."""
         with self._changed:
             self._handlers.pop(request_id, None)
 
     def deliver(self, results: list[GenerationOutput]) -> None:
-        """Hand results to their handlers, all of an event loop at once, and keep the others; `changed` is held."""
+        """Pass results to their handlers, one call for each event loop, and keep the others; `changed` is held."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[ResultHandler, GenerationOutput]]] = {}
         for one in results:
             callback, loop = self._handlers.get(one.request_id, (None, None))
@@ -94,7 +94,7 @@ class Results:
 
 
 def _call_all(calls: list[tuple[ResultHandler, GenerationOutput]]) -> None:
-    """Call handlers in the event loop; one that raises does not keep the others from their results."""
+    """Call handlers in the event loop; an error of one does not stop the others."""
     for callback, result in calls:
         try:
             callback(result)

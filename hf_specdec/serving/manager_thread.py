@@ -1,4 +1,4 @@
-"""The thread of a manager: it runs rounds while there are requests, and lets other calls run between two of them."""
+"""The thread of a manager: it runs rounds while there are requests, and lets other calls run between rounds."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from .manager_call import ManagedCall
 
 logger = logging.getLogger(__name__)
 
-# Seconds for which a run that has nothing to do waits for another request, before the model is as it was.
+# Seconds for which an idle run waits for another request before it ends and restores the model.
 LINGER = 1.0
 
-# Seconds for which `add` waits for room in a queue that is full, as transformers' manager does.
+# Seconds for which `add` waits for room in a full queue, as in transformers' manager.
 SECONDS_TO_WAIT = 10.0
 
 STOPPED = "The manager was stopped before the request had ended."
 
 
 class RoundThread:
-    """Runs the requests of a queue; a run asks its `next` for arrivals.
+    """The thread that runs the requests of a queue. A run gets arrivals from `next`.
 
-    It can be started again when it has ended.
+    It can be started again after it has ended.
 
     Attributes:
-        status: as of transformers; `fatal_error` is the error that has ended the thread, or None.
-        thread: None before it is started, and after `join` has found that it ended.
-        warm_ups: groups of `ManagedCall.warm_up_groups` that it is to run while there are no requests.
+        status: transformers' status; `fatal_error` is the error that ended the thread, or None.
+        thread: None before the start, and after `join` has seen the thread end.
+        warm_ups: groups of `ManagedCall.warm_up_groups` that are still to run while there are no requests.
     """
 
     def __init__(self, call: ManagedCall):
@@ -43,14 +43,14 @@ class RoundThread:
         self.thread: threading.Thread | None = None
         self.warm_ups: deque[list[Request]] = deque()
         self._call, self._requests = call, call.requests
-        # Guards what follows, too.
+        # Also guards the fields below.
         self._changed = self._requests.changed
-        # Threads that are in `pause` or wait for it; whether the thread runs rounds, and does not wait in them.
+        # Threads that are in `pause` or wait for it; and whether the thread runs rounds and is not waiting.
         self._pauses: list[int] = []
         self._runs_rounds = False
-        # Whether there was a pause, in which the model may have been changed, since `next` last said so.
+        # Whether there was a pause, in which the model may have changed, since `next` last reported one.
         self._was_paused = False
-        # The target and the drafter as they were when the run began; None until it has asked for arrivals.
+        # `ManagedCall.seen` at the beginning of the run; None until the run has asked for arrivals.
         self._seen: tuple | None = None
 
     @property
@@ -78,15 +78,15 @@ class RoundThread:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether requests go to this process, not to another one that runs the same model."""
+        """Whether requests go to this process, not to another process of a split model."""
         return True
 
     def expects(self, request_id: str) -> bool:
-        """Whether a request of this id has been added and is not over."""
+        """Whether a request with this id was added and is not over."""
         return request_id in self._requests.active
 
     def start(self) -> bool:
-        """Start the thread; returns whether it was not running."""
+        """Start the thread; returns False if it was running."""
         with self._changed:
             if self.is_running:
                 return False
@@ -102,7 +102,7 @@ class RoundThread:
             self._changed.notify_all()
 
     def request_stop(self, is_hard: bool) -> None:
-        """Ask the thread to stop: when all requests have ended, or after the round that runs if `is_hard`."""
+        """Ask the thread to stop when all requests have ended, or after the current round if `is_hard`."""
         if threading.get_ident() in self._pauses:
             raise RuntimeError(
                 "stop() was called within pause(), in which no request can end; expected it after that. Leave the "
@@ -115,7 +115,7 @@ class RoundThread:
             self._changed.notify_all()
 
     def join(self, stop_trigger_time: float, timeout: float | None) -> None:
-        """Wait for the thread to end, at most `timeout` seconds; `stop_trigger_time` is when it was asked to."""
+        """Wait at most `timeout` seconds for the thread to end; `stop_trigger_time` is the time of the stop request."""
         thread = self.thread
         if thread is None:
             return
@@ -125,7 +125,7 @@ class RoundThread:
             return
         logger.info("The manager's thread ended after %.2f s.", time.perf_counter() - stop_trigger_time)
         with self._changed:
-            if self.thread is thread:  # several threads may wait for it, and one of them start another
+            if self.thread is thread:  # another waiting thread may have started a new one
                 self.thread = None
 
     @contextmanager
@@ -152,7 +152,7 @@ class RoundThread:
                 self._changed.notify_all()
 
     def add(self, requests: list[Request]) -> None:
-        """Add the sequences of a request to the queue; waits for room, but not in an event loop."""
+        """Add the sequences of a request to the queue. Waits for room, but not in an event loop."""
         with self._changed:
             if self._requests.is_full and not _is_in_event_loop():
                 self._changed.wait_for(lambda: not self._requests.is_full or self._is_stopping, SECONDS_TO_WAIT)
@@ -160,7 +160,7 @@ class RoundThread:
             self._requests.add(requests)
 
     def _check_open(self) -> None:
-        """Raise `RuntimeError` if no more requests are taken."""
+        """Raise `RuntimeError` if the manager takes no more requests."""
         if self._is_stopping and self.thread is not None:
             fatal_error = self.status.fatal_error
             about = "is stopping" if fatal_error is None else "has ended by an error"
@@ -195,13 +195,13 @@ class RoundThread:
                 self._changed.notify_all()
 
     def _tell_of_error(self) -> None:
-        """Tell other processes that run the model that the thread ends."""
+        """Tell the other processes of a split model that the thread ends."""
 
     def _is_run_due(self) -> bool:
         return not self._pauses and bool(self._requests.has_arrivals or self._is_stopping or self.warm_ups)
 
     def _wait_for_requests(self) -> bool:
-        """Wait until a run is due; False if the manager is to stop."""
+        """Wait until a run is due; False if the manager must stop."""
         with self._changed:
             self._changed.wait_for(self._is_run_due)
             if self._is_hard_stop:
@@ -210,13 +210,13 @@ class RoundThread:
             return self._runs_rounds
 
     def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
-        """See `Arrivals`; the lock of the target is let go while this waits, and when another call wants it.
+        """See `Arrivals`. The target's lock is released while this waits, and when another call wants it.
 
-        A run knows the target as it was at its beginning, and keeps keys and values of it. So where the target was
-        changed meanwhile, requests go on in another run: in a pause those that have begun, too.
+        A run knows the target as it was at the run's beginning, and keeps its keys and values. So if the target has
+        changed since, the run ends and requests are requeued for another run; after a pause also those that have begun.
         """
         lock, has_waited = lock_of(self._call.model), False
-        if self._seen is None:  # not later: a change may follow a result at once
+        if self._seen is None:  # now, because a change may follow the first result at once
             leave_target()
             self._seen = self._call.seen()
         while self._pauses or (not has_waited and (lock.is_wanted or (is_idle and not self._has_work))):
@@ -235,13 +235,13 @@ class RoundThread:
             return Arrived(arrived, withdrawn, bool(self._requests.active), is_changed, has_waited)
 
     def _end_all(self, arrived: list[Request]) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """End those that have `arrived` when the thread is to stop; returns what its run is told instead of them."""
+        """End the `arrived` requests on a hard stop; returns the arrivals and withdrawals for the run."""
         for request in arrived:
             self._requests.fail(request, STOPPED)
         return [], [(one, STOPPED) for one in self._requests.active.values()]
 
     def _wait(self, is_idle: bool, leave_target: Callable[[], None]) -> None:
-        """Let others have the target while the manager is paused and, if no round is due, a while for work."""
+        """Leave the target to others while the manager is paused, and then, if idle, wait `LINGER` seconds for work."""
         leave_target()
         with self._call.evaluation.suspended(), lock_of(self._call.model).released(), self._changed:
             self._runs_rounds = False

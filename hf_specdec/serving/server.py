@@ -1,8 +1,8 @@
-"""`hf-specdec serve`: transformers' own server, with a drafter behind its continuous batching.
+"""`hf-specdec serve`: transformers' server with a drafter behind its continuous batching.
 
-The server is `transformers serve --continuous-batching`, unchanged. It creates its manager of continuous batching in a
-`CBGenerateManager`; while `serving` is entered, that name is a subclass which asks the model for a manager with a
-drafter, and gives every request its own settings.
+The server is `transformers serve --continuous-batching`, unchanged. It creates its continuous batching manager in a
+`CBGenerateManager`. In the context `serving` that name is a subclass that creates a manager with a drafter, and gives
+every request its own settings.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .answers import AnswerLogprobs, StopStringQueue, join, join_streams, withou
 from .bodies import CHAT, COMPLETION, RESPONSE, ParsedBody, RefusedRequest, read_body
 from .manager import SpeculativeBatchingManager
 
-# Settings of a request's generation config that are passed on in another way, or have no effect on a text.
+# Settings of a request's generation config that are passed on otherwise, or do not affect a text.
 _NOT_COMPARED = frozenset(
     {
         *SAMPLING_OPTIONS,
@@ -58,21 +58,21 @@ _NOT_COMPARED = frozenset(
     }
 )
 
-# Tokens of a text that the first buffers are made for; with the dummy slot they have a power of two of slots.
+# Tokens of a text for which the first buffers are made; with the dummy slot a power of two.
 LONGEST = 2047
 
-# Seconds that streams may go on after the server was asked to stop.
+# Seconds for which streams may continue after the server was asked to stop.
 SHUTDOWN_TIMEOUT = 10
 
-# Handlers of transformers' server, and the kinds of requests that they get.
+# Handlers of transformers' server, and their kinds of requests.
 _HANDLERS = {
     serving_parts.CHAT_HANDLER: CHAT,
     serving_parts.COMPLETION_HANDLER: COMPLETION,
     serving_parts.RESPONSE_HANDLER: RESPONSE,
 }
 
-# Of the request that the current task handles: its seed, what it asks for, the keywords of `add_request`, and the
-# log-probabilities of its answer if it asks for them.
+# Of the current task's request: its seed, its body, the keywords of `add_request`, and the log-probabilities of its
+# answer if it asks for them.
 _SEED: ContextVar[int | None] = ContextVar("seed", default=None)
 _BODY: ContextVar[ParsedBody | None] = ContextVar("body", default=None)
 _OPTIONS: ContextVar[dict[str, Any] | None] = ContextVar("options", default=None)
@@ -81,9 +81,9 @@ _LOGPROBS: ContextVar[AnswerLogprobs | None] = ContextVar("logprobs", default=No
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """How requests are run: the options of `add_serve`, and the managers that were made.
+    """Settings of the server: the options of `add_serve`, and the managers that were made.
 
-    `adapters` are folders or repositories of LoRA adapters of PEFT, by the names of models that requests ask for.
+    `adapters` are folders or repositories of PEFT's LoRA adapters, by the model names that requests use.
 
     Raises:
         ValueError: a number is too small.
@@ -107,8 +107,8 @@ class ServeSettings:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}; expected at least {bound}.")
 
     def room(self, model: PreTrainedModel, num_tokens: int) -> tuple[int | None, bool]:
-        """How many new tokens fit after a prompt of `num_tokens` tokens, None for any number, and whether the target
-        cannot have more, since it has position embeddings for so many only."""
+        """Number of new tokens that fit after a prompt of `num_tokens` tokens, None for no limit; and whether the
+        target's position embeddings are the limit."""
         positions = num_positions(model)
         if positions is None:
             limit = self.max_length or stated_positions(model)
@@ -120,7 +120,7 @@ class ServeSettings:
     def manager_for(
         self, model: PreTrainedModel, config: GenerationConfig, settings: ContinuousBatchingConfig | None
     ) -> SpeculativeBatchingManager:
-        """A manager that runs."""
+        """A running manager."""
         for name, place in self.adapters.items():
             model.load_adapter(place, adapter_name=name)
         manager = model.init_continuous_batching(
@@ -137,8 +137,8 @@ class ServeSettings:
         )
         if self.warmup:
             manager.warmup(block=False)
-        # Collections of the oldest generation leave out what is there by now, modules and models: all rows wait for
-        # them, for hundreds of milliseconds if they trace the objects of torch and transformers.
+        # Exclude all present objects, such as modules and models, from garbage collection: all rows wait for it, for
+        # hundreds of milliseconds if it traces the objects of torch and transformers.
         gc.collect()
         gc.freeze()
         manager.start()
@@ -148,7 +148,7 @@ class ServeSettings:
 
 
 class _OptionsManager:
-    """A manager that adds the options of the current task's request, and reads results for log-probabilities."""
+    """A manager that adds the options of the current task's request, and reads log-probabilities from results."""
 
     def __init__(self, manager: SpeculativeBatchingManager):
         self._manager = manager
@@ -172,10 +172,10 @@ class _OptionsManager:
 
 @contextmanager
 def serving(settings: ServeSettings) -> Iterator[None]:
-    """Context in which servers that transformers starts run requests by managers with a drafter; raises `ValueError` if
-    the server's dependencies are not installed, or this version of transformers has another server.
+    """Context in which transformers' servers run requests by managers with a drafter. Raises `ValueError` if the
+    server's dependencies are not installed, or this version of transformers has another server.
 
-    Python's garbage collector ignores until the end of the context what there was when the last manager was made.
+    Until its end, Python's garbage collector ignores all objects that existed when the last manager was made.
     """
     if not serving_parts.is_serve_available():
         raise ValueError(
@@ -201,7 +201,7 @@ def serving(settings: ServeSettings) -> Iterator[None]:
         (utils, "CBGenerateManager"): _generate_manager(utils, settings),
         (utils, "set_torch_seed"): _SEED.set,
         (server, "build_server"): functools.partial(_build_server, server.build_server, utils.split_model_id, settings),
-        # Which ends streams that still go on then.
+        # The timeout ends streams that still continue.
         (uvicorn, "Config"): functools.partial(uvicorn.Config, timeout_graceful_shutdown=settings.shutdown_timeout),
     }
     with ExitStack() as stack:
@@ -215,11 +215,11 @@ def serving(settings: ServeSettings) -> Iterator[None]:
 
 def _generate_manager(utils: Any, settings: ServeSettings) -> type:
     class SpeculativeGenerateManager(utils.CBGenerateManager):
-        """The server's own, with managers of ours behind it."""
+        """The server's class, with our managers."""
 
         def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
             if self._cb is None:
-                # Of the model, not of the first request.
+                # With the model's generation config, not the first request's.
                 self._cb = _OptionsManager(settings.manager_for(model, model.generation_config, self._cb_config))
 
         def generate_streaming(self, model, processor, inputs, gen_config, request_id, **kwargs):
@@ -232,12 +232,12 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
                 put(result)
 
             def whole() -> str:
-                is_parsed = any(one is not None for one in kwargs.values())  # the source has parts of the text then
+                is_parsed = any(one is not None for one in kwargs.values())  # the source then has parts of the text
                 tokens = [] if is_parsed else [token for one in results for token in one.generated_tokens]
                 return tokenizer.backend_tokenizer.decode(tokens)
 
             def on_stop() -> None:
-                gen_config.max_new_tokens = None  # the handler reads it, for the reason why the answer has ended
+                gen_config.max_new_tokens = None  # the handler derives the finish reason from it
 
             streamer.put = noted
             return StopStringQueue(texts, parsed.stops, whole, on_stop), streamer
@@ -248,7 +248,7 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
 
         @contextmanager
         def _request(self, model, processor, inputs, gen_config, request_id) -> Iterator[ParsedBody]:
-            """Context in which the request is added with its own options; errors are those of its client."""
+            """Context in which the request is added with its own options; errors become responses to its client."""
             parsed, length = _BODY.get() or ParsedBody({}), len(inputs["input_ids"])
             self._check_alive(request_id)
             if self._cb.is_active(request_id):
@@ -277,8 +277,8 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
 def _fit(
     settings: ServeSettings, model: PreTrainedModel, config: GenerationConfig, length: int, parsed: ParsedBody
 ) -> None:
-    """Let the answer to a prompt of `length` tokens be no longer than there is room for it; raises `RefusedRequest` if
-    there is none, or less than was asked for, where the target would have positions for more."""
+    """Limit the answer to a prompt of `length` tokens to the room for it. Raises `RefusedRequest` if there is no room,
+    or less than was asked for although the target could have more."""
     room, is_end = settings.room(model, length)
     if room is None:
         return
@@ -293,14 +293,14 @@ def _fit(
             f"The prompt has {length} tokens and the answer may have {config.max_new_tokens}, but texts have at most "
             f"{length + room}; expected at most {room} tokens for the answer."
         )
-    config.max_new_tokens = room  # the server's handler reads it, for the reason why an answer has ended
+    config.max_new_tokens = room  # the handler derives the finish reason from it
 
 
 def _options_of(
     config: GenerationConfig, base: GenerationConfig, processor: Any, parsed: ParsedBody, length: int
 ) -> dict[str, Any]:
-    """Keywords of `add_request` for a prompt of `length` tokens with the generation config `config`, where others have
-    `base`; raises `RefusedRequest` for settings that requests cannot have of their own."""
+    """Keywords of `add_request` for a prompt of `length` tokens with the generation config `config`; `base` is the
+    manager's. Raises `RefusedRequest` for settings that requests cannot have of their own."""
     others = sorted(
         name
         for name, value in vars(config).items()
@@ -324,7 +324,7 @@ def _options_of(
     options |= parsed.options
     number, count = options.pop("sequence", (0, 1))
     if _SEED.get() is not None:
-        # Of several answers each has a seed of its own.
+        # Each of several answers has a seed of its own.
         seeds = [_SEED.get()] if count == 1 else row_seeds(torch.tensor([_SEED.get()]), count).tolist()
         options["seed"] = seeds[number]
     if parsed.presence_penalty or parsed.frequency_penalty:
@@ -336,12 +336,12 @@ def _options_of(
 def _checking_handler(
     handle: Callable[[dict, str], Awaitable[Any]], kind: str, adapters: Collection[str], target: str
 ) -> Callable[[dict, str], Awaitable[Any]]:
-    """`handle_request` of a handler of transformers' server, which first checks what else is asked for."""
+    """A `handle_request` for transformers' server: it checks the body, calls `handle`, and completes the answers."""
     from fastapi.responses import JSONResponse, StreamingResponse
 
     async def answer(parsed: ParsedBody, request_id: str) -> Any:
         _BODY.set(parsed)
-        _SEED.set(None)  # until this request sets it
+        _SEED.set(None)  # the handler sets it if the request has a seed
         logprobs = AnswerLogprobs(parsed.stops) if parsed.has_logprobs else None
         _LOGPROBS.set(logprobs)
         response = await handle(parsed.body, request_id)
@@ -371,7 +371,7 @@ def _checking_handler(
         streams = [one.body_iterator for one in found if isinstance(one, StreamingResponse)]
         if failed is not None:
             for one in streams:
-                await anext(one, None)  # which nobody reads: it ends its request, as if its client had left
+                await anext(one, None)  # a started stream ends its request on closing, as if its client had left
                 await one.aclose()
             raise failed
         if streams:
@@ -390,7 +390,7 @@ def _build_server(
     generation_state: Any,
     **kwargs: Any,
 ) -> Any:
-    """`build_server` of transformers; the manager is there before the server takes requests."""
+    """transformers' `build_server`, which also makes the manager before the server takes requests."""
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse, PlainTextResponse
     from starlette.exceptions import HTTPException

@@ -1,1 +1,1 @@
-"""Training drafters: objectives, teachers, and a drafter that learns while its target is trained."""
+"""Training of drafters: objectives, the teacher, and learning while the target is trained."""

@@ -1,4 +1,4 @@
-"""Training of block drafters on hidden states whose channels are of about one size."""
+"""Training of block drafters on hidden states whose channels are scaled to about the same size."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.nn.utils import parametrize
 from ..drafters.cached import CachedDrafter
 from ..drafters.dflash import DFlashDrafter
 
-# The smallest size of channels, as a share of the median: rounding is not to be learned from.
+# The smallest channel size, as a share of the median, so that rounding errors are not scaled up.
 LEAST_RMS = 1e-3
 
 
 class _Divided(nn.Module):
-    """A weight `[H, width]` that reads undivided states, from one that reads them divided by `divisors` `[width]`."""
+    """Parametrization of a weight `[H, width]` by a weight for states that are divided by `divisors` `[width]`."""
 
     def __init__(self, divisors: torch.Tensor):
         super().__init__()
@@ -31,8 +31,8 @@ class _Divided(nn.Module):
 
 @torch.no_grad()
 def channel_sizes(states: Iterable[torch.Tensor]) -> torch.Tensor:
-    """RMS `[width]` float32 of the channels of `states`, each `[n, width]`, as the nearest powers of two: dividing by
-    these and multiplying rounds nothing."""
+    """RMS `[width]` float32 of the channels of `states`, each `[n, width]`, as the nearest powers of two, which divide
+    and multiply without rounding."""
     total, count = 0.0, 0
     for one in states:
         total = total + one.float().square().sum(dim=0)
@@ -44,13 +44,13 @@ def channel_sizes(states: Iterable[torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def divide_channels(drafter: CachedDrafter, states: Iterable[torch.Tensor], is_trained: bool) -> None:
-    """Let a block drafter learn from states divided by the sizes of their channels, measured on auxiliary hidden
-    `states`, each `[n, width]`. Other drafters are left as they are.
+    """Let a block drafter learn from states that are divided by the sizes of their channels, which are measured on
+    auxiliary hidden `states`, each `[n, width]`. Other drafters do not change.
 
-    `fc` of these drafters reads the target's states as they are, and in some targets a few channels are hundreds of
-    times as large as most. So what is trained is `fc.weight` times the divisors, a parametrization of torch, which is a
-    part of the training's checkpoint. `folded_weights` has the published format. If `is_trained`, `fc` keeps computing
-    what it does; else its weight is taken for one of divided states.
+    `fc` of block drafters reads the target's states unscaled, and in some targets a few channels are hundreds of times
+    as large as most. So `fc.weight` times the divisors is trained, by a parametrization of torch, which is part of the
+    training's checkpoint; `folded_weights` gives the published format. With `is_trained` the outputs of `fc` do not
+    change; without it the present weight becomes the weight for divided states.
     """
     if not isinstance(drafter, DFlashDrafter):
         return
@@ -62,7 +62,7 @@ def divide_channels(drafter: CachedDrafter, states: Iterable[torch.Tensor], is_t
 
 
 def folded_weights(drafter: CachedDrafter) -> dict[str, torch.Tensor]:
-    """`drafter.state_dict()` by the names of the published format: with `fc.weight` for states that are not divided."""
+    """`drafter.state_dict()` in the published format: with `fc.weight` for states that are not divided."""
     weights = drafter.state_dict()
     if isinstance(drafter, DFlashDrafter) and parametrize.is_parametrized(drafter.fc, "weight"):
         weights = {name: tensor for name, tensor in weights.items() if not name.startswith("fc.parametrizations.")}

@@ -1,4 +1,4 @@
-"""A drafter that learns while its target is trained, from passes that are made of the target in any case."""
+"""A drafter that learns while its target is trained, from passes that the target runs anyway."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SOURCES = TRAINER, ROLLOUTS = "trainer", "rollouts"
 
 
 class _Pass(NamedTuple):
-    """Texts of a pass of the target, without padding between tokens: ids `[B, S]` int64, lengths `[B, 1]` int64, hidden
-    states `[B, S, H]` after the final norm, and auxiliary ones `[B, S, width]`, or None."""
+    """Texts of a pass of the target, padded only at the end: ids `[B, S]` int64, lengths `[B, 1]` int64, hidden states
+    `[B, S, H]` after the final norm, and auxiliary hidden states `[B, S, width]` or None."""
 
     input_ids: torch.Tensor
     lengths: torch.Tensor
@@ -35,36 +35,36 @@ class _Pass(NamedTuple):
 
 
 class DrafterLearner(AbstractContextManager["DrafterLearner"]):
-    """Context in which a drafter learns from passes of its target: a trainer's, or those that generate its rollouts.
+    """Context in which a drafter learns from passes of its target: the trainer's, or those that generate rollouts.
 
-    Hidden states and the target's distributions are those of these passes, so the target runs no further pass. A
-    trainer's are those with gradients in training mode. The drafter learns where they are asked for logits: at the
-    tokens before which `logits_to_keep` begins, or whose `labels` are not -100; else at all tokens. Of rollouts, that
-    is of all texts that calls on the static engine generate with the drafter, it learns the new tokens.
+    The hidden states and the target's distributions come from these passes, so the target runs no other pass. The
+    trainer's passes are those with gradients in training mode. The drafter learns at the tokens that `logits_to_keep`
+    or `labels` other than -100 ask for, else at all tokens. Rollouts are all texts that calls on the static engine
+    generate with the drafter; it learns at their new tokens.
 
-    `step` trains a copy of the drafter in float32, and publishes it by `Drafter.load_weights`, so nothing is captured
-    anew. The training itself is as without it, random numbers included. In several processes gradients are averaged,
-    so all of them are to call `step` equally often.
+    `step` trains a float32 copy of the drafter and publishes it by `Drafter.load_weights`, so nothing is captured
+    again. The target's training does not change, its random numbers included. With several processes gradients are
+    averaged, so all of them must call `step` equally often.
 
     Args:
         drafter: bound to the target; of a family that is trained by `unroll` or `unroll_blocks`, such as EAGLE-3,
             P-EAGLE, MTP modules, DFlash, DSpark.
-        model: the target, or what PEFT, `DistributedDataParallel` or accelerate have made of it.
+        model: the target, or its wrapper of PEFT, `DistributedDataParallel` or accelerate.
         learning_rate: of AdamW.
-        num_steps: drafts of a chain; by default the drafter's own number of draft tokens.
+        num_steps: drafts of a chain; the drafter's own K by default.
         step_decay: draft s has the weight `step_decay ** s`.
-        temperature: at which texts are drawn, whose distributions the drafter learns.
-        max_tokens: most tokens of the passes between two steps that are kept, with their hidden states: the first
-            ones of a trainer, the last ones of rollouts.
-        source: `"trainer"` or `"rollouts"`. The latter needs no pass of a trainer; buffers of calls have hidden states
-            at all slots then, and are captured once more.
+        temperature: the sampling temperature of the distributions that the drafter learns.
+        max_tokens: most tokens that are kept between two steps, with their hidden states: the first tokens of a
+            trainer's passes, the last ones of rollouts.
+        source: `"trainer"` or `"rollouts"`. Rollouts need no pass of a trainer; buffers of calls then have hidden
+            states at all slots, and are captured again.
 
     Attributes:
-        skipped: passes that nothing was learned from: of embeddings, of several texts packed in a row, or in a step
-            whose gradients are not finite, which leaves the drafter as it was; and rollouts that were not kept.
+        skipped: number of passes that were not learned from: of embeddings, of several texts packed in a row, or in a
+            step whose gradients are not finite, which does not change the drafter; and of rollouts that were dropped.
 
     Raises:
-        ValueError: the drafter is not bound to the target, or is of another family; another `source`.
+        ValueError: the drafter is not bound to the target, its family cannot learn, or `source` is wrong.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         self._rollouts: Rollouts | None = None
         self._counts: torch.Tensor | int = 0
         self._handles: list[Any] = []
-        # Of the pass that runs: its recorder, tokens, mask, and first column that it is asked about.
+        # Of the running pass: recorder, tokens, mask, and the first column of each answer.
         self._running: tuple[AuxHiddenStateRecorder, torch.Tensor, torch.Tensor | None, Any] | None = None
         self._asked: Mapping[str, Any] = {}
 
@@ -123,7 +123,7 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         if self._rollouts is not None:
             self._rollouts = self.drafter.rollouts = None
 
-    # Hooks of this folder do not count for engines (`modules.module_hooks`): they do nothing in passes of theirs.
+    # Engines ignore hooks of this folder (`modules.module_hooks`), which do nothing in the engines' passes.
 
     def _note_question(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self._asked = kwargs if torch.is_grad_enabled() and module.training else {}
@@ -151,7 +151,7 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
             return
         recorder, input_ids, mask, first = running
         with recorder, torch.no_grad():
-            if output is None:  # the pass has failed
+            if output is None:  # the pass failed
                 return
             hidden = output[0] if isinstance(output, (tuple, torch.Tensor)) else output.last_hidden_state
             if self._student.reads_last_hidden_state:
@@ -159,20 +159,20 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
             aux = recorder.aux_hidden_states
             if mask is None:
                 mask = torch.ones_like(input_ids)
-            # Tokens move to the front of their rows, in their order.
+            # Tokens move to the front of their rows, in order.
             order = mask.argsort(dim=1, descending=True, stable=True)
             columns = torch.arange(input_ids.shape[1], device=order.device)
             states = [
                 None if one is None else one.detach()[: len(order)].take_along_dim(order[..., None], dim=1)
                 for one in (hidden, aux)
             ]
-            # The first token of an answer cannot be drafted by what reads a token before it, nor the first of a text.
+            # Neither an answer's first token nor a text's is drafted, so a prompt has at least one token.
             prompt_lengths = (mask.bool() & (columns < first)).sum(dim=1, keepdim=True).clamp(min=1)
             lengths = mask.bool().sum(dim=1, keepdim=True)
             self._passes.append(_Pass(input_ids.gather(1, order), lengths, prompt_lengths, *states))
 
     def step(self) -> None:
-        """Learn from the passes since the last step, and let calls use what was learned."""
+        """Learn from the passes since the last step, and publish the weights to calls."""
         passes, self._passes = self._passes, []
         if self._rollouts is not None:
             passes = self._pass_of_rollouts(self._rollouts)
@@ -181,7 +181,7 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         for one in passes:
             batch = Batch.of(one.input_ids, one.lengths, one.prompt_lengths)
             if len(batch.places):
-                # A trainer's autocast may have computed them in another dtype.
+                # The trainer's autocast may have computed them in another dtype.
                 states = [None if state is None else state.to(self._target.dtype) for state in one[3:]]
                 learned = self._teacher.outputs(batch, *states)
                 device, dtype = self._target.device.type, self._target.dtype
@@ -207,7 +207,7 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
             self.drafter.load_weights(dict(self._student.named_parameters()))
 
     def _pass_of_rollouts(self, rollouts: Rollouts) -> list[_Pass]:
-        """The texts of `rollouts` as a pass over all of them, none if there are none."""
+        """The texts of `rollouts` as one pass over all of them; empty if there are none."""
         self.skipped, rollouts.dropped = self.skipped + rollouts.dropped, 0
         texts, pad = rollouts.take(), nn.utils.rnn.pad_sequence
         if not texts:
@@ -215,7 +215,7 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         input_ids = pad([one.tokens for one in texts], batch_first=True)
         counts = [[len(one.tokens), max(one.prompt_length, 1)] for one in texts]
         lengths, prompt_lengths = torch.tensor(counts, device=input_ids.device).split(1, dim=1)
-        # The last token of a text has none, and none are read.
+        # A text's last token has no hidden states; none are read there.
         states = nn.functional.pad(pad([one.hidden_states for one in texts], batch_first=True), (0, 0, 0, 1))
         width = self._target.config.get_text_config().hidden_size
         hidden, aux = states[..., -width:], states
@@ -224,18 +224,18 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         return [_Pass(input_ids, lengths, prompt_lengths, hidden, aux)]
 
     def metrics(self) -> dict[str, Any]:
-        """What `summarize` finds in the steps since the last call; empty if nothing was learned from."""
+        """`summarize` of the steps since the last call; empty if there was nothing to learn from."""
         counts, self._counts = self._counts, 0
         return summarize(counts) if isinstance(counts, torch.Tensor) else {}
 
     def _random_numbers(self) -> AbstractContextManager:
-        """Context after which the trainer's random numbers go on as if none had been drawn."""
+        """Context that does not change the trainer's random numbers."""
         device = self._target.device
         return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def _copy_in_float32(drafter: Drafter, target: nn.Module) -> CachedDrafter:
-    """A copy that shares with the target what `drafter` does, in training mode."""
+    """A copy in training mode that shares the same weights with the target as `drafter`."""
     is_block = isinstance(drafter, DFlashDrafter)
     method, untrained = ("head_inputs", WalkingDrafter) if is_block else ("head_weight", CachedDrafter)
     if not isinstance(drafter, CachedDrafter) or getattr(type(drafter), method) is getattr(untrained, method):
@@ -250,7 +250,7 @@ def _copy_in_float32(drafter: Drafter, target: nn.Module) -> CachedDrafter:
 
 
 def _first_places(asked: Mapping[str, Any], input_ids: torch.Tensor) -> torch.Tensor:
-    """`[B, 1]` int64: the column at which the answer begins in each row, as far as a pass was asked about answers."""
+    """`[B, 1]` int64: the first column of each row's answer, by `labels` or `logits_to_keep` of a pass; else 0."""
     first = torch.zeros(len(input_ids), 1, dtype=torch.int64, device=input_ids.device)
     labels, kept = asked.get("labels"), asked.get("logits_to_keep")
     if labels is not None:

@@ -1,4 +1,4 @@
-"""What a drafter learns from a batch: its drafts from many positions, each compared with the target's distribution."""
+"""Objectives of training: drafts from many positions of a batch, each compared with the target's distribution."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CHUNK_LOGITS = 2**28
 
 @dataclass
 class Batch:
-    """Documents side by side, padded at the end.
+    """A batch of documents, padded at the end.
 
     Attributes:
         input_ids: `[B, S]`.
-        places: `[N]` indices into `[B * S]` of the tokens of answers, except for the last of each answer.
+        places: `[N]` indices into `[B * S]` of the tokens of answers, except the last of each answer.
         depths: `[N]`, index of each place in its answer.
-        places_before: B + 1 numbers: how many of the places are in the rows before each.
-        shortest_prompt: tokens of the shortest of the prompts; there are no places before.
+        places_before: B + 1 numbers: the number of places in the rows before each row.
+        shortest_prompt: number of tokens of the shortest prompt; no place is before it.
     """
 
     input_ids: torch.Tensor
@@ -38,7 +38,7 @@ class Batch:
 
     @classmethod
     def of(cls, input_ids: torch.Tensor, lengths: torch.Tensor, prompt_lengths: torch.Tensor) -> Batch:
-        """A batch of documents `[B, S]` int64, whatever is after their ends; `lengths`, `prompt_lengths`: `[B, 1]`."""
+        """A batch of documents `[B, S]` int64 with any padding at the end; `lengths`, `prompt_lengths`: `[B, 1]`."""
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
         is_place = (columns >= prompt_lengths) & (columns < lengths - 1)
         places = is_place.flatten().nonzero()[:, 0]
@@ -57,13 +57,13 @@ class Batch:
 
 @dataclass
 class TargetOutputs(Batch):
-    """A batch with the target's outputs for it, which the drafter learns from.
+    """A batch with the target's outputs, from which the drafter learns.
 
     Attributes:
         aux_hidden_states: `[B, S, width]`; None for a drafter that reads none.
-        probs: `[N, V_d]` the target's distribution at the places, over the draft vocabulary; see `Teacher`.
-        best, covered: `[N]` the target's most likely tokens there, and whether the draft vocabulary has them.
-        is_greedy: `[B * S]` whether the token after a position is the target's most likely one; places only.
+        probs: `[N, V_d]`, the target's distribution at the places over the draft vocabulary; see `Teacher`.
+        best, covered: `[N]`, the target's most likely tokens there, and whether the draft vocabulary has them.
+        is_greedy: `[B * S]`, whether the token after a place is the target's most likely token; False elsewhere.
     """
 
     aux_hidden_states: torch.Tensor | None
@@ -74,8 +74,8 @@ class TargetOutputs(Batch):
 
 
 class Teacher:
-    """Runs the frozen target over batches for `drafter`, at a `temperature`. `greedy_share` of the distributions to
-    learn is moved to the target's most likely token, which is what greedy decoding accepts."""
+    """Runs the frozen target over batches for `drafter`, at a `temperature`. In each distribution to learn, the share
+    `greedy_share` moves to the most likely token, which greedy decoding accepts."""
 
     def __init__(
         self, target: PreTrainedModel, drafter: CachedDrafter, greedy_share: float = 0.0, temperature: float = 1.0
@@ -100,8 +100,8 @@ class Teacher:
 
     @torch.no_grad()
     def outputs(self, batch: Batch, hidden: torch.Tensor, aux_hidden_states: torch.Tensor | None) -> TargetOutputs:
-        """What a pass of the target over `batch` has shown: its last hidden states `[B, S, H]`, after the final norm,
-        and auxiliary ones."""
+        """The outputs of a pass of the target over `batch`, from its last hidden states `[B, S, H]`, after the final
+        norm, and its auxiliary hidden states."""
         hidden = hidden.flatten(0, 1)[batch.places]
         probs, best = [], []
         for chunk in hidden.split(rows_per_chunk(self.is_covered.numel())):
@@ -128,17 +128,17 @@ class Teacher:
 
 
 class Objective(nn.Module):
-    """Loss and metrics of a drafter; a module, so that accelerate can wrap it for DDP.
+    """Loss and metrics of a drafter. It is a module, so that accelerate can wrap it for DDP.
 
     Args:
         drafter: bound to the target.
         num_steps: drafts of a chain.
         step_decay: draft s has the weight `step_decay ** s` in the loss.
-        survival_floor: weight of the drafts whose chains have ended before, by a wrong draft or because the text is
-            not greedy there; the others have weight 1. Drafts after the end of a chain are never accepted; and a mask
-            token, which does not see the drafts before it, learns to continue the greedy chain instead of an average
-            over many texts.
-        loss: of a draft, one of `LOSSES`.
+        survival_floor: weight of drafts whose chain has ended before, by a wrong draft or a token of the text that is
+            not greedy; other drafts have weight 1. Drafts after the end of a chain are never accepted. With a low
+            weight a mask token, which does not see the drafts before it, learns to continue the greedy chain instead of
+            an average over many texts.
+        loss: the loss of a draft, one of `LOSSES`.
     """
 
     def __init__(
@@ -157,18 +157,18 @@ class Objective(nn.Module):
         self.row_losses = LOSSES[loss]
 
     def compile_parts(self) -> None:
-        """Compile the layers and the loss, for dynamic shapes."""
+        """Compile the layers and the loss for dynamic shapes."""
         self.row_losses = torch.compile(self.row_losses, dynamic=True)
         compile_layers(self.drafter)
 
     def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss, and float64 counts `[num_steps, 6]`, or 8 where there are rounds, that `summarize` reads."""
+        """The loss, and float64 counts `[num_steps, 6]`, or 8 with those of rounds, for `summarize`."""
         raise NotImplementedError(f"{type(self).__name__} does not implement forward().")
 
     def _losses(
         self, hidden: torch.Tensor, head: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As of `_HeadLoss.forward`, the drafts in the target's vocabulary."""
+        """The results of `_HeadLoss.forward`, with drafts in the target's vocabulary."""
         device, ids = hidden.device.type, self.drafter.target_ids
         is_mixed = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_mixed else hidden.dtype
@@ -177,16 +177,16 @@ class Objective(nn.Module):
 
 
 class BlockObjective(Objective):
-    """Loss and metrics of a DFlash or DSpark drafter: blocks after random positions of the answers.
+    """Loss and metrics of a DFlash or DSpark drafter: blocks at random positions of the answers.
 
     Args:
-        common, options: as of `Objective`.
+        common, options: arguments of `Objective`.
         num_anchors: most blocks of a document.
-        replay_share: in training, share of the blocks that are moved to where the round after them would begin: behind
-            the drafts that are accepted and the target's own token. Draft-OPD (arXiv 2605.29343) replays drafting from
-            these positions, at which drafts have just failed.
-        short_share: in training, share of the batches whose blocks have fewer drafts, a random number of them. Layers
-            that see the whole block learn where its end is, and draft worse in blocks of other lengths.
+        replay_share: in training, share of the blocks that move to where the next round would begin: after the accepted
+            drafts and the target's own token. Draft-OPD (arXiv 2605.29343) replays drafting from these positions, where
+            drafts have just failed.
+        short_share: in training, share of the batches whose blocks have a random smaller number of drafts. Without it,
+            layers that see the whole block learn where its end is, and draft worse in blocks of other lengths.
     """
 
     def __init__(
@@ -196,9 +196,9 @@ class BlockObjective(Objective):
         self.num_anchors, self.replay_share, self.short_share = num_anchors, replay_share, short_share
 
     def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of `Objective`. A draft exists if its token and those before it in the block are in the answer; it counts
-        in the loss if the target's most likely token is in the draft vocabulary. A confidence head learns, with as much
-        weight, by the cross-entropy with the chance that the draft is accepted (DSpark, arXiv 2607.05147)."""
+        """See `Objective`. A draft exists if its token and those before it in the block are in the answer. It counts in
+        the loss if the draft vocabulary has the target's most likely token. A confidence head learns with the same
+        weight, by the cross-entropy with the draft's acceptance probability (DSpark, arXiv 2607.05147)."""
         input_ids, places = target_outputs.input_ids, target_outputs.places
         number = torch.full((input_ids.numel(),), -1, device=places.device)
         number[places] = torch.arange(len(places), device=places.device)
@@ -226,8 +226,8 @@ class BlockObjective(Objective):
         is_anchor: torch.Tensor,
         num_steps: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Loss and counts of the blocks at `anchors` `[B, A]` int64, of which there `is_anchor` `[B, A]`, and how many
-        drafts of each are accepted, `[B, A]`; `number` `[B, S]` has the number of each place, -1 elsewhere."""
+        """Loss and counts of the blocks at `anchors` `[B, A]` int64 where `is_anchor` `[B, A]`, and the numbers of
+        accepted drafts, `[B, A]`; `number` `[B, S]` has the number of each place, -1 elsewhere."""
         drafter, shape, input_ids = self.drafter, number.shape, target_outputs.input_ids
         normed = drafter.unroll_blocks(input_ids, target_outputs.aux_hidden_states, anchors, num_steps)
 
@@ -264,8 +264,8 @@ class BlockObjective(Objective):
         return total, torch.stack(counts), num_accepted.view_as(anchors)
 
     def _choose(self, is_place: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`count` different positions of each row, `[B, count]`, and whether they are among `is_place` `[B, S]`: random
-        ones in training, else always the same."""
+        """`count` different positions of each row, `[B, count]`, and whether they are in `is_place` `[B, S]`. They are
+        random in training, otherwise always the same."""
         if self.training:
             order = torch.rand(is_place.shape, device=is_place.device)
         else:
@@ -278,11 +278,11 @@ class DraftObjective(Objective):
     """Loss and metrics of all other drafters, which draft from every position (training-time test).
 
     Args:
-        common, options: as of `Objective`.
-        depth_ratio: in training, step s unrolls only `depth_ratio ** s` of a batch's rows.
-        round_floor: weight of the chains that greedy decoding with these drafts would not begin (`round_starts`), times
-            that of `survival_floor`. Rounds begin where drafts have just failed, at harder places than most; Draft-OPD
-            (arXiv 2605.29343) replays drafting from these.
+        common, options: arguments of `Objective`.
+        depth_ratio: in training, step s unrolls only the share `depth_ratio ** s` of a batch's rows.
+        round_floor: factor on the weights of chains at which no round of greedy decoding would begin (`round_starts`).
+            Rounds begin where drafts have just failed, at harder places than most; Draft-OPD (arXiv 2605.29343) replays
+            drafting from these.
     """
 
     def __init__(self, *common: Any, depth_ratio: float = 1.0, round_floor: float = 1.0, **options: Any):
@@ -290,10 +290,10 @@ class DraftObjective(Objective):
         self.depth_ratio, self.round_floor = depth_ratio, round_floor
 
     def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of `Objective`.
+        """See `Objective`.
 
-        At step s the draft for place t comes from the chain of slot t - s - shift. A place counts in the loss if the
-        target's most likely token is in the draft vocabulary, as in EAGLE-3.
+        At step s the draft for place t is of the chain at slot t - s - shift. As in EAGLE-3, a place counts in the loss
+        if the draft vocabulary has the target's most likely token.
         """
         drafter, num_steps = self.drafter, len(self.step_weights)
         rows = leading_rows(len(target_outputs.input_ids), num_steps, self.depth_ratio if self.training else 1.0)
@@ -334,14 +334,14 @@ class DraftObjective(Objective):
 
 
 def _counts(loss: torch.Tensor, weights: torch.Tensor, exists: torch.Tensor, hits: torch.Tensor, *more: torch.Tensor):
-    """A row of the counts of an `Objective`, of places with a draft, those that are right, and `more`."""
+    """A step's counts of an `Objective`: loss, weights, places with a draft, right drafts, and `more`."""
     row = (loss.detach(), weights.sum(), exists.sum(), (exists & hits).sum(), *(one.sum() for one in more))
     return torch.stack([count.double() for count in row])
 
 
 def round_starts(drafted: torch.Tensor, places_before: list[int]) -> torch.Tensor:
-    """The places at which rounds of greedy decoding would begin, `[N]` bool: the first of each answer, and every place
-    behind the tokens that a round commits, the accepted drafts, `drafted` `[N]` int64, and the target's own token."""
+    """The places at which rounds of greedy decoding would begin, `[N]` bool: the first of each answer, and the place
+    after the tokens that each round commits, its accepted drafts, `drafted` `[N]` int64, and the target's own token."""
     count, device = len(drafted), drafted.device
     bounds = torch.tensor(places_before, device=device)
     number = torch.arange(count, device=device)
@@ -351,24 +351,24 @@ def round_starts(drafted: torch.Tensor, places_before: list[int]) -> torch.Tenso
     begins = torch.zeros(count + 1, dtype=torch.int64, device=device)
     begins[bounds[:-1]] = 1
     longest = max((after - before for before, after in pairwise(places_before)), default=0)
-    for _ in range(max(longest - 1, 0).bit_length()):  # after n turns, all that up to 2 ** n - 1 rounds reach
+    for _ in range(max(longest - 1, 0).bit_length()):  # n turns find all that up to 2 ** n - 1 rounds reach
         begins = begins.index_add(0, jump, begins).clamp(max=1)
         jump = jump[jump]
     return begins[:count] > 0
 
 
 def leading_rows(batch: int, num_steps: int, ratio: float) -> list[int]:
-    """How many of a batch's rows each step unrolls: `ratio` to the power of the step, rounded up."""
+    """For each step, the number of a batch's rows that it unrolls: the share `ratio ** step`, rounded up."""
     return [math.ceil(batch * ratio**step) for step in range(num_steps)]
 
 
 def summarize(counts: torch.Tensor) -> dict:
     """Metrics of each step, from sums of the counts of an `Objective`.
 
-    `acceptance[s]` is the share of chains that reach step s, all drafts before it right and the text greedy, whose
-    draft there is the target's most likely token. `acceptance_length[K]` is 1 + the drafts that a greedy chain of K
-    would have accepted. Where the drafter drafts from every place, `round_acceptance[s]` is the share of the rounds of
-    greedy decoding of the texts in which draft s is accepted, and `round_length` the tokens that a round commits.
+    A chain reaches step s if all drafts before it are right and the text is greedy there. `acceptance[s]` is the share
+    of these chains whose draft s is the target's most likely token. `acceptance_length[K]` is 1 + the accepted drafts
+    of a greedy chain of K. If the drafter drafts from every place, `round_acceptance[s]` is the share of rounds of
+    greedy decoding in which draft s is accepted, and `round_length` the number of tokens that a round commits.
     """
     loss, weighed, existing, hits, reached, accepted, *of_rounds = counts.t().tolist()
 
@@ -395,7 +395,7 @@ def summarize(counts: torch.Tensor) -> dict:
 
 def compile_layers(model: nn.Module) -> None:
     """Compile the decoder layers and norms of `model` in place, to avoid the launch overhead of small operations."""
-    # One compiled function serves the layers of both models, in all dtypes and layouts, with and without gradients.
+    # One function is compiled for the layers of both models, for all dtypes and layouts, with and without gradients.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "DecoderLayer")):
@@ -410,8 +410,8 @@ RowLosses = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _cross_entropies(logits: torch.Tensor, probs: torch.Tensor) -> RowLosses:
-    """Cross-entropies of `logits` and `probs`, both `[n, V_d]`, their gradients in `logits`, best tokens, and the
-    chances that drawn ones are accepted: 1 - |q - p| / 2, where q is the softmax of `logits`."""
+    """Cross-entropies of `logits` and `probs`, both `[n, V_d]`, their gradients with respect to `logits`, the best
+    tokens, and the acceptance probabilities of drawn tokens, 1 - |q - p| / 2, where q is the softmax of `logits`."""
     scores, probs = logits.float(), probs.float()
     norm = scores.logsumexp(dim=-1, keepdim=True)
     losses, apart = (probs * (norm - scores)).sum(dim=-1), (scores - norm).exp() - probs
@@ -419,8 +419,8 @@ def _cross_entropies(logits: torch.Tensor, probs: torch.Tensor) -> RowLosses:
 
 
 def _dspark_losses(logits: torch.Tensor, probs: torch.Tensor) -> RowLosses:
-    """As `_cross_entropies`, of DSpark's loss (arXiv 2607.05147): 0.1 cross-entropy + 0.9 |q - p|, where q is the
-    softmax of `logits`. |q - p| is twice the chance that a draft drawn from q is refused."""
+    """As `_cross_entropies`, for DSpark's loss (arXiv 2607.05147): 0.1 cross-entropy + 0.9 |q - p|, where q is the
+    softmax of `logits`. |q - p| is twice the probability that a draft drawn from q is rejected."""
     scores, probs = logits.float(), probs.float()
     norm = scores.logsumexp(dim=-1, keepdim=True)
     drafted = (scores - norm).exp()
@@ -432,22 +432,22 @@ def _dspark_losses(logits: torch.Tensor, probs: torch.Tensor) -> RowLosses:
     return losses, grad.to(logits.dtype), logits.argmax(dim=-1), 1 - distances / 2
 
 
-# Losses of a draft's distribution, by name.
+# Losses of drafts, by name.
 LOSSES = {"cross-entropy": _cross_entropies, "dspark": _dspark_losses}
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Draft head and loss in one function, so that the logits of a step are never in memory all at once.
+    """Draft head and loss in one function, so that the logits of a step are never in memory at once.
 
-    The gradient of each row's loss in its hidden state is computed in the forward pass, one chunk of rows at a time,
-    and scaled in the backward pass, since the weights of rows depend on the drafts. That of a head that is trained
-    needs the weights: its logits are computed again.
+    The forward pass computes the gradient of each row's loss with respect to its hidden state, one chunk of rows at a
+    time. The backward pass scales it, because the weights of rows depend on the drafts. The gradient of a trained head
+    needs these weights, so the backward pass computes the logits again.
     """
 
     @staticmethod
     def forward(ctx, hidden, head, probs, dtype, row_losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The losses `[n]` float32 and most likely draft tokens `[n]` int64 of `hidden` `[n, H]`, and how likely drawn
-        ones are accepted, `[n]` float32."""
+        """Losses `[n]` float32, most likely draft tokens `[n]` int64, and acceptance probabilities of drawn tokens
+        `[n]` float32, for `hidden` `[n, H]`."""
         weight = head.to(dtype)
         needs_hidden, needs_head = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -482,6 +482,6 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _chunks(num_rows: int, vocab_size: int) -> list[slice]:
-    """Parts of the rows whose logits are in memory at once."""
+    """Parts of the rows such that the logits of a part fit in memory."""
     size = rows_per_chunk(vocab_size)
     return [slice(start, start + size) for start in range(0, num_rows, size)]

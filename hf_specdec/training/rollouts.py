@@ -1,4 +1,4 @@
-"""A ring of texts that calls have generated, with the hidden states that the target had of their tokens."""
+"""A ring of texts that calls have generated, with the target's hidden states at their tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Text(NamedTuple):
-    """A text of a call: tokens `[length]` int64, those of the prompt, and hidden states `[length - 1, width]` of all
+    """A text of a call: tokens `[length]` int64, the prompt's included, and hidden states `[length - 1, width]` of all
     tokens but the last, which the target has not run."""
 
     tokens: torch.Tensor
@@ -19,20 +19,20 @@ class Text(NamedTuple):
 
 
 class Rollouts:
-    """A ring of texts, the oldest of which give way to new ones. Engines fill it while it is `Drafter.rollouts`.
+    """A ring of texts, in which new texts replace the oldest. Engines fill it while it is `Drafter.rollouts`.
 
-    It keeps hidden states of `layer_ids`, see `AuxHiddenStateRecorder`, the one after the final norm last, of texts of
-    at most `max_tokens` in all; `dropped` counts those that have given way, or are too long.
+    It keeps hidden states of `layer_ids`, see `AuxHiddenStateRecorder`, then the one after the final norm, for texts of
+    at most `max_tokens` in all. `dropped` counts the texts that were replaced or were too long.
     """
 
     def __init__(self, layer_ids: Sequence[int], max_tokens: int):
         self.layer_ids, self.max_tokens, self.dropped = list(layer_ids), max_tokens, 0
-        # Each with the tokens of all before it. Operations are atomic: a manager has a thread of its own.
+        # Each text with the number of tokens before it. Operations are atomic, because managers have threads.
         self._texts: deque[tuple[int, Text]] = deque()
         self._num_tokens = 0
 
     def keep(self, hidden_states: torch.Tensor, prompt: torch.Tensor, tokens: Sequence[int]) -> None:
-        """Take a text: `hidden_states` `[length - 1, width]`, which are copied, `prompt` `[n]` int64, new `tokens`."""
+        """Add a text: `hidden_states` `[length - 1, width]`, which are copied, `prompt` `[n]` int64, new `tokens`."""
         new = torch.tensor(tokens, dtype=torch.int64, device=hidden_states.device)
         text = torch.cat([prompt.to(new.device), new])
         self._texts.append((self._num_tokens, Text(text, len(prompt), hidden_states.clone())))
@@ -42,5 +42,5 @@ class Rollouts:
             self.dropped += 1
 
     def take(self) -> list[Text]:
-        """All texts, the oldest first; the ring is empty then."""
+        """Remove all texts and return them, oldest first."""
         return [self._texts.popleft()[1] for _ in range(len(self._texts))]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from adapters import with_adapters
 from assistants import assistant_drafter, gemma4_target, new_assistant
 from case_counts import cases
@@ -267,6 +268,16 @@ def test_models_around_the_target():
 
 
 @pytest.mark.core
+def test_target_that_is_offloaded():
+    """Its calls run plainly, and the drafter is not moved to where it would have no weights."""
+    target = new_target("llama")
+    plain, drafter = target.generate(**INPUTS, **GREEDY), random_eagle3(target)
+    cpu_offload(target, execution_device="cpu")
+    with drafter.attached(target) as attachment:
+        assert torch.equal(target.generate(**INPUTS, **GREEDY), plain)
+    assert attachment.refusals.total() == 1 and drafter.device.type == "cpu"
+
+
 def test_cache_that_a_configuration_turns_off():
     target, attachment, plain = attached(NoDrafter)
     config = GenerationConfig(use_cache=False, **GREEDY)

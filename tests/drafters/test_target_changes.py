@@ -11,7 +11,7 @@ from oracle import RANDOM_DRAFTERS, SELDOM, random_draft_model, random_eagle3, r
 from targets import padded_prompts, tiny_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_specdec import NoDrafter
+from hf_specdec import AutoDrafter, NoDrafter
 from hf_specdec.drafters import shared_weights
 from hf_specdec.drafters.shared_weights import SharedWeight
 
@@ -206,6 +206,16 @@ def test_binding_in_inference_mode():
     assert not any(shared.weight.is_inference() for shared in drafter._shared_weights.values())
     train(target)
     assert drafts(target, drafter) == drafts(target, BORROWERS["eagle3"](target))
+
+
+def test_drafters_that_are_loaded_in_inference_mode_can_be_trained(tmp_path):
+    target = own_target()
+    BORROWERS["eagle3"](target).save_pretrained(tmp_path)
+    with torch.inference_mode():
+        drafter = AutoDrafter.from_pretrained(tmp_path, target=target)
+    drafts(target, drafter)
+    sum(parameter.square().sum() for parameter in drafter.parameters()).backward()
+    assert all(parameter.grad is not None for parameter in drafter.parameters())
 
 
 def test_target_made_in_inference_mode():

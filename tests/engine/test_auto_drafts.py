@@ -478,6 +478,22 @@ def test_graphs_are_captured_as_they_are_tried(monkeypatch):
     assert {drafted.num_drafts for _, drafted, _ in session.rounds} == set(tried) - {7}
 
 
+def test_a_fixed_k_leaves_the_times_of_auto_alone(monkeypatch):
+    """Ranks of one model agree on the times of rounds with "auto" only, so other rounds must not add to them."""
+    replay_on_cpu(monkeypatch)
+    monkeypatch.setattr(alone, "is_better_alone", lambda *_: False)
+    target = tiny_target("llama")
+    drafter, inputs = copy_of(target), padded_prompts([5, 9])
+    added, add = [], RoundTimes.add
+    monkeypatch.setattr(RoundTimes, "add", lambda times, *args: (added.append(times), add(times, *args)))
+    found = []
+    for k in ("auto", 7):
+        greedy(target, inputs, drafter, k, max_new_tokens=60)
+        found.append({*map(id, added)})
+    assert len(drafter.sessions) == 1, "the second call has the session of the first"
+    assert len(found[0]) == 1 and len(found[1]) == 2
+
+
 @pytest.mark.core
 def test_no_memory_for_any_number_of_drafts():
     """The last candidate that is refused is an error of memory."""

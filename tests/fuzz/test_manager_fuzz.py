@@ -175,7 +175,11 @@ class Session:
         """Compare all that was said."""
         for name, (prompt, options) in self.asked.items():
             *parts, last = self.results[name]
-            expected = self.alone(prompt, options)
+            try:
+                expected = self.alone(prompt, options)
+            except RuntimeError as error:  # settings that leave no token, of which a request fails alone
+                assert "none can be drawn" in str(error) and last.status == RequestStatus.FAILED, (prompt, options)
+                continue
             for part in (*parts, last):
                 said = part.generated_tokens
                 assert said == expected[: len(said)], (prompt, options, said, expected)

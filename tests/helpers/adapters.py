@@ -7,7 +7,7 @@ import torch
 
 
 def with_adapters(target, names=("a", "b")):
-    """`target` with random LoRA adapters, the first of them active; the model of PEFT's around it."""
+    """The `PeftModel` around `target`, with random LoRA adapters, the first of them active."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)

@@ -1,4 +1,4 @@
-"""Pages of a CPU that rows can share as on a GPU, and that notice when shared memory is written."""
+"""Pages of a CPU that rows can share as on a GPU, and that detect writes to shared memory."""
 
 import ctypes
 import mmap
@@ -27,10 +27,10 @@ def _close(base, size, file):
 
 
 class AliasingPages:
-    """`virtual_pages.HostPages` in a file of the memory, parts of which are mapped at several addresses.
+    """`virtual_pages.HostPages` in a file in memory; parts of it are mapped at several addresses.
 
     Attributes:
-        num_aliased: how often a piece was, over all ranges of addresses.
+        num_aliased: how often a piece was mapped again, over all ranges of addresses.
     """
 
     can_alias = True

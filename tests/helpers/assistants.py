@@ -44,7 +44,7 @@ ORDERED = {"use_ordered_embeddings": True, "num_centroids": 12, "centroid_interm
 
 @cache
 def gemma4_target(kind="gemma4_text", vocab_size=VOCAB):
-    """A target with layers that read the keys of others, or, of another kind, with values that are keys."""
+    """A target with layers that read the keys of other layers, or, for the other kind, with keys as values."""
     if kind == "gemma4_text":
         return build_target(kind, **TEXT | {"vocab_size": vocab_size, "vocab_size_per_layer_input": vocab_size})
     return build_target(

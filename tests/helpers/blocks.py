@@ -1,10 +1,10 @@
-"""Drafters of blocks: written to disk in every published layout, and what they draft, recomputed in float64.
+"""Block drafters, written to disk in every published layout, and their drafts, recomputed in float64.
 
 Layouts as the publishers' own code writes them: z-lab/dflash, sgl-project/SpecForge, vllm-project/speculators,
 NVIDIA/Model-Optimizer, deepseek-ai/DeepSpec, hao-ai-lab/JetSpec, and transformers' assistant of Muse Glimmer.
 
-The recomputation shares no code with the package and has no cache: a block reads the vectors of all context positions
-before its first token, which stands at the position of the newest token.
+The recomputation shares no code with the package and has no cache. A block reads the vectors of all context positions
+before its first token, which is at the position of the newest token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import Qwen3Config
 
 @dataclass(frozen=True)
 class Block:
-    """A drafter of blocks, described without any publisher's names. Its auxiliary hidden states enter layers 2, 4, 5.
+    """A block drafter, described without any publisher's names. Its auxiliary hidden states enter layers 2, 4, 5.
 
     `windows` and `causal` are by layer; `markov` is the kind of Markov head, None for others than DSpark. With `taps`
     of its convolutions and `top_k` candidates of each draft it is DFlash-2; with a width `gru` of its state, Domino;
@@ -86,7 +86,7 @@ DSPARK = Block(anchor_first=True, block_size=16, markov="vanilla")
 DOMINO = Block(anchor_first=True, block_size=16, gru=10)
 DFLASH2 = Block(windows=(4, 4), taps=2, top_k=5, multiplier=0.7, softcap=3.0)
 DSPINE = Block(causal=(True, True), transfer=11, top_k=6)
-# What each layout can state. The first of a layout is what its publisher trains by default.
+# What each layout can state; first what its publisher trains by default.
 LAYOUTS: dict[str, list[Block]] = {
     "z-lab": [
         DFLASH,
@@ -447,7 +447,7 @@ def _double(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _convolve(
     w: dict[str, torch.Tensor], spec: Block, name: str, side: int, read: torch.Tensor, states: torch.Tensor
 ) -> torch.Tensor:
-    """`[n, H]`: `states` convolved before (side 0) or after a sublayer which reads `read`, channel by channel."""
+    """`[n, H]`: `states` convolved channel by channel, before (side 0) or after a sublayer that reads `read`."""
     groups = spec.hidden_size // spec.group
     out = torch.zeros_like(states)
     for token in range(len(states)):
@@ -462,7 +462,7 @@ def _convolve(
 def block_hidden_states(
     weights: dict[str, torch.Tensor], spec: Block, target, token_ids: torch.Tensor, num_tokens: int
 ) -> torch.Tensor:
-    """`[n, H]`: what the head reads at the n tokens of a block, the first of which is the last of `token_ids`."""
+    """`[n, H]`: inputs of the head at the n tokens of a block; the first is the last of `token_ids`."""
     context = _context(weights, spec, target, token_ids)
     anchor = len(token_ids) - 1
     tokens = [int(token_ids[-1])] + [spec.mask_token] * (num_tokens - 1)
@@ -557,7 +557,7 @@ def propose(
 def markov_bias(
     weights: dict[str, torch.Tensor], spec: Block, last: int, state: torch.Tensor, memory: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[V_d]` and the memory after it, given the token before, what the head reads `[H]`, and the memory `[r]`."""
+    """Bias `[V_d]` and the memory after it, given the token before, the head's input `[H]`, and the memory `[r]`."""
     embed, w2 = weights["markov_head.markov_w1.weight"][last], weights["markov_head.markov_w2.weight"]
     if spec.markov == "gated":
         gate = weights["markov_head.gate_proj.weight"] @ torch.cat([state, embed])
@@ -573,7 +573,7 @@ def markov_bias(
 def correction(
     weights: dict[str, torch.Tensor], spec: Block, target, before: list[int], state: torch.Tensor
 ) -> torch.Tensor:
-    """`[V_d]`, what Domino adds to the logits of a draft token after the tokens `before`, the anchor the first."""
+    """`[V_d]`: Domino's addition to the logits of a draft token after the tokens `before`, the anchor first."""
     gru = torch.nn.GRU(spec.hidden_size, spec.gru, bias=False, dtype=torch.float64)
     gru.load_state_dict({name: weights[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")})
     table = weights.get("embed_tokens.weight", target.get_input_embeddings().weight.double())

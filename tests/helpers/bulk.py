@@ -1,4 +1,4 @@
-"""Prompts as lists of tokens: what targets say to each of them alone, and in bulk calls on a few rows."""
+"""Prompts as lists of tokens, and their texts: generated alone, and in bulk calls on a few rows."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -24,7 +24,7 @@ def without_padding(inputs: dict[str, torch.Tensor]) -> list[list[int]]:
 
 
 def continued(target: PreTrainedModel, prompt: Sequence[int], new: int, ends: Sequence[int] = ()) -> list[int]:
-    """What greedy `generate()` without a drafter says to a prompt, at most `new` tokens."""
+    """The new tokens of greedy `generate()` without a drafter, at most `new`."""
     ids = torch.tensor([prompt])
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": list(ends) or None}
     return target.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
@@ -32,19 +32,19 @@ def continued(target: PreTrainedModel, prompt: Sequence[int], new: int, ends: Se
 
 @cache
 def alone(family: str, prompt: tuple[int, ...], new: int, ends: tuple[int, ...] = ()) -> list[int]:
-    """What the tiny target of a family says to a prompt."""
+    """The new tokens of the tiny target of a family for a prompt."""
     return continued(tiny_target(family), prompt, new, ends)
 
 
 def all_alone(family: str, prompts: list[list[int]], new: int, ends: Sequence[int] = ()) -> list[list[int]]:
-    """What the tiny target of a family says to each of `prompts`."""
+    """The new tokens of the tiny target of a family for each of `prompts`."""
     return [alone(family, tuple(one), new, tuple(ends)) for one in prompts]
 
 
 def in_rows(
     target: PreTrainedModel, drafter: Drafter, prompts: list[list[int]], rows: int, **options: object
 ) -> list[list[int]]:
-    """The texts of a bulk call on so many rows, greedy if nothing else is said; no request fails."""
+    """The texts of a bulk call on a number of rows, greedy by default; asserts that no request fails."""
     config = ContinuousBatchingConfig(max_requests_per_batch=rows)
     results = target.generate_batch(prompts, None, config, assistant_model=drafter, **{"do_sample": False, **options})
     assert [(one.is_finished(), one.error) for one in results.values()] == [(True, None)] * len(results)
@@ -54,6 +54,6 @@ def in_rows(
 def check_rows(
     target: PreTrainedModel, drafter: Drafter, prompts: list[list[int]], new: int = 12, rows: int = 2
 ) -> None:
-    """Assert that requests which come and go on a few rows say what they say alone."""
+    """Assert that requests that come and go on a few rows generate the same texts as alone."""
     found = in_rows(target, drafter, prompts, rows, max_new_tokens=new)
     assert found == [continued(target, one, new) for one in prompts]

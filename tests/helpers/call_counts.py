@@ -19,12 +19,12 @@ PACKAGE = str(Path(hf_specdec.__file__).parent)
 
 
 class Calls(NamedTuple):
-    """Calls of the package's functions, by file and function; how often a call went to another file.
+    """Calls of the package's functions, by file and function.
 
     Attributes:
-        first: before the first token is committed.
-        changes: of the file, in these.
-        round: in one round of all rows, the mean of those after it.
+        first: calls before the first token is committed.
+        changes: how many of these went to another file.
+        round: calls in a round of all rows after it, on average.
     """
 
     first: Counter[tuple[str, str]]

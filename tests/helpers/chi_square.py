@@ -18,14 +18,14 @@ def p_value(counts, law):
 class Cells:
     """Texts after a prompt, sorted into cells that are likely enough to be counted.
 
-    A cell is named by a beginning that is likely, down to whole texts, and holds the texts of which no longer beginning
-    is. So it works for vocabularies whose texts are too many to enumerate.
+    A cell is a likely prefix, down to whole texts, and holds the texts without a longer likely prefix. So vocabularies
+    with too many texts to enumerate work, too.
 
     Args:
-        model: continues.
+        model: generates the texts.
         prompt: `[1, P]` int64.
         length: tokens of a text.
-        least: probability from which a beginning is likely.
+        least: least probability of a likely prefix.
 
     Attributes:
         law: `[cells]` float64, their probabilities.

@@ -1,9 +1,9 @@
 """Compiles the Triton kernels for GPUs on a machine without one: `python tests/helpers/compile_kernels.py`.
 
-Triton's interpreter, which tests of kernels use there, takes what the compiler refuses. So the tests of kernels run
-once more, with a launch that compiles to PTX and launches nothing; their results are ignored. Of each kernel, and of
-each set of arguments that are given and flags that are set, the first few variants are compiled (`--most`), for sm_90
-(`--arch`). Exit code 1 if any is refused.
+Triton's interpreter, which tests of kernels use there, accepts code that the compiler refuses. So the tests of kernels
+run once more, with a launch that compiles to PTX and launches nothing; their results are ignored. For each kernel, and
+each set of given arguments and set flags, the first few variants are compiled (`--most`), for sm_90 (`--arch`). The
+exit code is 1 if any is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TESTS = Path(__file__).parent.parent / "kernels_"
 
 
 class NoGpu:
-    """Stands for Triton's driver of a GPU of `arch`, which loads and launches nothing."""
+    """Stand-in for Triton's driver of a GPU of `arch`; it loads and launches nothing."""
 
     def __init__(self, arch: int):
         self.get_current_target = lambda: GPUTarget("cuda", arch, 32)
@@ -34,7 +34,7 @@ class NoGpu:
 
 
 def _kinds(args: Any) -> Any:
-    """Dtypes of tensors among arguments, and which ones are None; also inside of tuples."""
+    """The dtypes of tensors among arguments, and which are None; also inside of tuples."""
     if isinstance(args, tuple):
         return tuple(map(_kinds, args))
     return args.dtype if isinstance(args, torch.Tensor) else args is None
@@ -46,14 +46,14 @@ def _given(args: Any) -> Any:
 
 
 class Compiling:
-    """A plugin of pytest in whose runs launches compile.
+    """A pytest plugin that makes launches compile.
 
     Args:
         most: variants of each kernel with the same branches: arguments that are None, and flags.
 
     Attributes:
-        refused: what the compiler said of a variant, by kernel.
-        variants: that were compiled, by kernel.
+        refused: the compiler's errors, by kernel.
+        variants: compiled ones, by kernel.
     """
 
     def __init__(self, most: int):

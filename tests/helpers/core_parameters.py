@@ -2,8 +2,8 @@
 
     @pytest.mark.core_for(batch=[3], kind=["eagle3", "mtp"])
 
-marks it `core` where each of the parameters named has one of the values listed. Several of these marks add up. A file
-whose tests are `core` but for those with a mark of their own has
+marks a test `core` where each of the named parameters has one of the listed values. Several of these marks add up. A
+file in which all tests are `core`, except those with a mark of their own, has
 
     pytestmark = pytest.mark.core_for()
 """
@@ -14,10 +14,10 @@ import pytest
 
 
 def mark_core(items: Sequence[pytest.Item], is_complete: bool) -> None:
-    """Add the mark `core` to the items that have it for their parameters.
+    """Add the mark `core` to the items that `core_for` marks for their parameters.
 
     Args:
-        items: what was collected.
+        items: the collected tests.
         is_complete: whether `items` has all parameters of the tests in it. Then a value that no test has is an error.
     """
     unused: dict[tuple[str, int], set[tuple[str, str]]] = {}

@@ -1,6 +1,6 @@
-"""A target that counts, and drafters whose weights are made by hand for it.
+"""A target that counts, and drafters with hand-made weights for it.
 
-The target says token t + 1 after token t, modulo `COUNTED`, so that a text repeats itself every `COUNTED` positions.
+The target generates token t + 1 after token t, modulo `COUNTED`, so a text repeats itself every `COUNTED` positions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hf_specdec.config import DFlashConfig, Pard2Config
 from hf_specdec.drafters import DFlash2Drafter, DFlashDrafter, DominoDrafter, DSparkDrafter, Pard2Drafter
 
 COUNTED = 15
-MASK = COUNTED  # never said
+MASK = COUNTED  # never generated
 WIDTH = COUNTED + 1  # a dimension for each token, and one that all of them have
 
 
@@ -45,7 +45,7 @@ def counting_target() -> LlamaForCausalLM:
 
 
 def finding_drafter(target: LlamaForCausalLM, distance: int, **options) -> DFlashDrafter:
-    """A DFlash drafter that drafts what the target says after the token `distance` positions before a block's token."""
+    """A DFlash drafter that drafts the target's token after the token `distance` positions before a block's token."""
     config = DFlashConfig(
         hidden_size=WIDTH,
         intermediate_size=8,
@@ -83,7 +83,7 @@ CHAINING = {
 
 
 def chaining_drafter(target: LlamaForCausalLM, step: int, family: str = "dspark", **options) -> DFlashDrafter:
-    """A drafter that drafts the token `step` after the one before it, whatever else it reads."""
+    """A drafter that adds `step` to the token before, whatever else it reads."""
     family_class, settings = CHAINING[family]
     config = family_class.config_class(
         hidden_size=WIDTH,

@@ -1,4 +1,4 @@
-"""Writes one and the same EAGLE-3 or P-EAGLE weights to disk in every published layout, and draft models.
+"""Writes the same EAGLE-3 or P-EAGLE weights to disk in every published layout, and draft models.
 
 Layouts as the publishers' own exporters write them: SafeAILab/EAGLE traineagle3, sgl-project/SpecForge,
 vllm-project/speculators, NVIDIA/Model-Optimizer; of P-EAGLE also Amazon and NVIDIA-NeMo/Automodel; of draft models
@@ -98,7 +98,7 @@ def draft_tokens(spec: Any) -> torch.Tensor:
 
 
 def layer_shapes(prefix: str, spec: Any, inputs: int) -> dict[str, tuple[int, ...]]:
-    """Of the weights of a decoder layer whose attention reads vectors of `inputs` numbers."""
+    """Shapes of the weights of a decoder layer with attention over vectors of `inputs` numbers."""
     width, query, key = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     return {
         prefix + "self_attn.q_proj.weight": (query, inputs),
@@ -269,7 +269,7 @@ def amazon_nested_config(spec: Spec) -> dict[str, Any]:
 
 
 def specforge_peagle_config(spec: Spec) -> dict[str, Any]:
-    """Its trainer leaves the scaling of RoPE out, and the mask token it trained with is in no key of its own."""
+    """SpecForge's trainer leaves out the scaling of RoPE, and has no key for the mask token."""
     scaling = {
         "rope_type": "llama3",
         "factor": 8.0,

@@ -1,10 +1,10 @@
 """Drafting, recomputed in float64 from the files on disk: no cache, no code shared with the package.
 
-EAGLE-3: slot p pairs the embedding of token p + 1 with the hidden states at position p and predicts token p + 2; after
-the last slot whose hidden states are known, each draft token adds a slot that reads the previous slot's output instead
+EAGLE-3: slot p pairs the embedding of token p + 1 with the hidden states at position p and predicts token p + 2. After
+the last slot with known hidden states, each draft token adds a slot that reads the previous slot's output instead
 (SafeAILab/EAGLE cnets.py, vLLM llama_eagle3.py).
 
-P-EAGLE: after that slot stand K - 1 slots of the mask token beside `mask_hidden`, which goes through `fc` as hidden
+P-EAGLE: K - 1 slots of the mask token beside `mask_hidden` follow that slot. `mask_hidden` goes through `fc` as hidden
 states do, and one causal pass drafts K tokens (vLLM llama_eagle3.py, llm_base_proposer.py).
 
 Draft models: slot p holds token p and predicts token p + 1; PARD puts K - 1 mask tokens after the text and drafts K
@@ -38,7 +38,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 class Remembering:
-    """A causal `target` in float64 whose weights stay: a text that begins one that it has run is not run again."""
+    """A causal `target` in float64 with fixed weights: a prefix of a text that it has run is not run again."""
 
     def __init__(self, target):
         self._target, self._passes = target, []
@@ -144,7 +144,7 @@ def _combine(weights: dict[str, torch.Tensor], spec: Spec, aux_hidden_states: to
 
 
 def _head(weights: dict[str, torch.Tensor], spec: Spec, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits `[n, V_d]` of streams `[n, H]`, and what the head reads."""
+    """Logits `[n, V_d]` of streams `[n, H]`, and the head's inputs."""
     normed = _rms(stream, weights["norm.weight"], spec.eps)
     return normed @ weights["lm_head.weight"].T, normed
 

@@ -2,10 +2,9 @@
 
     python tests/helpers/first_call.py --target <config folder> [--drafter <config folder>]
 
-Each measurement is a process of its own; its clock starts when the weights are on the device. `generate` is a call of
-`generate()` with one prompt, `batch` one of `generate_batch()` with `--prompts` prompts, `server` what `hf-specdec
-serve` does after it has loaded the target, until its first request is answered; `again` is the second call. Prints JSON
-lines, in seconds.
+Each measurement is a process of its own. Its clock starts when the weights are on the device. `generate` is a call of
+`generate()` with one prompt, and `batch` a call of `generate_batch()` with `--prompts` prompts. `server` is the time of
+`hf-specdec serve` from the loaded target to the first answer. `again` is the second call. Prints JSON lines, seconds.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.serving.server import ServeSettings
 
-# Tokens of prompts: of a single one; of many, most of which are short.
+# Tokens of a single prompt, and of many prompts, most of them short.
 PROMPT, SHORT, LONG, SHARE_OF_LONG = 128, (20, 120), (200, 1400), 0.1
 
 
 class FirstToken(BaseStreamer):
-    """Notes when the first new token is there, which comes after the prompt."""
+    """Notes the time of the first new token, which comes after the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -114,7 +113,7 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 def run_process(case: str, cache: str) -> dict[str, Any]:
-    """What a process that is started by the same command, and measures `case`, prints."""
+    """The output of a process that measures `case`, started by the same command."""
     command = [sys.executable, __file__, *sys.argv[1:], "--measure", case]
     done = subprocess.run(
         command, env=os.environ | {"TRITON_CACHE_DIR": cache}, stdout=subprocess.PIPE, text=True, check=True

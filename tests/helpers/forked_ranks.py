@@ -1,8 +1,8 @@
-"""Runs a program in several processes, as torchrun does, which import what they need once, before they are forked.
+"""Runs a program in several processes, as torchrun does; imports happen once, before the processes are forked.
 
     python tests/helpers/forked_ranks.py <processes> <program> <argument>...
 
-Ends with the status of the first process that fails, which ends the others.
+Ends with the status of the first process that fails; its failure ends the others.
 """
 
 import gc

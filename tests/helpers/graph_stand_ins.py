@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA graphs on a CPU: run the function again, or the operations that it did."""
+"""Stand-ins for CUDA graphs on a CPU: they run the function again, or the operations that it ran."""
 
 from contextlib import contextmanager
 
@@ -32,13 +32,13 @@ def in_place(result, new):
 class Replay:
     """Runs a function again and again, with its results in one place.
 
-    A graph needs no modules, but this does: it hosts the target that it was made on while it runs, unless the call does
-    so already. It also runs without autocast's cache, as when it was made, or what is compiled would be compiled again.
+    Unlike a graph it needs modules: while it runs it hosts the target of its capture, unless the call does so already.
+    It also runs without autocast's cache, as at its capture; otherwise compiled code would be compiled again.
 
     Attributes:
         count: how many were made.
-        hostings: how often a call hosted its target; those that only replay do not.
-        host: target and drafter that the call hosts at the moment, as what, and their `traces` before; or None.
+        hostings: how often a call hosted its target; calls that only replay do not.
+        host: target and drafter that the call hosts now, as what, and their `traces` before; or None.
     """
 
     count = 0
@@ -70,7 +70,7 @@ class Replay:
 
 
 class Recorder(TorchDispatchMode):
-    """Context that writes down every operation, with the tensors that it reads and makes."""
+    """Context that records every operation, with the tensors that it reads and makes."""
 
     def __init__(self):
         super().__init__()
@@ -93,9 +93,9 @@ def storages(values):
 
 
 class Tape:
-    """Does again what a function did when it was captured, on the tensors of that time, as a CUDA graph does.
+    """Repeats the operations of a captured function on the tensors of the capture, as a CUDA graph does.
 
-    Modules are not called again: what they have become since is not seen, but for what their weights hold.
+    Modules are not called again: changes of them since have no effect, except values written into their weights.
 
     Attributes:
         count: how many were made.
@@ -125,11 +125,11 @@ class Tape:
                 self._operations.append((function, args, kwargs, [] if is_shared else tensors(out)))
 
     def forget(self):
-        """Keep nothing of what it reads, as a CUDA graph keeps nothing; it cannot be called any more."""
+        """Drop the tensors that it reads, as a CUDA graph keeps none; it cannot be called any more."""
         self._operations = self.result = None
 
     def dangling(self):
-        """What reads memory that has been freed."""
+        """The operations that read freed memory."""
         return [name for name, one in self._reads if one.expired()]
 
     def __call__(self):
@@ -141,7 +141,7 @@ class Tape:
 
 
 def traces(*models):
-    """What hosting changes of `models`: how modules compute, who listens, what attention and experts they run."""
+    """What hosting changes of `models`: forwards, hooks, and implementations of attention and experts."""
     modules = [module for model in models for module in model.modules()]
     asking = [[key for key, hook in module._forward_hooks.items() if asks_for_gradients(hook)] for module in modules]
     listening = [
@@ -176,7 +176,7 @@ def replay_on_cpu(monkeypatch: pytest.MonkeyPatch, stand_in=Replay) -> type[Repl
 
 
 def show_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what is launched not depend on the host's bound, as where kernels run; else each round is compiled anew."""
+    """Make launches independent of the host's bound, as with kernels; else each round is compiled anew."""
     advance = RaggedCache.advance
     monkeypatch.setattr(RaggedCache, "advance", lambda cache, positions, live, _=None: advance(cache, positions, live))
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)

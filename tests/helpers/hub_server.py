@@ -1,4 +1,4 @@
-"""A Hub server on the loopback interface with the parts of the Hub's protocol that loading and pushing need."""
+"""A Hub server on the loopback interface, with the protocol that loading and pushing need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class Repo:
-    """Files by path, for each branch or tag; `token` is asked for if it is not None."""
+    """Files by path, for each branch or tag; clients need `token` if it is not None."""
 
     revisions: dict[str, dict[str, bytes]] = field(default_factory=dict)
     token: str | None = None
@@ -36,9 +36,9 @@ class Repo:
 
 @dataclass
 class Hub:
-    """What the server serves and what it saw.
+    """The server's repositories, and the requests that it got.
 
-    `breaks_off` names paths of which only the first half ever arrives.
+    Of the paths in `breaks_off` only the first half ever arrives.
     """
 
     url: str = ""

@@ -1,4 +1,4 @@
-"""Tiny random image-text models, and prompts with images for them, made by hand as processors make them."""
+"""Tiny random image-text models, and prompts with images, made by hand in the form of processors' outputs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Kind(NamedTuple):
     Attributes:
         settings: of the configuration, besides those of `tiny_config`.
         one: for the model and a generator the inputs of one image, each `[1, ...]`, and how many tokens stand for it.
-        types: name of the input that tells the tokens of images from others, `[B, P]`; None for none.
-        type_id: what it has for them.
+        types: name of the input `[B, P]` that marks the tokens of images; None for none.
+        type_id: its value for them.
         token: name of the token that stands for an image in the configuration.
-        marks: names of the tokens before and after these.
+        marks: names of the tokens before and after them.
         by_row: whether inputs are `[B, images of a row, ...]`, with zeros for rows of fewer images.
     """
 
@@ -208,9 +208,9 @@ def image_prompts(
 
     Args:
         model: of one of `KINDS`.
-        rows: each a list of numbers of text tokens, and `IMAGE` where an image is.
+        rows: lists of numbers of text tokens, with `IMAGE` in the place of an image.
         seed: of tokens and pixels.
-        kind: of what is meant by images; None for that of the model's class.
+        kind: of images; None for that of the model's class.
     """
     kind, generator = kind or KINDS[type(model).__name__], torch.Generator().manual_seed(seed)
     texts, images = [], []

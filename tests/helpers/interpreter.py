@@ -1,4 +1,4 @@
-"""Triton's interpreter, without what it does again and again."""
+"""Triton's interpreter, without its repeated work."""
 
 import inspect
 from dataclasses import replace
@@ -15,8 +15,8 @@ from triton.runtime import interpreter
 
 
 def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether results of kernels are equal, bit for bit on a GPU. In the interpreter numpy computes, whose bits of a
-    product depend on its shape, in a way of each processor.
+    """Whether results of kernels are equal, bit for bit on a GPU. The interpreter uses numpy; its bits of a product
+    depend on the shape and the processor.
     """
     if found.is_cuda:
         return torch.equal(found, expected)
@@ -26,8 +26,8 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def replace_builtins_once() -> None:
     """Let Triton's interpreter replace the functions of `triton.language` once for a launch.
 
-    It replaces them again at every call from a kernel of another function, each time by going through all members of
-    the same modules and classes, which took a third of the time of a test of kernels.
+    Without this it replaces them at every call of another function from a kernel, each time by going through all
+    members of the same modules and classes. That took a third of the time of a test of kernels.
     """
     replace_for, whole = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     running: list[Any] = []  # the scope of the launch that runs
@@ -48,8 +48,9 @@ def replace_builtins_once() -> None:
     wrapper = tl.load.__code__
 
     def interpreted(function: Any) -> Any:
-        """A builtin that runs interpreted, without the wrapper that refuses to run otherwise."""
-        inner = function.__wrapped__ if function.__code__ is wrapper else function
+        """A builtin that runs interpreted, without the wrapper that refuses to run outside of a kernel."""
+        is_wrapped = getattr(function, "__code__", None) is wrapper  # Triton 3.8 also has a class among them
+        inner = function.__wrapped__ if is_wrapped else function
 
         def call(*arguments: Any, **options: Any) -> Any:
             options["_semantic"] = interpreter.interpreter_semantic
@@ -69,8 +70,8 @@ def replace_builtins_once() -> None:
 
 
 def share_shapes() -> None:
-    """Let Triton's interpreter make the shapes of tensors, their types and blocks of a number once, and not look for
-    the type in which two tensors of one type are added up and so on.
+    """Let Triton's interpreter make shapes and types of tensors, and blocks of one number, only once, and skip the
+    search for the common type of two tensors of one type.
     """
     check, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
     known, of_tuple, of_number, of_pair, types = {}, {}, {}, {}, {}
@@ -145,7 +146,7 @@ def share_shapes() -> None:
 def skip_overflow_checks() -> None:
     """Let Triton's interpreter not compute each sum and product of integers a second time, in int64.
 
-    It compares the two where kernels are debugged. Elsewhere, as here, it computes them and compares nothing.
+    It compares the two only when kernels are debugged.
     """
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
@@ -153,7 +154,7 @@ def skip_overflow_checks() -> None:
 
 
 def remember_dtypes() -> None:
-    """Let Triton's interpreter not make its table of NumPy's dtypes whenever it looks one up."""
+    """Let Triton's interpreter make its table of NumPy's dtypes only once."""
     look_up, known = interpreter._get_np_dtype, {}
 
     def get_np_dtype(dtype: Any) -> Any:

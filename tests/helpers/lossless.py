@@ -18,7 +18,7 @@ PROMPTS = {1: [9], 3: [1, 12, 5], 8: [2, 13, 7, 1, 10, 11, 3, 6]}
 
 
 def continuations(inputs: dict[str, torch.Tensor], sequences: torch.Tensor) -> torch.Tensor:
-    """`[B, T]` int64, what each row continues its prompt with, long enough for any draft."""
+    """`[B, T]` int64: the continuation of each row's prompt, long enough for any draft."""
     new = sequences[:, inputs["input_ids"].shape[1] :]
     return torch.nn.functional.pad(new, (0, 16), value=2)
 
@@ -39,16 +39,16 @@ def greedy(
 def oracle(
     target: PreTrainedModel, inputs: dict[str, torch.Tensor], sequences: torch.Tensor, accuracy: float = 0.6
 ) -> OracleDrafter:
-    """A drafter that knows what `target` says to `inputs`: `sequences`, `[B, P + T]`."""
+    """A drafter that knows the output of `target` for `inputs`: `sequences`, `[B, P + T]`."""
     lengths = inputs["attention_mask"].sum(dim=1).tolist()
     return OracleDrafter(target, continuations(inputs, sequences), lengths, accuracy)
 
 
 class GreedyTexts:
-    """What targets say to prompts without a drafter, each computed once, to compare drafters with.
+    """Texts of targets without a drafter, each computed once, to compare drafters with.
 
     Args:
-        target_of: the target of a name.
+        target_of: returns the target of a name.
         max_new_tokens: of every text.
     """
 
@@ -57,11 +57,11 @@ class GreedyTexts:
         self._known: dict[tuple, torch.Tensor] = {}
 
     def greedy(self, target: PreTrainedModel, inputs: dict[str, torch.Tensor], *args, **options) -> torch.Tensor:
-        """`greedy` of as many new tokens."""
+        """`greedy` with this number of new tokens."""
         return greedy(target, inputs, *args, **{"max_new_tokens": self.max_new_tokens, **options})
 
     def plain(self, name: str, lengths: list[int]) -> torch.Tensor:
-        """`[B, P + T]`: what the target says to random prompts of these lengths."""
+        """`[B, P + T]`: texts of the target for random prompts of these lengths."""
         key = (name, *lengths)
         if key not in self._known:
             self._known[key] = self.greedy(self.target_of(name), padded_prompts(lengths))
@@ -76,7 +76,7 @@ class GreedyTexts:
         engine: str = "static",
         **options,
     ) -> Drafter:
-        """Assert that the target says the same with a drafter, which is made of target, prompts and plain text."""
+        """Assert that texts are the same with a drafter, which is made of target, prompts and plain text."""
         plain, target, inputs = self.plain(name, lengths), self.target_of(name), padded_prompts(lengths)
         drafter = drafter_of(target, inputs, plain)
         found = self.greedy(target, inputs, drafter, num_draft_tokens, **options)
@@ -85,13 +85,13 @@ class GreedyTexts:
         return drafter
 
     def check_draft_model(self, name: str, lengths: list[int], make: Callable[[PreTrainedModel], Drafter]) -> None:
-        """Assert that the target says the same with a drafter, all of whose drafts are accepted if it is a copy."""
+        """Assert that texts are the same with a drafter; a copy of the target has all drafts accepted."""
         drafter = self.check(name, lengths, lambda target, *_: make(target))
         if make is copy_of:
             assert drafter.stats.accepted == drafter.stats.drafted > 0
 
     def check_continued_cache(self, name: str) -> None:
-        """Assert that texts which continue a cache of the caller are the same with a draft model."""
+        """Assert that texts that continue a cache of the caller are the same with a draft model."""
         target = self.target_of(name)
         drafter, first, texts = random_draft_model(target), padded_prompts([20, 12]), []
         for assistant in (None, drafter):
@@ -104,7 +104,7 @@ class GreedyTexts:
         assert torch.equal(*texts) and drafter.stats.engine == "static"
 
     def check_replayed(self, name: str, drafter: Drafter, batches: list[list[int]]) -> None:
-        """Assert that the target says the same with one drafter to prompts of these lengths, in captured rounds."""
+        """Assert that texts of prompts of these lengths are the same with one drafter, in captured rounds."""
         for lengths in batches:
             found = self.greedy(self.target_of(name), padded_prompts(lengths), drafter, 3)
             assert torch.equal(found, self.plain(name, lengths))
@@ -129,9 +129,9 @@ def drafters(
 ) -> Iterator[tuple[Drafter, tuple[int, ...]]]:
     """A perfect, a mediocre and random drafters on the static engine, one on the stock engine; and K.
 
-    Every family of drafters is compared so in `test_lossless.py`, also with ends and limits, so that the random ones
-    take part with `--slow` only. Without it, a single row has a perfect drafter of the smallest K and the stock engine,
-    which runs rows one by one; several rows have a perfect and a mediocre one of the largest.
+    `test_lossless.py` compares every family of drafters in this way, also with ends and limits, so random drafters take
+    part with `--slow` only. Without it, a single row has a perfect drafter of the smallest K and the stock engine,
+    which runs rows one by one; several rows have a perfect and a mediocre drafter of the largest K.
     """
     lengths = inputs["attention_mask"].sum(dim=1).tolist()
     is_single = len(lengths) == 1
@@ -158,7 +158,7 @@ def check_greedy(
     """Assert that greedy decoding gives the same tokens with drafters as without, and return those `[B, P + T]`.
 
     Args:
-        target, inputs: what generates, from what.
+        target, inputs: the model, and its prompts.
         options: makes the arguments of a call that shape the output.
         stops: makes the arguments that end it; the perfect drafter knows what would have come after the end.
         num_draft_tokens: the K to try.

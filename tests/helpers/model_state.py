@@ -1,10 +1,10 @@
-"""What a call of `generate()` must leave as it was; hooks that watch one."""
+"""State that a call of `generate()` must leave unchanged, and hooks that watch a call."""
 
 import torch
 
 
 def unchecked(hook):
-    """`hook`, a function, as one of an engine's own: the call is not tried beforehand on account of it."""
+    """Mark `hook`, a function, as an engine's own, so that the call is not tried beforehand because of it."""
     hook.__module__ = "hf_specdec.tests"
     return hook
 

@@ -1,4 +1,4 @@
-"""Small random targets with MTP modules, written to disk in every family's published names; and their recomputation.
+"""Small random targets with MTP modules, written to disk under every family's published names, and a recomputation.
 
 Names as in the publishers' checkpoints, which vLLM's readers (deepseek_mtp.py, glm4_moe_mtp.py, step3p5_mtp.py,
 mimo_mtp.py, qwen3_next_mtp.py, qwen3_5_mtp.py) and vllm-project/speculators (convert/mtp) spell out.
@@ -46,7 +46,7 @@ class Family:
     Attributes:
         options: of the target's (text) configuration.
         count_key: where config.json has the number of modules.
-        frame: published names of what is around a module's decoder layer: embedding norm, hidden norm, projection,
+        frame: published names of the parts around a module's decoder layer: embedding norm, hidden norm, projection,
             final norm, head, embedding; `{i}` is the module, `{n}` its number behind the target's layers.
         block: prefix of a module's decoder layer.
         hidden_first, offset, post_norm, own_head: the wiring.
@@ -172,7 +172,7 @@ class Published:
     """A target with modules that was written to disk.
 
     Attributes:
-        folder: what `AutoDrafter` is given.
+        folder: the argument of `AutoDrafter`.
         target: as loaded from disk, in float32.
         modules: written there, for `propose`.
         rotary: `rotary(x, positions, index)`: RoPE of module `index`.
@@ -365,7 +365,7 @@ def last_hidden_states(target: PreTrainedModel, token_ids: torch.Tensor) -> torc
 
 
 class KeysOfOneLayer:
-    """Stands in for a cache of one pass and keeps what was written."""
+    """Stand-in for a cache of one pass; it keeps the keys and values."""
 
     def __init__(self):
         self.written = None
@@ -379,7 +379,7 @@ class KeysOfOneLayer:
 def _module(
     published: Published, index: int, hidden: torch.Tensor, embeds: torch.Tensor, target: PreTrainedModel
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Module `index` over the slots 0 to n - 1: logits `[n, V]`, what it hands on `[n, H]`, its keys and values."""
+    """Module `index` over the slots 0 to n - 1: logits `[n, V]`, its output `[n, H]`, and its keys and values."""
     kind, module, eps = published.family, published.modules[index], target.config.get_text_config().rms_norm_eps
     pair = [
         _rms(embeds, module.embedding_norm, kind.offset, eps),
@@ -415,9 +415,9 @@ def draft(
 ) -> tuple[list[int], list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
     """Draft after `[T]` tokens, at least 2, the last of them not yet seen by the float64 `target`.
 
-    Every step runs its module over everything again. By `"modules"`, step k reads at slot p what step k - 1 made of p,
-    and the token p + k + 1. By `"target"`, drafts count as text and what steps made of their last slots as the hidden
-    states that the target would have there. `given` are drafted in place of the modules' best tokens. `hidden` are the
+    Every step runs its module over all slots again. With `"modules"`, step k reads at slot p the output of step k - 1
+    at p, and the token p + k + 1. With `"target"`, drafts count as text, and outputs of steps at their last slots as
+    the target's hidden states there. `given` are drafted in place of the modules' best tokens. `hidden` are the
     `last_hidden_states` of a text that begins with the tokens, if they are known.
 
     Returns:

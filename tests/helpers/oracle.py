@@ -48,9 +48,9 @@ class OracleDrafter(Drafter):
 
     Args:
         target: to bind to.
-        continuations: `[B, T]` int64, what each row continues its prompt with.
-        prompt_lengths: tokens of each prompt, padding not counted; all different if rows are run one by one, which it
-            tells apart by them.
+        continuations: `[B, T]` int64, the continuation of each row's prompt.
+        prompt_lengths: tokens of each prompt, padding not counted; all different if rows are run one by one, since they
+            identify rows.
         accuracy: share of the positions at which the proposal is the continuation's token.
     """
 
@@ -80,7 +80,7 @@ class OracleDrafter(Drafter):
     def start_prefill(self, state) -> None:
         super().start_prefill(state)
         self._rows = slice(None)
-        if len(state.lengths) == 1 < len(self._answers):  # the stock engine's, with the first token
+        if len(state.lengths) == 1 < len(self._answers):  # those of the stock engine, with the first token
             self._rows = (self._prompt_lengths == state.lengths - 1).nonzero()[:1, 0]
 
     def propose(self, state, aux_hidden_states, result) -> Proposal:
@@ -90,7 +90,7 @@ class OracleDrafter(Drafter):
 
 
 class TreeOracle(OracleDrafter):
-    """An oracle whose drafts are random trees, in each of which one random path, of any siblings, is the oracle's."""
+    """An oracle that drafts random trees; one random path of each, among any siblings, is the oracle's."""
 
     drafts_trees = True
 
@@ -219,7 +219,7 @@ def random_mtp(target: PreTrainedModel, seed: int = 0, num_modules: int = 2, **o
 
 
 def draw_draft_vocabulary(drafter: DraftLayersDrafter) -> None:
-    """Make the draft vocabulary random tokens of the target's."""
+    """Fill the draft vocabulary with random tokens of the target's."""
     if drafter.d2t is not None:
         size, num_drafted = drafter.config.vocab_size, drafter.config.draft_vocab_size
         ids = torch.randperm(size)[:num_drafted].sort().values
@@ -264,7 +264,7 @@ def random_draft_model(
 
 
 def copy_of(target: PreTrainedModel, noise: float = 0.0, seed: int = 0) -> DraftModelDrafter:
-    """The target itself as draft model: always right, or less so with random factors of 1 +- `noise` on its weights."""
+    """A copy of the target as draft model: always right, or less so with factors of 1 +- `noise` on its weights."""
     config = DraftModelConfig(
         model=target.config.to_dict(), vocab_size=target.config.get_text_config().vocab_size, mask_token_id=None
     )

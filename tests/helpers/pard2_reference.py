@@ -1,4 +1,4 @@
-"""PARD-2 drafters: written to disk as AMD's trainer writes them, and what they draft, recomputed in float64.
+"""PARD-2 drafters, written to disk as AMD's trainer writes them, and their drafts, recomputed in float64.
 
 Slot p holds token p with the projected hidden states of the target at p - 1, zeros for the first; mask tokens repeat
 those of the newest token (AMD-AGI/PARD pard2_infer.py, pard2_train.py). There is no cache here, and no code shared with

@@ -18,8 +18,8 @@ def launch(
 ) -> subprocess.Popen:
     """Start `program`, on CPUs also where there are GPUs; output is in `stdout`.
 
-    Several processes are started by `slow_launcher` on a GPU and with `--slow`, else by `forked_ranks.py`, which takes
-    less.
+    `slow_launcher` starts several processes on a GPU and with `--slow`; otherwise `forked_ranks.py` does, which takes
+    less time.
     """
     helpers = ROOT / "tests" / "helpers"
     launcher = slow_launcher if on_gpus or tries_all else [str(helpers / "forked_ranks.py")]
@@ -42,7 +42,7 @@ def launch(
 
 
 def finish(process: subprocess.Popen, seconds: float = 300) -> str:
-    """Output of a process that was launched, once it has ended without an error."""
+    """The output of a launched process, after it has ended without an error."""
     output, _ = process.communicate(timeout=seconds)
     assert process.returncode == 0, output
     return output

@@ -2,7 +2,7 @@
 
 from transformers.generation import WatermarkingConfig
 
-# Of each setting a value that changes texts.
+# A value of each setting that changes texts.
 SETTINGS = {
     "bad_words_ids": [[9], [41, 12], [43, 43], [76]],
     "begin_suppress_tokens": list(range(0, 96, 2)),

@@ -1,4 +1,4 @@
-"""Rounds of speculative decoding as ops on a state see them: blocks of columns, of which some hold the true tokens."""
+"""Rounds of speculative decoding as ops on a state see them: blocks of columns, some of them with the true tokens."""
 
 from collections.abc import Iterator
 from random import Random
@@ -13,11 +13,11 @@ class Round(NamedTuple):
     """One pass over a block of columns.
 
     Attributes:
-        positions: `[B, n]` int64, `DUMMY` in columns that are no tokens.
-        is_true: `[B, n]` bool, live columns that hold the token of the final text; other live ones hold wrong drafts.
+        positions: `[B, n]` int64, `DUMMY` in columns without a token.
+        is_true: `[B, n]` bool, live columns with the token of the final text; other live columns have wrong drafts.
         certain: `[B]` int64.
         base: `[B]` int64, the position of the stored state before the pass.
-        next_base: `[B]` int64, that after it.
+        next_base: `[B]` int64, the same after the pass.
     """
 
     positions: torch.Tensor
@@ -34,7 +34,7 @@ class _Rows:
         self.lengths, self.bases, self.random = lengths, [0] * len(lengths), random
 
     def run(self, blocks: list[tuple[int, int, int]], certain: list[int], before: int = 0, behind: int = 0) -> Round:
-        """A pass over `(first position, live columns, true columns)` of each row, between columns that are no tokens.
+        """A pass over `(first position, live columns, true columns)` of each row, between columns without tokens.
 
         Rows with few columns have further such columns before or behind them.
         """
@@ -61,7 +61,7 @@ class _Rows:
 def verification_rounds(
     num_drafts: int, num_rounds: int, lengths: list[int], lag: int = 0, chunk: int | None = None, seed: int = 0
 ) -> Iterator[Round]:
-    """Prefill, then blocks of the last token and drafts, of which any number is accepted.
+    """Prefill, then blocks of the last token and drafts; any number of drafts is accepted.
 
     Rows pause, and blocks end early, as at a limit of the length. `certain` is up to `lag` behind the lengths.
     """

@@ -9,7 +9,7 @@ from hf_specdec import AutoDrafter
 
 
 def refuse(folder: Path, target, *parts: str, error: type[Exception] = ValueError, **options) -> None:
-    """Loading must fail with all of `parts` in the message, and leave the target as it was."""
+    """Assert that loading fails with all of `parts` in the message, and leaves the target as it was."""
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     hooks = [len(module._forward_hooks) for module in target.modules()]
     with pytest.raises(error) as caught:

@@ -2,7 +2,7 @@
 
 from oracle import RANDOM_DRAFTERS
 
-# Name: drafts are drawn from the drafter's distribution, how they are judged.
+# By name: whether drafts are drawn from the drafter's distribution, and `verification`.
 MODES = {"point mass": (False, "token"), "soft": (True, "token"), "block": (True, "block")}
 
 

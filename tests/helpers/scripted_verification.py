@@ -1,4 +1,4 @@
-"""Verification that accepts as many draft tokens as a test asks for, and what a drafter does in the rounds."""
+"""Verification that accepts as many draft tokens as a test asks for, and a record of a drafter's rounds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ PROMPTS = [6, 1, 9]
 
 
 class Script:
-    """Takes the place of verification: accepts the given numbers of draft tokens, then commits a random token.
+    """Replaces verification: accepts the given numbers of draft tokens, then commits a random token.
 
     Where there are no drafts, as with the first token, only a random token is committed.
     """
@@ -49,8 +49,8 @@ def wrong_now_and_then(sequences: torch.Tensor, vocab_size: int) -> torch.Tensor
 
 @dataclass
 class Seen:
-    """A row after a call of `propose`: its text, what was drafted, how many tokens it can still take; and of each cache
-    the keys and values whose tokens are text."""
+    """A row after a call of `propose`: its text, its drafts, how many tokens it can still take, and of each cache the
+    keys and values of the text's tokens."""
 
     text: torch.Tensor
     drafts: list[int]
@@ -69,9 +69,9 @@ def watch(
     """Watch `drafter` propose; returns the rounds, which fill as it is called.
 
     Args:
-        caches_of: (drafter, state, row, length of its text) to what `Seen` holds of its caches.
-        answer: (state, proposal) to what is proposed in its place.
-        say: (state, number of the first draft, what was drawn) to what is drawn in its place.
+        caches_of: maps (drafter, state, row, length of its text) to the keys and values in `Seen`.
+        answer: maps (state, proposal) to the proposal in its place.
+        say: maps (state, number of the first draft, drawn tokens) to the tokens in their place.
     """
     rounds, scored, propose, draw = [], [], drafter.propose, drafter.draw
 
@@ -105,7 +105,7 @@ def run_script(
     max_new_tokens: int | None = None,
     **options: object,
 ) -> list[list[Seen]]:
-    """The rounds in which the engine runs through `patterns`, a list of rounds of accepted drafts a row."""
+    """The rounds in which the engine runs through `patterns`, lists of accepted drafts, one for each row."""
     assert why_not_equivalent(target, "static") is None  # by true verification
     rounds, rows = watch(monkeypatch, drafter, caches_of), PROMPTS[: len(patterns[0])]
     vocab_size = target.config.get_text_config().vocab_size

@@ -1,8 +1,8 @@
-"""What every process of `test_split_manager.py` runs: managers of a target split with a `tp_plan`.
+"""The program of every process of `test_split_manager.py`: managers of a target split with a `tp_plan`.
 
     torchrun --nproc-per-node 2 tests/helpers/split_manager_worker.py <target> <answers>
 
-Writes `<rank>.json` into the second folder: what requests said, by the name of the case.
+Writes `<rank>.json` into the second folder: the texts of requests, by the name of the case.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def said(results) -> dict[str, list]:
 
 
 def arrive_at_the_first(target: PreTrainedModel, drafter: Drafter) -> dict[str, list]:
-    """Requests that arrive at the first process while rounds run, one of which is cancelled."""
+    """Requests that arrive at the first process while rounds run; one is cancelled."""
     manager = managed(target, drafter)
     manager.start()
     if dist.get_rank() == 0:

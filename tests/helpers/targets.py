@@ -15,8 +15,8 @@ from hf_specdec.hosting.equivalence import why_not_equivalent
 
 VOCAB = 96
 PAD = 0
-NUM_LAYERS = 2  # of a family that has layers of one kind; of others as many as show every kind
-# Entries of configurations that list the layers.
+NUM_LAYERS = 2  # of families with layers of one kind; other families have one of every kind at least
+# Entries of configurations with a list of layers.
 PATTERNS = ("layer_types", "mlp_layer_types", "layers_block_type")
 
 _COMMON = {
@@ -170,7 +170,7 @@ FAMILIES[STOCK_FAMILY] = {
 
 
 def set_policy(patch: pytest.MonkeyPatch, device_type: str, **changes: object) -> None:
-    """Let engines compute on a kind of device as they do elsewhere: fields of `DevicePolicy`.
+    """Change fields of the `DevicePolicy` of a type of device.
 
     Skips a test of Triton kernels on a CPU where they are compiled for a GPU, not interpreted.
     """
@@ -182,9 +182,9 @@ def set_policy(patch: pytest.MonkeyPatch, device_type: str, **changes: object) -
 
 @functools.cache
 def tiny_target(family: str, seed: int = 0, num_layers: int | None = None) -> PreTrainedModel:
-    """The target of `new_target`, shared between tests, so not to be changed.
+    """The target of `new_target`, shared between tests: do not change it.
 
-    transformers adds hooks to a model that is once asked for `output_hidden_states`, also to this one.
+    transformers adds hooks to a model at its first call with `output_hidden_states`, also to this one.
     """
     return new_target(family, seed, num_layers)
 
@@ -241,7 +241,7 @@ def padded_prompts(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]
 
 
 def build_target(model_type: str, seed: int = 0, **options) -> PreTrainedModel:
-    """A random target of any model type, in float32 and evaluation mode, with biases that are not zero."""
+    """A random target of any model type, in float32 and evaluation mode, with non-zero biases."""
     config = AutoConfig.for_model(model_type, **{**_COMMON, "num_hidden_layers": num_layers_of(options), **options})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

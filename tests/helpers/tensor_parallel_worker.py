@@ -1,9 +1,9 @@
-"""What every process of `test_tensor_parallel.py` runs: a target split with a `tp_plan`, and drafters on it.
+"""The program of every process of `test_tensor_parallel.py`: a target split with a `tp_plan`, and drafters on it.
 
     torchrun --nproc-per-node 2 tests/helpers/tensor_parallel_worker.py <targets> <answers> cpu|cuda
 
-Reads targets from the first folder and writes `<rank>.json` into the second: what was generated, by the name of the
-case, on GPUs in captured rounds.
+Reads targets from the first folder and writes `<rank>.json` into the second: outputs by the name of the case, on GPUs
+from captured rounds.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def borrower(target: PreTrainedModel) -> Drafter:
 
 
 def uncompiled(target: PreTrainedModel, name: str) -> Drafter:
-    """A drafter of `DRAFTERS`, whose rounds are not compiled, which would take far longer than the call."""
+    """A drafter of `DRAFTERS`; its rounds are not compiled, since that would take far longer than the call."""
     return DRAFTERS[name](target).configure(compile_rounds=False)
 
 
 GREEDY = cases(["borrower", "domino", "pard2"], ["borrower"])
-# Without `--slow` one of each way to draft; the others differ from these by nothing that a split changes.
+# Without `--slow` one of each way to draft; the others do not differ in anything that a split changes.
 KINDS = cases(
     ["p-eagle", "dflash", "dspark", "domino", "pard", "pard2", "draft-model"], ["p-eagle", "dspark", "draft-model"]
 )
@@ -85,7 +85,7 @@ def generate(
     host_seed: int | None = None,
     **options,
 ) -> list:
-    """Tokens that are generated, how many drafts each row had accepted by position, and how rounds were run."""
+    """New tokens, accepted drafts of each row by position, and how rounds were run."""
     set_seed(seed)
     if host_seed is not None:
         torch.default_generator.manual_seed(host_seed)
@@ -101,7 +101,7 @@ def generate(
 
 
 def generate_all(target: PreTrainedModel) -> dict[str, Any]:
-    """What `target` generates with every drafter; the same wherever its weights are."""
+    """Outputs of `target` with every drafter; the same wherever its weights are."""
     generated = {"plain": generate(target, None)}
     for name in DRAFTERS:
         drafter = uncompiled(target, name)
@@ -119,7 +119,7 @@ def generate_all(target: PreTrainedModel) -> dict[str, Any]:
 
 
 def generate_many(target: PreTrainedModel, drafter: Drafter) -> list:
-    """What five requests on two rows say, and how many drafts of each were accepted."""
+    """Texts of five requests on two rows, and how many drafts of each were accepted."""
     prompts = [list(range(5, 5 + length)) for length in (9, 2, 5, 14, 1)]
     config = ContinuousBatchingConfig(max_requests_per_batch=2)
     options = {**SAMPLING, "max_new_tokens": NEW_TOKENS, "num_assistant_tokens": 3, "seeds": 5}
@@ -130,7 +130,7 @@ def generate_many(target: PreTrainedModel, drafter: Drafter) -> list:
 
 
 def generate_many_by_time(target: PreTrainedModel, drafter: Drafter) -> list:
-    """What requests say whose rounds are chosen by times, and move to fewer rows; times differ between processes."""
+    """Texts of requests with K chosen by times, which differ between processes; rows move to fewer rows."""
     prompts = [list(range(5, 5 + length)) for length in (9, 2, 5, 14, 1, 3, 4, 8, 6)]  # the last one is left alone
     config = ContinuousBatchingConfig(max_requests_per_batch=8)
     options = {"max_new_tokens": 36, "do_sample": False, "eos_token_id": None}
@@ -146,7 +146,7 @@ def generate_many_by_time(target: PreTrainedModel, drafter: Drafter) -> list:
 
 
 def generate_with_generator(target: PreTrainedModel, seed: int) -> list:
-    """What `target` generates on the stock engine with a generator of the call's own."""
+    """Outputs of `target` on the stock engine with a generator of the call's own."""
     drafter = borrower(target).configure(engine="stock")
     return generate(target, drafter, lengths=[9], **SAMPLING, generator=torch.Generator().manual_seed(seed))
 
@@ -164,7 +164,7 @@ class ForbidsOnOtherRanks(LogitsProcessor):
 
 
 def managed_by_fsdp(target: PreTrainedModel, drafter: Drafter) -> list:
-    """`generate` with the mark that transformers knows such models by; it then sets `synced_gpus` by itself."""
+    """`generate` with the mark of FSDP models, for which transformers sets `synced_gpus` by itself."""
     target._is_fsdp_managed_module = True
     try:
         return generate(target, drafter)
@@ -181,12 +181,12 @@ def error_of(call) -> str:
 
 
 def generate_briefly(target: PreTrainedModel) -> list:
-    """What `target` samples with a drafter that shares its embedding and head; greedily no drafts would be accepted."""
+    """Sampled outputs with a drafter that shares embedding and head; greedily no drafts would be accepted."""
     return generate(target, uncompiled(target, "borrower"), **SAMPLING)
 
 
 def generate_with_images(target: PreTrainedModel) -> list:
-    """What `target` says of prompts with and without images, and how many drafts of MTP modules were accepted."""
+    """Texts of prompts with and without images, and how many drafts of MTP modules were accepted."""
     drafter = RANDOM_DRAFTERS["mtp"](target).configure(compile_rounds=False)
     inputs = image_prompts(target, [[4, IMAGE, 5], [3]])
     inputs = {name: tensor.to(target.device) for name, tensor in inputs.items()}
@@ -202,7 +202,7 @@ def load_split(folder: Path, auto_class: type = AutoModelForCausalLM) -> PreTrai
 
 
 def check_weights(target: PreTrainedModel) -> None:
-    """A drafter's borrowed weights are whole and plain; a change of any part of the target's is noticed."""
+    """Assert that shared weights of a drafter are whole and plain, and that it notices a change of any part of them."""
     drafter = borrower(target)
     assert drafter.head_weight.shape[0] == drafter.config.draft_vocab_size
     assert type(drafter._shared_weights["embedding"].weight) in (torch.Tensor, torch.nn.Parameter)
@@ -214,7 +214,7 @@ def check_weights(target: PreTrainedModel) -> None:
 
 
 def errors_of_disagreeing_ranks(target: PreTrainedModel) -> dict[str, str]:
-    """The errors of processes that disagree, by what they disagree about."""
+    """The errors of processes that disagree, by the subject."""
     rank, drafter = dist.get_rank(), borrower(target)
     texts = torch.tensor([[2] * NEW_TOKENS])
     oracle = OracleDrafter(target, texts, [9], accuracy=1.0)
@@ -249,7 +249,7 @@ def generate_replayed(target: PreTrainedModel) -> list:
 
 
 def sum_by_messages(room: torch.Tensor, operation: str, group_name: str) -> torch.Tensor:
-    """What torch's operator on symmetric memory returns: the parts of all, added in the order of the ranks."""
+    """The result of torch's operator on symmetric memory: the parts of all ranks, added in the order of the ranks."""
     group = dist.distributed_c10d._resolve_process_group(group_name)
     parts = [torch.empty_like(room) for _ in range(group.size())]
     dist.all_gather(parts, room.contiguous(), group=group)
@@ -258,7 +258,7 @@ def sum_by_messages(room: torch.Tensor, operation: str, group_name: str) -> torc
 
 @contextmanager
 def peer_memory_on_cpu() -> Iterator[pytest.MonkeyPatch]:
-    """Context in which processes on CPUs sum in memory as GPUs do, by a stand-in for torch's operator."""
+    """Context in which processes on CPUs sum through shared memory as GPUs do, by a stand-in for torch's operator."""
     with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("symm_mem", "IMPL") as library:
         library.impl("one_shot_all_reduce", sum_by_messages, "CPU")
         set_policy(patch, "cpu", symmetric_memory=True)
@@ -271,7 +271,7 @@ def peer_memory_on_cpu() -> Iterator[pytest.MonkeyPatch]:
 
 @contextmanager
 def watched_sums() -> Iterator[list[tuple[int, ...]]]:
-    """Context in which the shapes of what is summed in memory are written down."""
+    """Context that records the shapes of sums through shared memory."""
     total, shapes = all_reduce.SymmetricMemoryBuffer.all_reduce, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -283,7 +283,7 @@ def watched_sums() -> Iterator[list[tuple[int, ...]]]:
 
 
 def generate_with_symmetric_memory(folder: Path) -> dict[str, Any]:
-    """What targets generate whose small all-reduces use symmetric memory, and the shapes of these."""
+    """Outputs of targets with small all-reduces through symmetric memory, and the shapes of these."""
     generated = {}
     with peer_memory_on_cpu():
         for family in ("llama", "qwen3-moe"):
@@ -299,9 +299,9 @@ def generate_with_symmetric_memory(folder: Path) -> dict[str, Any]:
 
 
 def generate_with_gpu_policy(folder: Path) -> list:
-    """What is generated without drafts in compiled rounds, with fused linears and all-reduces in symmetric memory.
+    """Outputs without drafts of compiled rounds, with fused linear layers and all-reduces through symmetric memory.
 
-    The parts that parameters have of a weight are moved, with no second copy of them.
+    The local parts of weights are moved, without a second copy.
     """
     with peer_memory_on_cpu() as patch, watched_sums() as shapes:
         target = load_split(folder / "shallow")
@@ -328,7 +328,7 @@ def generate_with_gpu_policy(folder: Path) -> list:
 
 
 def generate_without_symmetric_memory(folder: Path, failing: str) -> dict[str, Any]:
-    """What is generated, logged and all-reduced in symmetric memory if rank 1 fails in one step of its set-up."""
+    """Outputs, logs and all-reduces through symmetric memory if rank 1 fails in one step of its set-up."""
     check = all_reduce.SymmetricMemoryBuffer.check
 
     def fail(*arguments: Any) -> None:
@@ -361,7 +361,7 @@ def generate_without_symmetric_memory(folder: Path, failing: str) -> dict[str, A
 
 
 def bench(folder: Path, output: Path) -> dict[str, Any]:
-    """What the command prints and writes in this process, and what it measured."""
+    """The command's output and files in this process, and its measurements."""
     drafters = [folder / name for name in BENCHED]
     options = [
         "--random-weights",

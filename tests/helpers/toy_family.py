@@ -1,6 +1,6 @@
 """A family of drafters as another package adds it: the token that most often follows the last one, by a table.
 
-Its checkpoints are published in a form of their own: `config.json` with `{"bigram": {"tokens": V, "chain": K}}`, and a
+Its checkpoints have a form of their own: `config.json` with `{"bigram": {"tokens": V, "chain": K}}`, and a
 tensor `counts` [V, V] of how often a token follows another.
 """
 
@@ -32,7 +32,7 @@ def read_bigram(checkpoint, target, decisions):
 
 @register_drafter(detect=is_bigram, read=read_bigram)
 class BigramDrafter(Drafter):
-    """Drafts K tokens, each the likeliest after the one before it; it keeps nothing, and reads no hidden states."""
+    """Drafts K tokens, each the likeliest after the token before; it keeps nothing, and reads no hidden states."""
 
     config_class = BigramConfig
     key_mapping = {r"^counts$": "table.weight"}

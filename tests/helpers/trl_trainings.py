@@ -1,9 +1,9 @@
-"""Trainings by TRL of tiny models, and what they generated.
+"""Trainings of tiny models by TRL, and their texts.
 
     torchrun --nproc-per-node 2 tests/helpers/trl_trainings.py FOLDER
 
-trains by GRPO, plainly and with a drafter attached, all weights and a LoRA adapter, and writes `<rank>.pt` into the
-folder: texts and final weights.
+trains by GRPO, without and with a drafter attached, all weights and a LoRA adapter, and writes texts and final weights
+to `<rank>.pt` in the folder.
 """
 
 import itertools

@@ -13,8 +13,8 @@ Drafted = int | tuple[int, int]
 
 
 def vary_drafts(monkeypatch: pytest.MonkeyPatch, numbers: Sequence[Drafted]) -> list[Drafted]:
-    """Let rounds have `numbers` of drafts, again and again, cut to K and N of the call: K, or K and N of trees; returns
-    those asked for so far."""
+    """Let rounds have `numbers` of drafts, repeated: K, or K and N of trees, cut to those of the call; returns those
+    asked for so far."""
     asked: list[Drafted] = []
 
     class Numbers:

@@ -8,8 +8,8 @@
 Each class is built with the default configuration of its own family, shrunk by `zoo_configs`. Then greedy `generate()`
 with two drafters, one that knows the text and is wrong at 40 % of the places and a random draft model, must generate
 what plain `generate()` generates, or refuse the call before it begins. So must the classes of `images.KINDS`, under
-their names with "(images)" behind, of prompts with images. `zoo_columns` tries more of each class: seeds, images as
-transformers' tests have them, a cache that is continued, `generate_batch()`, and drafts that are trees.
+their names with "(images)" behind, with prompts with images. `zoo_columns` tries more with each class: seeds, images of
+transformers' tests, a continued cache, `generate_batch()`, and trees of drafts.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ IMAGE_ROWS = [[4, IMAGE, 5], [3], [2, IMAGE, 3, IMAGE, 6]]
 
 @dataclass
 class Outcome:
-    """What became of one class.
+    """The outcome of one class.
 
     Attributes:
         name: of the class.
-        model_type: of the configuration that it was built of.
+        model_type: of its configuration.
         engine: "static", "stock" or, where no call was run, None.
         reason: why that engine, or why not.
         outcome: one of RIGHT, REFUSED, WRONG, CRASH, NOT_BUILT, NO_TEXT.
-        error: what was raised, or how the texts differ.
+        error: the error, or how the texts differ.
         notes: of single calls, and of the plain text.
-        columns: outcomes of `zoo_columns.COLUMNS`, and what is to be said of each.
+        columns: outcomes of `zoo_columns.COLUMNS`, with a note for each.
         source: whose configuration it was.
-        seconds: that all of it took.
+        seconds: of the whole run.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Outcome:
 
 @dataclass
 class Call:
-    """One call with a drafter: what came of it and why."""
+    """One call with a drafter: its outcome and the reason."""
 
     outcome: str
     engine: str | None = None
@@ -121,7 +121,7 @@ def call(
 
 
 def difference(text: torch.Tensor, expected: torch.Tensor, width: int) -> str:
-    """In words, how `text` differs from `expected`, `[B, P + T]`, of which `width` tokens are prompts."""
+    """In words, how `text` differs from `expected`, `[B, P + T]`, with prompts of `width` tokens."""
     if text.shape != expected.shape:
         return f"a text of shape {list(text.shape)} instead of {list(expected.shape)}"
     row, place = (int(at) for at in (text != expected).nonzero()[0])
@@ -131,7 +131,7 @@ def difference(text: torch.Tensor, expected: torch.Tensor, width: int) -> str:
 
 
 def plain(model: PreTrainedModel, inputs: dict[str, torch.Tensor], notes: list[str]) -> torch.Tensor | None:
-    """What plain `generate()` returns, `[B, P + T]`; None if it fails."""
+    """The output of plain `generate()`, `[B, P + T]`; None if it fails."""
     try:
         return generate(model, inputs)
     except Exception as error:
@@ -181,7 +181,7 @@ def run(name: str, brief: bool = False) -> Outcome:
             batches = [prompts(model), *rows_of(prompts(model))[-1 if brief else 0 :]]
         result.model_type = model.config.model_type
         result.source = THEIRS if is_sourced(name) else OURS
-    except Exception as error:  # whatever a class raises that is not made to be built so
+    except Exception as error:  # any error of a class that cannot be built like this
         result.error = last_line(error)
     else:
         judge(result, dict(calls_of(model, batches, result.notes, brief)))
@@ -192,7 +192,7 @@ def run(name: str, brief: bool = False) -> Outcome:
 
 
 def judge(result: Outcome, calls: dict[str, Call]) -> None:
-    """Write what `calls`, by their names, come to into `result`."""
+    """Write the outcome of `calls`, by their names, into `result`."""
     by_outcome = {
         outcome: [(name, call) for name, call in calls.items() if call.outcome == outcome]
         for outcome in (WRONG, CRASH, RIGHT, NO_TEXT, REFUSED)
@@ -227,7 +227,7 @@ def worker(source: Path | None) -> None:
 
 
 class Worker:
-    """A process that runs classes, so that one which hangs or dies takes no other with it.
+    """A process that runs classes, so that a class that hangs or dies affects no other.
 
     Args:
         source: a checkout of transformers, see `zoo_sources`.
@@ -301,16 +301,16 @@ def table(outcomes: list[Outcome]) -> str:
         *(f"| {kind} | {counts[kind]} |" for kind in KINDS if counts[kind]),
         "",
         "The static engine runs the rows of a batch together, the stock engine one after the other. Classes that are "
-        "encoders unless `is_decoder` is set stand here as decoders; as encoders they are refused. Further columns: "
-        "rows with seeds, again and alone; a prompt with an image or a sound; a second turn that continues "
-        "`past_key_values`; a bulk call; drafts that are trees of 12, in a padded batch and a bulk call (why not: see "
-        "below). A dash: plain `generate()` does not do it, or no inputs were at hand.",
+        "encoders unless `is_decoder` is set are listed as decoders; as encoders they are refused. Further columns: "
+        "sampled rows with seeds, repeated and alone; a prompt with an image or a sound; a second turn that continues "
+        "`past_key_values`; a bulk call; trees of 12 drafts, in a padded batch and a bulk call (reasons for refusals: "
+        "see below). A dash: plain `generate()` does not support it, or no inputs were at hand.",
         "",
         *rows_of_table(outcomes, with_images),
         "",
         "## Trees",
         "",
-        "Classes of the static engine that take chains of drafts only, and why.",
+        "Classes of the static engine that support chains of drafts only, and why.",
         "",
         *rows_without_trees(outcomes),
         "",
@@ -324,7 +324,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def merged(outcomes: list[Outcome]) -> list[Outcome]:
-    """`outcomes` without those of encoders that are also there as decoders."""
+    """`outcomes` without encoders that are also listed as decoders."""
     suffix = f" {AS_DECODER}"
     decoders = {outcome.name.removesuffix(suffix) for outcome in outcomes if outcome.name.endswith(suffix)}
     kept = [outcome for outcome in outcomes if outcome.name not in decoders]
@@ -332,7 +332,7 @@ def merged(outcomes: list[Outcome]) -> list[Outcome]:
 
 
 def columns_of_row(outcome: Outcome, images: dict[str, Outcome]) -> list[str]:
-    """What stands in the further columns of `outcome`, those of `COLUMNS`; `images` by class."""
+    """The further columns of `outcome`, those of `COLUMNS`; `images` by class."""
     found = {name: None if pair is None else pair[0] for name, pair in outcome.columns.items()}
     if found.get("image") is None and outcome.name in images:
         found["image"] = images[outcome.name].outcome
@@ -355,7 +355,7 @@ def rows_of_table(outcomes: list[Outcome], with_images: list[Outcome] | None = N
 
 
 def rows_without_trees(outcomes: list[Outcome]) -> list[str]:
-    """The lines of a table of the reasons why static targets have no trees, with the classes of each."""
+    """The lines of a table of reasons why static targets have no trees, with the classes of each."""
     classes: dict[str, list[str]] = {}
     for outcome in sorted(outcomes, key=lambda outcome: outcome.name.lower()):
         found, reason = outcome.columns.get("trees") or ("", "")
@@ -381,7 +381,7 @@ KINDS = (
 
 
 def kind_of(outcome: Outcome) -> str:
-    """The one of `KINDS` that `outcome` is of."""
+    """The one of `KINDS` that `outcome` belongs to."""
     if outcome.outcome == RIGHT:
         return f"right on the {outcome.engine} engine"
     return {REFUSED: KINDS[2], NO_TEXT: KINDS[3]}.get(outcome.outcome, outcome.outcome)

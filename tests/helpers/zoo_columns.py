@@ -1,7 +1,7 @@
-"""What the zoo tries of a class besides greedy text: seeds, images, a continued cache, `generate_batch()`, trees.
+"""What the zoo tries with a class besides greedy text: seeds, images, a continued cache, `generate_batch()`, trees.
 
-Each is `RIGHT` or one of the other outcomes, with what went wrong, and is left out (`None`) where plain `generate()`
-gives nothing to compare with.
+The outcome of each is `RIGHT` or another one, with the fault, or None where plain `generate()` gives nothing to compare
+with.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Outcome = tuple[str, str]
 
 
 class NothingToCompare(Exception):
-    """Plain `generate()` does not do it."""
+    """Plain `generate()` does not support it."""
 
 
 class SaidInStats(Exception):
-    """A call has done without it, and said why in `stats.reason`."""
+    """A call ran without it, and `stats.reason` says why."""
 
 
 def columns_of(model: PreTrainedModel, name: str) -> dict[str, Outcome | None]:
-    """The outcome of each of `COLUMNS`, and what is to be said of it."""
+    """The outcome of each of `COLUMNS`, with a note."""
     checks: dict[str, Callable[[], str]] = {
         "seeds": lambda: check_seeds(model),
         "image": lambda: check_image(model, name),
@@ -55,7 +55,7 @@ def columns_of(model: PreTrainedModel, name: str) -> dict[str, Outcome | None]:
 
 
 def outcome_of(check: Callable[[], str]) -> Outcome | None:
-    """Of a check that returns what is wrong, or nothing."""
+    """The outcome of a check that returns the fault, or an empty text."""
     try:
         wrong = check()
     except NothingToCompare:
@@ -69,7 +69,7 @@ def outcome_of(check: Callable[[], str]) -> Outcome | None:
 
 
 def plain(call: Callable[[], Any]) -> Any:
-    """What a call without a drafter returns."""
+    """The output of a call without a drafter."""
     try:
         return call()
     except Exception as error:  # whatever a class raises
@@ -81,7 +81,7 @@ def new_tokens(text: torch.Tensor) -> torch.Tensor:
 
 
 def oracle_of(model: PreTrainedModel, text: torch.Tensor, lengths: list[int]) -> OracleDrafter:
-    """Right at `ACCURACY` of the places after prompts of `lengths`; `text` ends with what follows them."""
+    """An oracle, right at `ACCURACY` of the places after prompts of `lengths`; `text` ends with the continuations."""
     answers = torch.nn.functional.pad(new_tokens(text), (0, 16), value=2)
     return OracleDrafter(model, answers, lengths, ACCURACY)
 
@@ -94,7 +94,7 @@ def sample(model: PreTrainedModel, inputs: dict[str, torch.Tensor], seeds: list[
 
 
 def check_seeds(model: PreTrainedModel) -> str:
-    """A row with a seed has the same text again, and alone the one of the batch, if it has so in plain `generate()`.
+    """A row with a seed has the same text again, and the same alone as in the batch, if plain `generate()` has it so.
 
     Greedy texts of few different tokens may be the same where the padding of a row changes its logits.
     """
@@ -113,7 +113,7 @@ def check_seeds(model: PreTrainedModel) -> str:
 
 
 def check_image(model: PreTrainedModel, name: str) -> str:
-    """Of the inputs that transformers' tests have, if these are more than tokens: each of two prompts by itself."""
+    """Two prompts of transformers' tests, each by itself, if they have inputs besides tokens."""
     if not is_sourced(name):
         raise NothingToCompare
     given = dict(zoo_sources.find(name.partition(" ")[0]).inputs)
@@ -137,7 +137,7 @@ def check_image(model: PreTrainedModel, name: str) -> str:
 
 
 def check_cache(model: PreTrainedModel) -> str:
-    """A second turn that continues the cache of a first one, which plain `generate()` has left."""
+    """A second turn that continues the cache that plain `generate()` left after a first one."""
     inputs = rows_of(prompts(model))[0]
     with torch.no_grad():
         first = plain(
@@ -160,12 +160,12 @@ def check_cache(model: PreTrainedModel) -> str:
 
 
 def check_bulk(model: PreTrainedModel) -> str:
-    """Prompts of a bulk call say what each says alone."""
+    """Prompts of a bulk call have the same texts as alone."""
     return difference_in_bulk(model, lambda texts: random_draft_model(model))
 
 
 def difference_in_bulk(model: PreTrainedModel, drafter_of: Callable[[torch.Tensor], Drafter], **options: Any) -> str:
-    """How the texts of a bulk call differ from those of its prompts alone; given these `[n, T]` there is a drafter."""
+    """How the texts of a bulk call differ from those of its prompts alone; with these `[n, T]` it has a drafter."""
     if not hasattr(model, "generate_batch"):
         raise NothingToCompare
     rows = rows_of(prompts(model))
@@ -188,7 +188,7 @@ def difference_in_bulk(model: PreTrainedModel, drafter_of: Callable[[torch.Tenso
 
 
 class OracleOfRequests(TreeOracle):
-    """Tells the rows apart by the lengths of their prompts, wherever they are."""
+    """Identifies rows by the lengths of their prompts, wherever they are."""
 
     def propose(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: Any) -> Proposal:
         self._rows = (self._prompt_lengths == state.prompt_lengths[:, None]).int().argmax(dim=1)
@@ -196,7 +196,7 @@ class OracleOfRequests(TreeOracle):
 
 
 def check_trees(model: PreTrainedModel) -> str:
-    """Greedy texts of a padded batch, and of a bulk call if the class has such, whose drafts are trees."""
+    """Greedy texts with trees of drafts, of a padded batch and, if the class supports it, of a bulk call."""
     inputs, made = prompts(model), []
     lengths = inputs["attention_mask"].sum(dim=1).tolist()
 

@@ -1,7 +1,7 @@
 """Configurations of transformers' language models, shrunk so that a model is built in milliseconds.
 
-Every entry is shrunk by its kind, so that what a long text meets at full size is met by a short one too: windows and
-chunks are shorter than the prompts, experts are more than a token chooses, every kind of layer is there.
+Every entry is shrunk by its kind, so that a short text meets what a long one meets at full size: windows and chunks are
+shorter than the prompts, there are more experts than a token chooses, and every kind of layer is present.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Shrinker:
     """Shrinks configurations, with one new id for every special token.
 
     Args:
-        others: also shrink the sizes of parts that read no text, not only how many layers they have.
+        others: also shrink the sizes of parts that read no text, not only their numbers of layers.
     """
 
     def __init__(self, others: bool = True):
@@ -195,7 +195,7 @@ class Shrinker:
         self._ids: dict[int, int] = {}
 
     def __call__(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Like `config`, a model's as a dictionary, with smaller entries."""
+        """A copy of `config`, a model's as a dictionary, with smaller entries."""
         source = dict(config)
         layers = self._chosen_layers(source)
         small = {name: self._entry(name, value, layers, source) for name, value in source.items()}
@@ -216,7 +216,7 @@ class Shrinker:
         return small
 
     def _chosen_layers(self, source: Mapping[str, Any]) -> list[int]:
-        """Which of the layers stay: the first of every kind, then the first ones."""
+        """The layers that stay: the first of every kind, then the first ones."""
         total = next((source[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if source.get(name)), 0)
         per_layer = [v for v in source.values() if isinstance(v, (list, tuple)) and len(v) == total]
         configs = source.get("per_layer_config")
@@ -315,7 +315,7 @@ def tiny_config(
 
     Args:
         others: see `Shrinker`.
-        tied: leave embeddings and head one matrix where they are.
+        tied: keep tied embeddings and heads tied.
         extra: entries to set besides.
     """
     source = config_class(**ARGUMENTS.get(config_class.model_type, {}))

@@ -17,7 +17,7 @@ from zoo_configs import FIRST_PROMPT_ID, LAST_PROMPT_ID, VOCAB, tiny_config
 from hf_specdec.patching.mask_rules import ordinary_tokens
 from hf_specdec.patching.support import cache_windows, stated_positions
 
-# The longer prompt goes beyond every window by itself, the shorter one with its continuation.
+# The longer prompt outgrows every window, the shorter one does so with its continuation.
 PROMPT_LENGTHS = (13, 6)
 MAX_NEW_TOKENS = 20
 LONGEST_WINDOW = 200
@@ -53,7 +53,7 @@ AS_DECODER = "(is_decoder)"
 
 
 def is_sourced(name: str) -> bool:
-    """Whether transformers' tests have a configuration of the class `name`, and there is a checkout of them."""
+    """Whether a checkout of transformers' tests has a configuration of the class `name`."""
     try:
         return zoo_sources.is_used() and zoo_sources.find(name.partition(" ")[0]) is not None
     except Exception:  # whatever the code of tests raises
@@ -61,7 +61,7 @@ def is_sourced(name: str) -> bool:
 
 
 def class_names() -> list[str]:
-    """The classes of both mappings, each once, and then the encoders as decoders."""
+    """The classes of both mappings, each once, followed by the encoders as decoders."""
     mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     names = list(dict.fromkeys(name for mapping in mappings for name in mapping.values()))
     return names + [f"{name} {AS_DECODER}" for name in ENCODERS if name in names]
@@ -121,9 +121,9 @@ def instantiate(name: str, weight_std: float, tied: bool, seed: int = 0) -> PreT
 def enliven(model: PreTrainedModel, weight_std: float) -> None:
     """Scale random weights to `weight_std`, and draw biases and sinks that are initialised to zero.
 
-    A matrix that is embedding and head at once stays small, or every token would be followed by itself; so does what
-    adds to the scores, whatever the text. A padding token that is not that of prompts is drawn, too: its embedding is
-    zero, and for a token that is zero an indexer scores all tokens the same.
+    A tied embedding and head stays small, or every token would be followed by itself; so do biases of the scores. A
+    padding token that is not that of prompts is drawn, too: its embedding is zero, and for a zero embedding an indexer
+    scores all tokens the same.
     """
     try:
         embedding = model.get_input_embeddings()
@@ -150,7 +150,7 @@ def enliven(model: PreTrainedModel, weight_std: float) -> None:
 
 
 def variety_of(model: PreTrainedModel) -> int:
-    """Of how many different tokens the longer prompt's continuation is; -1 if there is none."""
+    """The number of different tokens in the longer prompt's continuation; -1 if there is none."""
     try:
         text = generate(model, rows_of(prompts(model))[0])
         return len(set(text[0, -MAX_NEW_TOKENS:].tolist()))
@@ -174,8 +174,7 @@ def prompts(model: PreTrainedModel, seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def prompt_lengths(model: PreTrainedModel) -> tuple[int, ...]:
-    """`PROMPT_LENGTHS`, the first beyond every window that `model` states, unless that is long, as far as it has
-    positions."""
+    """`PROMPT_LENGTHS`, the first one beyond every short window that `model` states, within its positions."""
     longest, shortest = PROMPT_LENGTHS
     if zoo_sources.is_used():
         window = max((size for size in cache_windows(model) if size and size < LONGEST_WINDOW), default=0)
@@ -194,7 +193,7 @@ def rows_of(inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options) -> torch.Tensor:
-    """`[B, P + T]`: what greedy `generate()` returns."""
+    """`[B, P + T]`: the output of greedy `generate()`."""
     with torch.no_grad():
         output = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS, **options)
     return getattr(output, "sequences", output)

@@ -1,4 +1,4 @@
-"""What becomes of a class in the zoo, and of a call."""
+"""Outcomes of a class in the zoo, and of a call."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def last_line(error: BaseException) -> str:
 
 
 def is_refusal(error: BaseException, generated: bool, package: Path) -> bool:
-    """Whether `error` refuses the call, and was raised before anything was `generated`, by the code of `package`, or by
-    transformers."""
+    """Whether `error` refuses the call: raised by the code of `package` or transformers, before anything was
+    `generated`."""
     if not isinstance(error, ValueError):
         return False
     place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)

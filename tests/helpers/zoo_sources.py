@@ -1,7 +1,7 @@
 """Configurations and inputs of transformers' own tests, from a checkout of its repository of the installed version.
 
-They are not in the package: `use(<checkout>)` makes `tests` of the checkout importable. What their files import and is
-not installed (`parameterized`, `datasets`, ...) is stood in for, since only what makes configurations is run.
+They are not in the package: `use(<checkout>)` makes `tests` of the checkout importable. Stand-ins replace packages that
+their files import and that are not installed (`parameterized`, `datasets`, ...), since only configurations are made.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-# Inputs of their testers that are not of a prompt.
+# Inputs of their testers that do not belong to a prompt.
 _NOT_OF_PROMPTS = ("labels", "decoder_input_ids", "decoder_attention_mask", "head_mask", "next_sentence_label")
 
 
 class Sourced(NamedTuple):
-    """What transformers' tests have for a class.
+    """The configuration and inputs of transformers' tests for a class.
 
     Attributes:
         config: tiny.
@@ -37,8 +37,8 @@ class Sourced(NamedTuple):
 
 
 class _Anything:
-    """Whatever a module that is not installed would have: called with a function alone, as a decorator, it returns
-    that; otherwise itself."""
+    """Any member of a module that is not installed. Called with a function alone, as a decorator, it returns the
+    function; otherwise itself."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
@@ -66,7 +66,7 @@ def use(checkout: Path) -> None:
 
 
 def _stand_in(name: str) -> None:
-    """A module called `name`, and those that it is in."""
+    """A module called `name`, and the packages that contain it."""
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         path = ".".join(parts[:end])
@@ -97,7 +97,7 @@ def find(class_name: str) -> Sourced:
     """The configuration and inputs with which transformers tests a class.
 
     Raises:
-        Exception: whatever their code raises; `LookupError` if no test is of the class.
+        Exception: whatever their code raises; `LookupError` if there is no test of the class.
     """
     model_class = getattr(transformers, class_name)
     folder = model_class.__module__.split(".")[-2]
@@ -107,7 +107,7 @@ def find(class_name: str) -> Sourced:
         if not hasattr(test, "all_model_classes"):
             continue
         case = test()
-        case.setUp()  # of which some find out the classes
+        case.setUp()  # some of which find out the classes
         if model_class in (case.all_model_classes or ()):
             torch.manual_seed(0)
             config, inputs = case.model_tester.prepare_config_and_inputs_for_common()

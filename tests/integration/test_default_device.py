@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from oracle import random_eagle3
+from oracle import RANDOM_DRAFTERS, random_eagle3
 from targets import padded_prompts, tiny_target
 from transformers import StoppingCriteria
 
+from hf_specdec import AutoDrafter
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.modules import signature
 
@@ -45,3 +46,17 @@ def test_a_default_device_is_the_callers(monkeypatch):
         assert torch.get_default_device() == DEFAULT
     assert torch.equal(out.sequences, expected) and criterion.found == {DEFAULT}
     assert [one.generated_tokens for one in bulk] == texts and managed == [*texts, texts[0]]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["eagle3", "draft-model", "mtp"])
+def test_loading_under_a_default_device(kind, tmp_path):
+    """The drafter is where its target is."""
+    target, inputs = tiny_target("llama"), padded_prompts([5, 9])
+    RANDOM_DRAFTERS[kind](target).save_pretrained(tmp_path)
+    with DEFAULT:
+        drafter = AutoDrafter.from_pretrained(tmp_path, target=target)
+        assert torch.get_default_device() == DEFAULT
+    assert {one.device for one in drafter.state_dict().values()} == {target.device}
+    expected = target.generate(**inputs, **GREEDY)
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=drafter), expected)

@@ -311,11 +311,13 @@ def test_caches_that_change_what_they_store(target, drafter, options, match, eng
 
 
 @pytest.mark.core
-def test_offloaded_static_cache(target, drafter):
-    with pytest.raises(ValueError, match=r"cache_implementation is 'offloaded_static', a static .* Drop that option"):
-        target.generate(
-            **padded_prompts([3]), max_new_tokens=3, assistant_model=drafter, cache_implementation="offloaded_static"
-        )
+@pytest.mark.parametrize(
+    ("kind", "match"), [("offloaded_static", "a static .* Drop that option"), ("quantized", "which stores rounded")]
+)
+def test_kinds_of_caches_that_no_engine_runs(target, drafter, kind, match):
+    """They are refused before one is made, which fails where there is no GPU, or a library is not installed."""
+    with pytest.raises(ValueError, match=f"cache_implementation is '{kind}', {match}"):
+        target.generate(**padded_prompts([3]), max_new_tokens=3, assistant_model=drafter, cache_implementation=kind)
 
 
 @pytest.mark.core_for(assistant=[AutoDrafter])
