@@ -15,9 +15,10 @@ from .checkpoints.checkpoint import Checkpoint, HubOptions, open_checkpoint
 from .checkpoints.detection import Published
 from .checkpoints.interpretation import Decision, Decisions, Overrides, check_rope_overrides, overridden, without_none
 from .checkpoints.tensors import plain_weight
-from .config import DrafterConfig
+from .config import DrafterConfig, DraftLayersConfig
 from .drafters.base import Drafter
 from .drafters.registry import find_family, has_no_weights, needed_by, registered_drafters
+from .drafters.target_checks import check_target
 from .modules.hidden_states import device_of_last_layer
 from .modules.patch import on_host
 from .modules.weights import tensor_weight
@@ -151,7 +152,7 @@ class AutoDrafter:
             raise TypeError(f"AutoDrafter.from_pretrained() got an unexpected keyword argument {unknown[0]!r}")
         hub = {name: value for name, value in keywords.items() if name in HubOptions.__annotations__}
         overrides = {name: value for name, value in keywords.items() if name in Overrides.__annotations__}
-        _check_target(target)
+        check_target(target)
         device = device_of_last_layer(target)
         if device_map is None and device.type != "cpu":
             device_map = {"": device}
@@ -176,16 +177,6 @@ class AutoDrafter:
         )
         _log(checkpoint.name, found)
         return drafter.eval()
-
-
-def _check_target(target: Any) -> None:
-    if not isinstance(target, nn.Module):
-        raise TypeError(f"target is {target!r}; expected the model whose generation is to be accelerated.")
-    if not hasattr(target, "config"):
-        raise TypeError(
-            f"target is a {type(target).__name__}, which has no config; expected a model of transformers. If it is "
-            "around one (DataParallel), pass that."
-        )
 
 
 def share_with_target(
@@ -221,7 +212,9 @@ def _log(name: str, found: NormalizedCheckpoint) -> None:
     if doubtful:
         keywords = [decision.name for decision in doubtful if decision.name in Overrides.__annotations__]
         passed = f", and pass what it reports by keyword ({', '.join(keywords)})" if keywords else ""
+        check = f"run `hf-specdec inspect {name} --target TARGET --self-check`{passed}"
+        advice = check if isinstance(found.config, DraftLayersConfig) else "state it in config.json"
         logger.warning(
             f"{name} leaves open how it is to be interpreted: {'; '.join(map(str, doubtful))}. If few draft tokens are "
-            f"accepted, run `hf-specdec inspect --self-check` on it and its target{passed}."
+            f"accepted, {advice}."
         )

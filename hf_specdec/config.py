@@ -158,7 +158,8 @@ class DrafterConfig(PreTrainedConfig):
             unknown -= {"parallel_drafting"}
         if unknown:
             raise ValueError(
-                f"{name} {cls.description or f'is a {cls.family} drafter'}: it has no {', '.join(sorted(unknown))}."
+                f"{name} {cls.description or f'is a drafter of the family {cls.family}'}: it takes no "
+                f"{', '.join(f'`{one}=`' for one in sorted(unknown))}. Drop that keyword."
             )
 
     def check_fit(self, target: PreTrainedConfig, num_layers: int, name: str) -> list[int] | None:
@@ -209,16 +210,16 @@ def check_num_or_auto(value: int | str) -> int | str:
     """`check_num_assistant_tokens`, except that `value` may be `AUTO`."""
     if isinstance(value, str) and value == AUTO:
         return value
-    return check_num_assistant_tokens(value)
+    return check_num_assistant_tokens(value, f', or "{AUTO}"')
 
 
-def check_num_assistant_tokens(value: int) -> int:
-    """Return `value` as an int if it is a valid number of draft tokens a round, else raise `ValueError`."""
+def check_num_assistant_tokens(value: int, others: str = "") -> int:
+    """Return `value` if it is a valid number of draft tokens a round, else raise `ValueError`, which names `others`."""
     is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_number or not 1 <= value <= MAX_ASSISTANT_TOKENS:
         raise ValueError(
             f"num_assistant_tokens is {value!r}; expected an integer of at least 1 and at most "
-            f"{MAX_ASSISTANT_TOKENS} (draft tokens a round)."
+            f"{MAX_ASSISTANT_TOKENS} (draft tokens a round){others}."
         )
     return int(value)
 
@@ -233,8 +234,8 @@ def _check_sizes(hidden_size: int | None, vocab_size: int | None, target: PreTra
         )
     if vocab_size not in (None, text.vocab_size):
         raise ValueError(
-            f"{name} was made for a vocabulary of {vocab_size} tokens, but {target_name} has "
-            f"{text.vocab_size}: it is a drafter for another model."
+            f"{name} was made for a vocabulary of {vocab_size} tokens, but {target_name} has {text.vocab_size}: it is "
+            "a drafter for another model, or the target was resized (resize_token_embeddings)."
         )
 
 
@@ -403,6 +404,7 @@ class Eagle3Config(DraftLayersConfig):
 
     model_type = "hf_specdec_eagle3"
     family = "eagle3"
+    description = "is an EAGLE-3 drafter, which drafts token by token"
     keywords = _LAYERS | {"norm_before_residual", "norm_output", "final_norm"}
 
     norm_before_residual: bool = False
@@ -415,22 +417,6 @@ class Eagle3Config(DraftLayersConfig):
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are both set; a checkpoint has at most one of them.")
         super()._complete()
-
-    @classmethod
-    def check_keywords(cls, given: Mapping[str, Any], name: str) -> None:
-        if cls.keywords >= _MASKS:
-            return super().check_keywords(given, name)
-        if given.get("parallel_drafting"):
-            raise ValueError(
-                f"{name} is to draft in parallel, but it is an EAGLE-3 drafter: it has no tensor mask_hidden for "
-                "positions without a token. Expected a P-EAGLE drafter, or no `parallel_drafting=True`."
-            )
-        if "mask_token_id" in given:
-            raise ValueError(
-                f"{name} was given mask_token_id {given['mask_token_id']}, but it is an EAGLE-3 drafter, which drafts "
-                "token by token and has no mask token. Drop `mask_token_id=`."
-            )
-        super().check_keywords(given, name)
 
     def readings(self) -> dict[str, list[Any]]:
         # Parallel drafting feeds back no hidden state.
@@ -457,6 +443,7 @@ class PEagleConfig(Eagle3Config):
 
     model_type = "hf_specdec_peagle"
     family = "p-eagle"
+    description = None
     keywords = Eagle3Config.keywords | _MASKS
     has_no_defaults_at_init = True  # `mask_token_id` has no default.
 

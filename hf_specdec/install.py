@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
@@ -69,18 +70,19 @@ def _replaces(owner: type, name: str) -> Callable[[Callable], Callable]:
 
 
 def _refuse_others(assistant: Any) -> None:
-    """Raise `ValueError` if a class of ours, or a module around a drafter, was passed instead of a drafter."""
-    if isinstance(assistant, type) and issubclass(assistant, (AutoDrafter, Drafter)):
+    """Raise `ValueError` if a name, a class of ours, or a module around a drafter was passed instead of a drafter."""
+    is_class = isinstance(assistant, type) and issubclass(assistant, (AutoDrafter, Drafter))
+    if is_class or isinstance(assistant, (str, os.PathLike)):
         raise ValueError(
-            f"assistant_model is the class {assistant.__name__}; expected a drafter, which "
-            "AutoDrafter.from_pretrained(..., target=model) loads."
+            f"assistant_model is {assistant!r}; expected a drafter, which AutoDrafter.from_pretrained(..., "
+            "target=model) loads."
         )
     if isinstance(assistant, nn.Module) and not isinstance(assistant, Drafter):
         inner = next((one for one in assistant.modules() if isinstance(one, Drafter)), None)
         if inner is not None:
             raise ValueError(
                 f"assistant_model is a {type(assistant).__name__} around a {type(inner).__name__}; expected the "
-                "drafter itself, in which the layers of LoRA adapters are, too."
+                "drafter itself. PEFT puts LoRA layers into it, so they run without the PeftModel around it, too."
             )
 
 
@@ -227,7 +229,8 @@ def _check_attached(self, attachment, generation_mode, generation_config, others
 def _without_drafters(original: Callable, self, *args, **kwargs):
     """A method of a manager without a drafter; it refuses drafters, which it would ignore."""
     for name, value in kwargs.items():
-        _refuse_others(value)
+        if not isinstance(value, str):  # such as a request_id
+            _refuse_others(value)
         if isinstance(value, Drafter):
             raise ValueError(
                 f"{original.__name__}() was given {name}={type(value).__name__}, but the drafter is the manager's; "

@@ -73,7 +73,9 @@ ROUNDS_TO_AGREE = 8
 
 def no_memory(drafted: RoundShape) -> torch.OutOfMemoryError:
     """The error for rounds with `drafted` that do not fit in memory."""
-    return torch.OutOfMemoryError(f"There is no memory for rounds of {max(drafted)} drafts.")
+    return torch.OutOfMemoryError(
+        f"There is no memory for rounds of {max(drafted)} drafts. Pass fewer prompts, or a smaller max_new_tokens."
+    )
 
 
 class Pass(NamedTuple):

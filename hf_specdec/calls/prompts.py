@@ -111,7 +111,7 @@ def read_prompts(
     cached = 0 if cache is None else int(cache.get_seq_length())
     width = mask_width or given if attention_mask is None else attention_mask.shape[1]
     if width not in (given, given + cached):
-        both = f", or {given + cached} where input_ids are only what follows the cached text" if cached else ""
+        both = f", or {given + cached} where input_ids are only what follows the cached tokens" if cached else ""
         raise ValueError(
             f"The attention_mask has {width} columns, but input_ids has {given} and the cache holds {cached}; expected "
             f"{given}{both}."
@@ -119,8 +119,8 @@ def read_prompts(
     if cached >= width:
         raise ValueError(
             f"{OUTPUT_NAME} holds {cached} tokens a row, but the prompts have {width}; expected at least one token "
-            "that it does not hold. Pass the whole text, or only what follows the cached text together with an "
-            "attention_mask over both; or take tokens out of the cache with its crop(), if it has no recurrent states."
+            "that it does not hold. Pass the whole sequence, or only what follows the cached tokens together with an "
+            "attention_mask over both; or, without recurrent states, remove the cache's last n tokens with crop(-n)."
         )
     prompts = Prompts(input_ids, left_padding(batch, attention_mask), width, cached)
     layers = getattr(cache, "layers", ()) if cached else ()  # an encoder-decoder has two caches instead

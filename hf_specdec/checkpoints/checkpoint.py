@@ -259,7 +259,8 @@ def read_config_file(
     if config_file is None:
         raise OSError(
             f"{files.name} has no {CONFIG_FILE}; expected a folder or a Hub repository that holds a drafter's "
-            f"{CONFIG_FILE} and weights. If they are in a subfolder, pass `subfolder=`."
+            f"{CONFIG_FILE} and weights. If they are in a subfolder, pass `subfolder=`. Offline (HF_HUB_OFFLINE, "
+            "`local_files_only=True`) only what was downloaded before is found."
         )
     config = _read_json(config_file)
     check_settings(config, files.name)
@@ -271,7 +272,7 @@ def check_folder(repo: str | Path) -> None:
     path = Path(repo)
     is_path = isinstance(repo, Path) or path.is_absolute() or len(path.parts) > 2 or str(repo).startswith((".", "~"))
     if is_path and not path.is_dir():
-        raise FileNotFoundError(f"There is no folder {repo}; expected one, or a repository on the Hub (OWNER/NAME).")
+        raise FileNotFoundError(f"{repo} is not a folder; expected one, or a repository on the Hub (OWNER/NAME).")
 
 
 def _is_inside(path: str) -> bool:

@@ -113,6 +113,10 @@ class Drafter(PreTrainedModel):
     )
 
     def __init__(self, config: DrafterConfig):
+        if type(self) is Drafter:
+            raise TypeError(
+                "Drafter is the base class of all drafters; AutoDrafter.from_pretrained(..., target=model) loads one."
+            )
         super().__init__(config)
         self._target_config: Any = None
         # Size of the target's vocabulary when the drafter was bound; None if `bind` does not call `_record_binding`.
@@ -334,9 +338,9 @@ class Drafter(PreTrainedModel):
         check_num_nodes(tree)
         if tree and not self.drafts_trees:
             raise ValueError(
-                f"tree is {tree!r}, but of what {type(self).__name__} drafts no trees are made; expected 0, or a "
-                "drafter that makes them: EAGLE-3, P-EAGLE, PARD, DFlash and its kinds, MTP modules, an assistant of "
-                "Gemma 4, or a draft model of attention layers."
+                f"tree is {tree!r}, but {type(self).__name__} drafts chains only; expected 0, or a drafter that drafts "
+                "trees: EAGLE-3, P-EAGLE, PARD, DFlash and its kinds, MTP modules, an assistant of Gemma 4, or a draft "
+                "model of attention layers."
             )
         return tree
 
@@ -346,10 +350,8 @@ class Drafter(PreTrainedModel):
         if isinstance(size, bool) or not isinstance(size, int) or size < LEAST_WINDOW:
             raise ValueError(f'draft_window_size is {size!r}; expected an int of at least {LEAST_WINDOW}, or "{ALL}".')
         if type(self).limit_attention is Drafter.limit_attention:
-            raise ValueError(
-                f"draft_window_size is {size}, but {type(self).__name__} has no key/value cache of its own; expected a "
-                f'drafter that has one, or "{ALL}".'
-            )
+            found = f"draft_window_size is {size}, but {type(self).__name__} has no key/value cache of its own"
+            raise ValueError(f'{found}; expected "{ALL}".')
         return size
 
     def limit_attention(self, state: DecodeState, window: int | None) -> None:
@@ -520,10 +522,7 @@ class Drafter(PreTrainedModel):
                 "AutoDrafter.from_pretrained(..., target=model) or call drafter.bind(model)."
             )
         if self._target_config is not target.config:
-            raise ValueError(
-                f"This {type(self).__name__} is bound to another target than the one that generates; "
-                "call drafter.bind(model) first."
-            )
+            raise ValueError(f"This {type(self).__name__} is bound to another target; call drafter.bind(model) first.")
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
         """Raise `ValueError`: a drafter's layers run this package's attention over the engines' caches."""

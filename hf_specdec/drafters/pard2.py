@@ -129,7 +129,7 @@ class Pard2Drafter(DraftModelDrafter):
         """Save the model as transformers does and the projection beside it, as AMD's code reads them. Raises
         `ValueError` for `push_to_hub=True`, which would omit the projection; the method `push_to_hub` uploads all."""
         if kwargs.get("push_to_hub"):
-            raise ValueError("save_pretrained(push_to_hub=True) uploads the model alone; call drafter.push_to_hub().")
+            raise ValueError("save_pretrained(push_to_hub=True) uploads the model alone; use push_to_hub(repo_id).")
         config = self.config
         keys = {
             "pard_token": config.mask_token_id,

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
+from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 # Names that end in "generate" but are no `generate()`.
 _NO_GENERATION = {"return_dict_in_generate", "can_generate"}
+
+
+def check_target(target: Any) -> None:
+    """Raise `TypeError` unless `target` is a model of transformers, and `ValueError` if it is an encoder-decoder."""
+    name = type(target).__name__
+    if not isinstance(target, nn.Module) or not hasattr(target, "config"):
+        raise TypeError(
+            f"target is a {name}; expected the model that generates, as AutoModelForCausalLM.from_pretrained() loads "
+            "it: not its name or config, nor a module around it (DataParallel)."
+        )
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder; hf_specdec drafts for decoder-only models.")
 
 
 def generating_model(target: PreTrainedModel) -> PreTrainedModel:
@@ -18,8 +32,10 @@ def generating_model(target: PreTrainedModel) -> PreTrainedModel:
     silently ignore `assistant_model`. A replacement that holds the previous function in a closure may call it.
 
     Raises:
+        TypeError, ValueError: see `check_target`.
         ValueError: the class has a `generate()` of its own that calls no other.
     """
+    check_target(target)
     function = inspect.unwrap(getattr(type(target), "generate", GenerationMixin.generate))
     code = getattr(function, "__code__", None)
     if code is None or function is inspect.unwrap(GenerationMixin.generate):

@@ -111,14 +111,16 @@ def check_continuous(call: Call) -> None:
             "row; expected a family that implements copy_rows(). Use generate() with a padded batch."
         )
     asked = {
-        "a streamer": call.streamer,
+        "streamer": call.streamer,
         OUTPUT_NAME: call.cache,
-        "row temperatures": call.row_temperatures,
+        "RowTemperature processors": call.row_temperatures,
         **{f"output_{name}": True for name in call.kept},
     }
     found = [name for name, value in asked.items() if value is not None]
     if found:
-        raise ValueError(f"Continuous batching does not support {', '.join(found)}; expected a call without it.")
+        raise ValueError(
+            f"Continuous batching does not support {', '.join(found)}. Drop that option, or use generate()."
+        )
 
 
 class ContinuousRunner(Runner):
@@ -297,8 +299,8 @@ class ContinuousRunner(Runner):
         if self._too_long is None or request.longest < self._too_long:
             return None
         return (
-            f"There is no memory for a text of {len(request.prompt)} tokens and {request.remaining} new ones; expected "
-            f"fewer than {self._too_long} together. Shorten the prompt, or lower max_new_tokens."
+            f"There is no memory for a prompt of {len(request.prompt)} tokens and {request.remaining} new ones; "
+            f"expected fewer than {self._too_long} together. Shorten the prompt, or lower max_new_tokens."
         )
 
     def _smaller_lease(self, num_occupied: int) -> SessionLease | None:

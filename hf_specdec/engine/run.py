@@ -549,6 +549,6 @@ def _at_first(request: Request) -> int:
 
 def _no_memory(request: Request) -> str:
     return (
-        f"There is no memory for a text of {request.length} tokens and more, even alone; expected a shorter prompt or "
-        "fewer new tokens (max_new_tokens), or more memory."
+        f"There is no memory for a sequence of {request.length} tokens or more, even alone. Pass a shorter prompt or a "
+        "smaller max_new_tokens."
     )

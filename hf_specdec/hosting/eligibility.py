@@ -104,9 +104,9 @@ def _check_attention_windows(model: PreTrainedModel, config: GenerationConfig) -
     window = min(filter(None, cache_windows(model)), default=None)
     if window is not None and config.max_length > window:
         raise ValueError(
-            f"output_attentions is set, but a text of {config.max_length} tokens outgrows the window of {window} of "
-            f"{type(model).__name__}, where the attention weights of single tokens cannot be told from those of a "
-            "block of drafts; expected a shorter text. Drop output_attentions or assistant_model."
+            f"output_attentions is set, but a sequence of {config.max_length} tokens outgrows the window of {window} "
+            f"of {type(model).__name__}, where the attention weights of single tokens cannot be told from those of a "
+            "block of drafts. Drop output_attentions or assistant_model, or lower max_new_tokens."
         )
 
 
@@ -128,7 +128,7 @@ def _why_not_call(
                 f"{type(model).__name__} begin without the states that it holds (so does plain generate())"
             )
     if config.cache_implementation not in _CACHES:
-        return f"the call asks for a {config.cache_implementation} cache"
+        return f"cache_implementation is {config.cache_implementation!r}"
     return None
 
 
@@ -155,10 +155,8 @@ def check_key_dtype(call: Call, engine: str) -> None:
         reason = _other_engine(call, engine)
     elif not cache_layers(model).stores_keys:
         reason = f"{name} stores no keys and values; expected a target with attention"
-    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
-        found, least = (
-            ".".join(map(str, one)) for one in (torch.cuda.get_device_capability(device), _FLOAT8_CAPABILITY)
-        )
+    elif device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _FLOAT8_CAPABILITY:
+        found, least = (".".join(map(str, one)) for one in (capability, _FLOAT8_CAPABILITY))
         reason = f"{name} is on a GPU of compute capability {found}; expected {least} or later, which has float8"
     if reason is not None:
         raise ValueError(

@@ -368,9 +368,8 @@ def check_stock(call: Call, model_kwargs: Mapping[str, Any]) -> None:
     obstacle = why_not_kept(model, call.config.max_length - 1) or why_not_equivalent(model, "stock")
     if obstacle is None and (separate := why_not_separate(call, model_kwargs)) is not None:
         raise ValueError(
-            f"{name} cannot run on the static engine ({call.reason}), and the rows of a batch cannot run one after "
-            f"the other in transformers' own assisted generation: {separate}. Generate row by row, or without "
-            "assistant_model."
+            f"{name} runs on the stock engine ({call.reason}), where the rows of a batch cannot run one after the "
+            f"other: {separate}. Generate row by row, or without assistant_model."
         )
     if obstacle is None:
         rows = (call_of_row(call, model_kwargs, row) for row in range(call.batch))

@@ -95,10 +95,9 @@ def _why_not_target(name: str, is_loaded: bool) -> tuple[str, str | None]:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         target = load_target(name, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
         return type(target).__name__, why_not_supported(target) or why_not_equivalent(target, "static")
-    config = AutoConfig.from_pretrained(name)
     try:
         with torch.device("meta"):
-            target = AutoModelForCausalLM.from_config(config)
+            target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
     except Exception as error:  # a class may raise anything
         raise ValueError(
             f"transformers makes no causal language model of {name} ({type(error).__name__}: {first_line(error)}); "

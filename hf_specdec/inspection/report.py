@@ -61,8 +61,8 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     found = read_checkpoint(checkpoint, target)
     if arguments.self_check and not isinstance(found.config, DraftLayersConfig):
         raise ValueError(
-            f"{checkpoint.name} is a {found.config.family}, but --self-check scores interpretations of EAGLE-3, "
-            "P-EAGLE, DFlash and DSpark drafters only, and of those made of DFlash. Drop it."
+            f"{checkpoint.name} is a drafter of the family {found.config.family}, but --self-check scores EAGLE-3, "
+            "P-EAGLE, DFlash and its kinds (DFlash-2, DSpark, DSpine, Domino) only. Drop --self-check."
         )
     report = describe(checkpoint, found)
     if target is not None:

@@ -79,7 +79,7 @@ def generate_batch(
     """
     if len(inputs) == 0:
         return {}
-    prompts = [tokens_of(prompt, index) for index, prompt in enumerate(inputs)]
+    prompts = [tokens_of(prompt, f"inputs[{index}]") for index, prompt in enumerate(inputs)]
     _check_inputs(model, kwargs)
     check_length(model, generation_config, kwargs)
     settings = continuous_batching_config or ContinuousBatchingConfig()
@@ -217,20 +217,20 @@ def check_config(settings: ContinuousBatchingConfig) -> None:
     if not isinstance(most, Integral) or most < 0:
         raise ValueError(f"max_queue_size is {most!r}; expected an int of at least 0, which is any number.")
     rows = settings.max_requests_per_batch
-    if rows is not None and rows < 1:
-        raise ValueError(f"max_requests_per_batch is {rows}; expected at least 1, or None.")
+    if rows is not None and (not isinstance(rows, Integral) or rows < 1):
+        raise ValueError(f"max_requests_per_batch is {rows!r}; expected an int of at least 1, or None.")
 
 
-def tokens_of(prompt: Any, index: int) -> torch.Tensor:
-    """`prompt`, which is `inputs[index]`, as `[length]` int64 on the host; raises `ValueError` if it is not one."""
+def tokens_of(prompt: Any, name: str) -> torch.Tensor:
+    """`prompt`, which is the argument `name`, as `[length]` int64 on the host; raises `ValueError` if it is not one."""
     try:
         tokens = torch.as_tensor(prompt, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"inputs[{index}] is {prompt!r:.80}; expected a list of token ids.") from error
+        raise ValueError(f"{name} is {prompt!r:.80}; expected a list of token ids, as a tokenizer makes.") from error
     if tokens.dim() != 1 or not len(tokens) or tokens.dtype not in TOKEN_DTYPES:
         raise ValueError(
-            f"inputs[{index}] has shape {list(tokens.shape)} and dtype {tokens.dtype}; expected token ids in one "
-            "dimension, at least one, without padding."
+            f"{name} has shape {list(tokens.shape)} and dtype {tokens.dtype}; expected token ids in one dimension, at "
+            "least one, without padding."
         )
     return tokens.long()
 

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 # Settings of transformers' own assisted generation that have no effect on a drafter, and why that does no harm. Callers
 # who set one are told so. `check_call` refuses settings that would change the text, or name another drafter.
 UNUSED_SETTINGS = {
-    "num_assistant_tokens_schedule": "a drafter drafts the same number of tokens in every round",
+    "num_assistant_tokens_schedule": 'a round drafts num_assistant_tokens tokens, which "auto" chooses round by round',
     "assistant_confidence_threshold": "a drafter drafts all tokens of a round, however sure it is of them",
     "assistant_lookbehind": "a drafter reads the target's own tokens",
     "target_lookbehind": "a drafter reads the target's own tokens",

@@ -22,7 +22,7 @@ from ..patching.support import cache_layers
 from ..state import Shape
 from .continuous import call_of
 from .dispatch import on_static_engine
-from .validation import check_tokens
+from .validation import TOKEN_DTYPES, check_tokens
 
 # Tokens of a pass; their logits are in memory at the same time.
 TOKENS_OF_PASS = 2048
@@ -72,13 +72,12 @@ Drafter._score = score
 
 def _texts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Tokens and columns of the text in each row, `[length]` int64 each; all on the host."""
-    if input_ids.dim() != 2 or (attention_mask is not None and attention_mask.shape != input_ids.shape):
-        shape = None if attention_mask is None else list(attention_mask.shape)
-        raise ValueError(
-            f"input_ids has shape {list(input_ids.shape)}, attention_mask {shape}; expected two dimensions, the same "
-            "of both."
-        )
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if input_ids.dim() != 2 or mask.shape != input_ids.shape or input_ids.dtype not in TOKEN_DTYPES:
+        raise ValueError(
+            f"input_ids is {input_ids.dtype} of shape {list(input_ids.shape)}, and attention_mask has shape "
+            f"{list(mask.shape)}; expected token ids (torch.int64) of shape [batch, length], and a mask of that shape."
+        )
     found = []
     for row, (tokens, is_text) in enumerate(zip(input_ids.long(), mask.bool(), strict=True)):
         columns = is_text.nonzero()[:, 0]

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..drafters.base import Drafter
+from ..drafters.target_checks import check_target
 from ..host.caches import OUTPUT_NAME, Cache, is_of_caller, rounds_keys
 from ..host.generation import GenerationMode
 from ..modules.hidden_states import modules_of
@@ -106,6 +107,11 @@ def _is_gathered(model: PreTrainedModel) -> bool:
 
 
 _OTHER_DRAFTERS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
+# Settings of a call that is refused, and what they ask for.
+_REFUSED_SETTINGS = dict.fromkeys(_OTHER_DRAFTERS, "asks for drafts of another kind than those of assistant_model") | {
+    "assistant_ensemble_weight": "accepts drafts lossily; hf_specdec is lossless only",
+    "dola_layers": "asks for DoLa decoding, but drafts are verified for greedy search and sampling only",
+}
 
 
 def check_call(
@@ -117,8 +123,7 @@ def check_call(
 ) -> None:
     """Raise `ValueError` if `model` cannot generate with `drafter` as asked."""
     name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder; hf_specdec drafts for decoder-only models.")
+    check_target(model)
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             f"A drafter works with greedy search and sampling, but the call asks for {generation_mode.value} "
@@ -126,10 +131,10 @@ def check_call(
         )
     if synced_gpus and not _is_gathered(model):
         raise ValueError(
-            f"synced_gpus is set: {name} is sharded over processes with different prompts (FSDP or DeepSpeed stage 3), "
-            "which must run it equally often, but with drafters their numbers of rounds differ; expected a target "
-            "that a process can run by itself (synced_gpus=False). Load all of it in every process, gather it for the "
-            "call (of TRL: ds3_gather_for_generation), split it with a tp_plan, or drop assistant_model."
+            f"synced_gpus is set: {name} is sharded over processes (FSDP or DeepSpeed stage 3), which must run it "
+            "equally often, but with drafters their numbers of rounds differ; expected a target that a process can run "
+            "by itself. Load all of it in every process, gather it for the call (TRL: ds3_gather_for_generation), "
+            "split it with a tp_plan, or drop assistant_model."
         )
     if [kind for kind in set(map(type, modules_of(model))) if hasattr(kind, "set_reshard_after_forward")]:
         raise ValueError(
@@ -156,23 +161,10 @@ def check_call(
         )
     if asked == "quantized":
         raise ValueError(f"cache_implementation is {asked!r}, {_ROUNDED}")
-    if config.assistant_ensemble_weight is not None:
-        raise ValueError(
-            f"assistant_ensemble_weight is {config.assistant_ensemble_weight}, which accepts drafts lossily; "
-            "hf_specdec is lossless only. Drop that option."
-        )
-    for setting in _OTHER_DRAFTERS:
+    for setting, what in _REFUSED_SETTINGS.items():
         value = getattr(config, setting, None)
         if value:
-            raise ValueError(
-                f"{setting} is {value!r}, which asks for drafts of another kind than those of the drafter that was "
-                "passed; expected one of the two. Drop that option or assistant_model."
-            )
-    if config.dola_layers is not None:
-        raise ValueError(
-            f"dola_layers is {config.dola_layers!r}, which asks for DoLa decoding, but drafts are verified for greedy "
-            "search and sampling only. Drop that option or assistant_model."
-        )
+            raise ValueError(f"{setting} is {value!r}, which {what}. Drop that option or assistant_model.")
     if model.device.type == "meta":
         raise ValueError(
             f"The first weights of {name} are offloaded (it is on {model.device}), and assisted generation moves "

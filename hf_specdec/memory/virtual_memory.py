@@ -339,7 +339,8 @@ def allocating(rows: int, slots: int, device: torch.device) -> Iterator[None]:
     wanted, available = 8 * rows * slots, total_bytes(device) // _SHARE_FOR_TOKENS
     if wanted > available:
         raise torch.OutOfMemoryError(
-            f"Token ids of {rows} texts of {slots} tokens take {wanted} bytes, of {available} at most."
+            f"There is no memory for {rows} sequences of {slots} tokens: their token ids alone take {wanted} bytes, of "
+            f"{available} at most. Pass fewer prompts at once, or a smaller max_new_tokens."
         )
     try:
         yield

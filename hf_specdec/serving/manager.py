@@ -228,7 +228,9 @@ class SpeculativeBatchingManager:
         """
         with on_host():
             groups = [
-                self._factory.make(prompt, None, max_new_tokens, streaming, record_timestamps, None, options, index)
+                self._factory.make(
+                    prompt, None, max_new_tokens, streaming, record_timestamps, None, options, f"inputs[{index}]"
+                )
                 for index, prompt in enumerate(inputs)
             ]
         names = [requests[-1].request_id for requests in groups]

@@ -98,10 +98,10 @@ class RequestFactory:
         record_timestamps: bool,
         eos_token_id: int | list[int] | None,
         options: dict[str, Any],
-        index: int = 0,
+        name: str = "input_ids",
     ) -> list[Request]:
         """The requests of all sequences of a prompt; the last has its id. `error` is set if they cannot run."""
-        prompt = tokens_of(input_ids, index)
+        prompt = tokens_of(input_ids, name)
         check_tokens(self._model, prompt[None], None)
         options = dict(options)
         seed, stop_strings, tokenizer, processors, adapter, logprobs = (

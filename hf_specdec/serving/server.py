@@ -24,6 +24,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ..auto import AutoDrafter
+from ..checkpoints.checkpoint import check_folder
 from ..config import check_num_or_auto
 from ..drafters import Drafter, NoDrafter
 from ..errors import first_line
@@ -502,6 +503,8 @@ def run_serve(arguments: argparse.Namespace) -> None:
     )
     if number is not None:
         check_num_or_auto(number)
+    for name in filter(None, (arguments.target, arguments.drafter)):
+        check_folder(name)
 
     def load_drafter(model: PreTrainedModel) -> Drafter:
         if arguments.drafter is None:

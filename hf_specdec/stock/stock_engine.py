@@ -390,8 +390,8 @@ def check_stock_call(call: Call, model_kwargs: dict[str, Any]) -> None:
     name, reason, prompts = type(call.model).__name__, call.reason, call.prompts
     if call.drafter.reads_target_cache:
         raise ValueError(
-            f"{type(call.drafter).__name__} reads the keys and values of {name} on the static engine only, which "
-            f"cannot run this call ({reason}). Pass the model itself, loaded with AutoModelForCausalLM, as "
+            f"{type(call.drafter).__name__} reads the keys and values of {name} on the static engine only, but the "
+            f"call runs on the stock engine ({reason}). Pass the model itself, loaded with AutoModelForCausalLM, as "
             "assistant_model: transformers runs it in its own loop, one row at a time."
         )
     cache, kinds = given_cache(model_kwargs), configured_layers(call.model)
@@ -399,14 +399,13 @@ def check_stock_call(call: Call, model_kwargs: dict[str, Any]) -> None:
     # Static layers write into their tensors, and `ReplayCache` does not copy these.
     is_lost = (kinds.keeps_states and static) or (not kinds.knows_length and is_of_caller(cache))
     if is_lost or any(not getattr(layer, "is_croppable", True) for layer in static):
-        what = "recurrent layers" if is_lost else "windows that the text may outgrow"
+        what = "recurrent layers" if is_lost else "sliding windows that the sequence may outgrow"
         raise ValueError(
-            f"{name} has {what}, and cannot use a {type(cache).__name__} with a drafter: {reason}. Pass the "
-            "whole text without that cache, or generate without assistant_model."
+            f"{name} has {what}, and on the stock engine ({reason}) cannot use a {type(cache).__name__}. Pass the "
+            "whole prompt without that cache, or generate without assistant_model."
         )
     if prompts.hidden:
         raise ValueError(
-            f"{name} cannot run on the static engine ({reason}), and transformers' own assisted generation needs the "
-            f"whole text, but input_ids lacks the first {prompts.hidden} tokens, which only {OUTPUT_NAME} holds; "
-            "expected the whole text in input_ids."
+            f"{name} runs on the stock engine ({reason}), which needs the whole sequence in input_ids, but the first "
+            f"{prompts.hidden} tokens are in `{OUTPUT_NAME}` only. Pass them in input_ids, too."
         )

@@ -697,7 +697,7 @@ def test_errors_are_one_line(folders, capsys, monkeypatch, tmp_path):
     for options in ([], ["--random-weights"]):
         assert main(["bench", "--target", "/nonexistent", *options]) == 1
         captured = capsys.readouterr()
-        assert captured.err.startswith("hf-specdec: There is no folder /nonexistent; expected one, or a repository")
+        assert captured.err.startswith("hf-specdec: /nonexistent is not a folder; expected one, or a repository")
         assert captured.err.count("\n") == 1
     assert bench(folders, target="target/missing.gguf") == 1
     assert "There is no GGUF file at" in capsys.readouterr().err

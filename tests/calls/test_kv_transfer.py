@@ -516,10 +516,12 @@ def test_stock_engine(family):
             assert out[OUTPUT_NAME].get_seq_length() == expected.shape[1] - 1
     assert drafter.stats.engine == "stock"
     assert "prepare_inputs_for_generation" not in vars(target)
-    with pytest.raises(ValueError, match=f"lacks the first 20 tokens, which only {OUTPUT_NAME} holds"):
+    with pytest.raises(
+        ValueError, match=f"runs on the stock engine .* the first 20 tokens are in `{OUTPUT_NAME}` only"
+    ):
         target.generate(**rest(turn, 20), **OPTIONS, **who, **{OUTPUT_NAME: cache})
     if family == "gemma3":
-        with pytest.raises(ValueError, match="windows that the text may outgrow, and cannot use a StaticCache"):
+        with pytest.raises(ValueError, match=r"windows that the sequence may outgrow, .* cannot use a StaticCache"):
             target.generate(**inputs, **OPTIONS, **who, cache_implementation="static")
 
 
@@ -530,6 +532,12 @@ def test_mismatched_caches_are_refused():
     cache = out[OUTPUT_NAME]
     with pytest.raises(ValueError, match="holds 20 tokens a row, but the prompts have 9; expected at least one token"):
         target.generate(**inputs, **options, **{OUTPUT_NAME: cache})
+    with pytest.raises(ValueError, match=r"remove the cache's last n tokens with crop\(-n\)"):
+        target.generate(**inputs, **options, **{OUTPUT_NAME: cache})
+    shorter = copy.deepcopy(cache)
+    shorter.crop(8 - shorter.get_seq_length())  # the prompts have 9 tokens
+    again = target.generate(**inputs, **options, **{OUTPUT_NAME: shorter})
+    assert torch.equal(again.sequences, out.sequences)
     with pytest.raises(ValueError, match="holds 2 rows, but the call has 1"):
         one = {"input_ids": out.sequences[:1], "attention_mask": torch.ones_like(out.sequences[:1])}
         target.generate(**one, **options, **{OUTPUT_NAME: cache})

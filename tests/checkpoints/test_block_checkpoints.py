@@ -273,7 +273,8 @@ def test_anchor_first_of_an_unknown_class_is_said(target, tmp_path, caplog):
     spec = LAYOUTS["deepspec"][0]
     folder = write("deepspec", tmp_path, spec, make_weights(spec), architectures=["LingDSparkModel"])
     assert AutoDrafter.from_pretrained(folder, target).config.anchor_first
-    assert "anchor_first = True" in next(one for one in caplog.messages if "leaves open how" in one)
+    said = next(one for one in caplog.messages if "leaves open how" in one)
+    assert "anchor_first = True" in said and "--target TARGET --self-check`, and pass what it reports by key" in said
 
 
 def test_keys_about_the_anchor_that_contradict_each_other(target, tmp_path):
@@ -490,12 +491,12 @@ def test_tensors_without_a_use_are_refused(tmp_path):
 
 def test_keywords_of_other_families(target, tmp_path):
     folder = write("z-lab", tmp_path / "a", DFLASH, make_weights(DFLASH))
-    with pytest.raises(ValueError, match="is a dflash drafter: it has no norm_output"):
+    with pytest.raises(ValueError, match="is a drafter of the family dflash: it takes no `norm_output=`"):
         AutoDrafter.from_pretrained(folder, target, norm_output=True)
-    with pytest.raises(ValueError, match="is a dflash drafter: it has no parallel_drafting"):
+    with pytest.raises(ValueError, match="is a drafter of the family dflash: it takes no `parallel_drafting=`"):
         AutoDrafter.from_pretrained(folder, target, parallel_drafting=False)
     eagle = write_eagle("speculators", tmp_path / "b", PLAIN, make_eagle_weights(PLAIN))
-    with pytest.raises(ValueError, match="is a eagle3 drafter: it has no anchor_first, causal"):
+    with pytest.raises(ValueError, match=r"is an EAGLE-3 drafter, .*: it takes no `anchor_first=`, `causal=`"):
         AutoDrafter.from_pretrained(eagle, target, anchor_first=True, causal=True)
 
 

@@ -12,8 +12,9 @@ import torch
 from dialects import PEAGLE, PEAGLE_DIALECTS, Spec, make_weights, tiny_target, write
 from refused_loading import refuse
 from safetensors.torch import save_file
+from transformers import T5Config, T5ForConditionalGeneration
 
-from hf_specdec import AutoDrafter
+from hf_specdec import AutoDrafter, NoDrafter
 
 SPEC = Spec()
 NESTED = "eagle_aux_hidden_state_layer_ids"
@@ -161,7 +162,7 @@ def test_bin_of_the_old_format(target, tmp_path):
 
 def test_missing_files(target, tmp_path):
     (tmp_path / "empty").mkdir()
-    refuse(tmp_path / "empty", target, "has no config.json", error=OSError)
+    refuse(tmp_path / "empty", target, "has no config.json", "Offline", "was downloaded before", error=OSError)
     write("specforge", tmp_path / "bare", SPEC, make_weights(SPEC))
     (tmp_path / "bare" / "model.safetensors").unlink()
     refuse(tmp_path / "bare", target, "no weight file", "model.safetensors, ", "pytorch_model.bin", error=OSError)
@@ -170,7 +171,7 @@ def test_missing_files(target, tmp_path):
     shard.unlink()
     refuse(tmp_path / "sharded", target, shard.name, error=OSError)
     refuse(tmp_path / "absent", target, "absent", error=OSError)
-    refuse(tmp_path / "bare" / "config.json", target, "There is no folder", "config.json", error=OSError)
+    refuse(tmp_path / "bare" / "config.json", target, "config.json is not a folder", error=OSError)
     refuse(tmp_path, target, "has no config.json", subfolder="empty", error=OSError)
 
 
@@ -212,10 +213,16 @@ def test_arguments(target, tmp_path):
     refuse(folder, target, "unexpected keyword argument 'tap'", tap=[1], error=TypeError)
     with pytest.raises(TypeError, match="target"):
         AutoDrafter.from_pretrained(folder)
-    with pytest.raises(TypeError, match="target is a DataParallel, which has no config; expected a model of"):
+    with pytest.raises(TypeError, match="target is a DataParallel; expected the model that generates"):
         AutoDrafter.from_pretrained(folder, target=torch.nn.DataParallel(target))
-    with pytest.raises(TypeError, match="target is None"):
-        AutoDrafter.from_pretrained(folder, None)
+    for wrong in (None, "meta-llama/Llama-3.1-8B", target.config):
+        for call in (lambda one: AutoDrafter.from_pretrained(folder, one), NoDrafter):
+            with pytest.raises(
+                TypeError, match=f"target is a {type(wrong).__name__}; expected the model that generates"
+            ):
+                call(wrong)
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4))
+    refuse(folder, t5, "T5ForConditionalGeneration is an encoder-decoder")
 
 
 def test_saved_checkpoint_with_a_missing_tensor(target, tmp_path):
@@ -301,9 +308,11 @@ def test_masks_are_for_peagle(target, tmp_path):
     folder = write("speculators", tmp_path / "a", SPEC, make_weights(SPEC))
     AutoDrafter.from_pretrained(folder, target, parallel_drafting=False).save_pretrained(tmp_path / "b")
     for place in (folder, tmp_path / "b"):
-        refuse(place, target, str(place), "no tensor mask_hidden", parallel_drafting=True, mask_token_id=3)
-        refuse(place, target, str(place), "no tensor mask_hidden", parallel_drafting=True)
-        refuse(place, target, "mask_token_id 3", "drafts token by token", mask_token_id=3)
+        what = f"{place} is an EAGLE-3 drafter, which drafts token by token: it takes no "
+        both = {"parallel_drafting": True, "mask_token_id": 3}
+        refuse(place, target, what + "`mask_token_id=`, `parallel_drafting=`. Drop that keyword", **both)
+        refuse(place, target, what + "`parallel_drafting=`", parallel_drafting=True)
+        refuse(place, target, what + "`mask_token_id=`", mask_token_id=3)
 
 
 def test_mask_token_of_the_normal_form(target, tmp_path):

@@ -125,7 +125,7 @@ def test_keywords_of_other_families(token, target, tmp_path):
         {"share_head": False},
     ):
         (name,) = options
-        refuse(folder, target, str(folder), f"draft model, which reads tokens only: it has no {name}", **options)
+        refuse(folder, target, str(folder), f"draft model, which reads tokens only: it takes no `{name}=`", **options)
 
 
 @pytest.mark.parametrize("token", [None, 7], ids=["ordinary", "pard"])
@@ -423,6 +423,6 @@ def test_saved_checkpoints_take_keywords(target, tmp_path):
     refuse(
         tmp_path / "c",
         target,
-        "reads tokens only: it has no aux_hidden_state_layer_ids",
+        "reads tokens only: it takes no `aux_hidden_state_layer_ids=`",
         aux_hidden_state_layer_ids=[1],
     )

@@ -230,8 +230,10 @@ def test_refused_checkpoints(tmp_path):
     def rewrite(**changes):
         (folder / "config.json").write_text(json.dumps(config | changes))
 
-    refuse(folder, target, "holds MTP modules", "no aux_hidden_state_layer_ids", aux_hidden_state_layer_ids=[1])
-    refuse(folder, target, "no parallel_drafting", parallel_drafting=True)
+    refuse(
+        folder, target, "holds MTP modules", "takes no `aux_hidden_state_layer_ids=`", aux_hidden_state_layer_ids=[1]
+    )
+    refuse(folder, target, "takes no `parallel_drafting=`", parallel_drafting=True)
     with pytest.raises(ValueError, match=r"chaining is 'both'; expected one of 'modules', 'target'"):
         AutoDrafter.from_pretrained(folder, target, chaining="both")
     with pytest.raises(ValueError, match=r"hidden_size 32, but .* has hidden_size 48"):

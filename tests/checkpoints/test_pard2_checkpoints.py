@@ -89,6 +89,7 @@ def test_a_scale_that_config_json_does_not_have(target, tmp_path, caplog):
         drafter = AutoDrafter.from_pretrained(write(tmp_path / "b", pard2_scale=...), target)
     assert drafter.config.hidden_state_scale == 0.02
     assert "hidden_state_scale = 0.02: not in config.json" in caplog.text
+    assert "accepted, state it in config.json." in caplog.text  # `--self-check` does not run this family
 
 
 @pytest.mark.core
@@ -154,7 +155,7 @@ def test_keywords(target, tmp_path):
     folder = write(tmp_path)
     assert AutoDrafter.from_pretrained(folder, target, mask_token_id=9).config.mask_token_id == 9
     for name, value in (("parallel_drafting", False), ("aux_hidden_state_layer_ids", [1, 2]), ("rope_theta", 1.0)):
-        refuse(folder, target, f"is a pard-2 drafter: it has no {name}", **{name: value})
+        refuse(folder, target, f"is a drafter of the family pard-2: it takes no `{name}=`", **{name: value})
 
 
 def test_inspect(target, tmp_path, capsys):

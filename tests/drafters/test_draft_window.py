@@ -67,7 +67,7 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match=r'draft_window_size is .*; expected an int of at least 64, or "all"'):
             drafter.configure(draft_window_size=wrong)
     for other in (NoDrafter(target), OracleDrafter(target, torch.ones(1, 4, dtype=torch.int64), [5])):
-        with pytest.raises(ValueError, match="has no key/value cache of its own; expected a drafter that has one"):
+        with pytest.raises(ValueError, match='has no key/value cache of its own; expected "all"'):
             other.configure(draft_window_size=128)
         other.configure(draft_window_size="all")
     assert drafter.draft_window_size is None

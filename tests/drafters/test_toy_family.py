@@ -63,7 +63,7 @@ def test_drafts_from_its_table(target, folder):
 
 
 def test_is_held_to_the_same_checks(target, folder, tmp_path):
-    with pytest.raises(ValueError, match="is a bigram drafter: it has no causal"):
+    with pytest.raises(ValueError, match="is a drafter of the family bigram: it takes no `causal=`"):
         AutoDrafter.from_pretrained(folder, target, causal=True)
     save_file({"others": torch.zeros(2)}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"missing tensors: table\.weight; unexpected tensors: others"):

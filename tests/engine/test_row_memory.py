@@ -334,7 +334,7 @@ def test_a_text_that_does_not_fit_alone_is_the_only_one_that_fails(monkeypatch):
     prompts = prompts_of((5, 200, 9, 2))
     texts, errors = in_rows(NoDrafter(tiny_target("llama")), prompts, 4)
     assert [error is None for error in errors] == [True, False, True, True]
-    assert "no memory for a text of 200 tokens and more, even alone; expected a shorter prompt" in errors[1]
+    assert "no memory for a sequence of 200 tokens or more, even alone. Pass a shorter prompt" in errors[1]
     expected = [alone("llama", tuple(one)) for one in prompts]
     assert [texts[row] for row in (0, 2, 3)] == [expected[row] for row in (0, 2, 3)]
 

@@ -193,6 +193,10 @@ def test_doctor_of_targets(tmp_path, capsys):
     assert cli.main(["doctor", str(tmp_path / "rwkv")]) == 1
     out = capsys.readouterr().out
     assert "RwkvForCausalLM: stock engine, since the target keeps its states in a cache of its own (`state`" in out
+    random_eagle3(tiny_target("llama")).save_pretrained(tmp_path / "drafter")
+    assert cli.main(["doctor", str(tmp_path / "drafter")]) == 1
+    assert "drafter (ValueError: The checkpoint " in (error := capsys.readouterr().err)
+    assert error.endswith("expected a decoder-only target.\n") and "upgrade" not in error
     assert cli.main(["doctor", str(tmp_path / "none")]) == 1
     assert "none" in capsys.readouterr().err
 

@@ -100,7 +100,7 @@ def test_errors_are_one_line(tmp_path, capsys):
     for arguments in (["/nonexistent"], ["./nonexistent"], [str(tmp_path), "--target", "/nonexistent"]):
         assert main(["inspect", *arguments]) == 1
         captured = capsys.readouterr()
-        assert captured.err.startswith(f"hf-specdec: There is no folder {arguments[-1]}; expected one, or a repository")
+        assert captured.err.startswith(f"hf-specdec: {arguments[-1]} is not a folder; expected one, or a repository")
         assert captured.err.count("\n") == 1
     assert main(["inspect", str(tmp_path), "--revision", "main"]) == 1
     assert f"--revision is 'main', but {tmp_path} is a folder" in capsys.readouterr().err
@@ -190,7 +190,10 @@ def test_draft_models_have_one_interpretation(target_folder, tmp_path, capsys):
     folder = write_draft_model(tmp_path)
     capsys.readouterr()
     assert main(["inspect", str(folder), "--target", str(target_folder), "--self-check"]) == 1
-    assert "EAGLE-3, P-EAGLE, DFlash and DSpark drafters only" in capsys.readouterr().err
+    assert (
+        "EAGLE-3, P-EAGLE, DFlash and its kinds (DFlash-2, DSpark, DSpine, Domino) only. Drop --self-check"
+        in capsys.readouterr().err
+    )
 
 
 def test_usage():

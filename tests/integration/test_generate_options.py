@@ -618,7 +618,7 @@ def test_attention_weights_behind_a_window(family):
     target.set_attn_implementation("eager")
     options = {"do_sample": False, "return_dict_in_generate": True, "output_attentions": True}
     drafter, inputs = random_eagle3(target), padded_prompts([3])
-    with pytest.raises(ValueError, match="a text of 9 tokens outgrows the window of 7 of"):
+    with pytest.raises(ValueError, match="a sequence of 9 tokens outgrows the window of 7 of"):
         target.generate(**inputs, **options, max_new_tokens=6, assistant_model=drafter)
     plain = target.generate(**inputs, **options, max_new_tokens=4)
     out = target.generate(**inputs, **options, max_new_tokens=4, assistant_model=drafter)

@@ -558,7 +558,7 @@ def test_a_limit_beyond_all_memory_fails_alone(running, monkeypatch, grows):
         for new in (10**10, 10**30):
             long = manager.add_request(prompts()[0], max_new_tokens=new)
             names = manager.add_requests(prompts()[1:3])
-    assert f"no memory for a text of 5 tokens and {new} new ones" in manager.get_result(long, timeout=60).error
+    assert f"no memory for a prompt of 5 tokens and {new} new ones" in manager.get_result(long, timeout=60).error
     assert texts_of(manager, [name, *names]) == [alone(index) for index in range(3)]
 
 
@@ -592,7 +592,7 @@ def test_a_request_too_long_for_memory_fails_alone(running, monkeypatch, has_oth
     else:
         long = manager.add_request(prompts()[3], max_new_tokens=100)
     result = manager.get_result(long, timeout=60)
-    assert "There is no memory for a text of 20 tokens and 100 new ones; expected fewer than 120" in result.error
+    assert "There is no memory for a prompt of 20 tokens and 100 new ones; expected fewer than 120" in result.error
     assert texts_of(manager, names) == [alone(index) for index in range(len(names))]
     assert texts_of(manager, [manager.add_request(prompts()[7])]) == [alone(7)]
 
@@ -703,7 +703,8 @@ def test_stop_strings_of_a_request(running, monkeypatch):
 
 
 WRONG = [
-    ({"input_ids": []}, r"inputs\[0\] has shape \[0\]"),
+    ({"input_ids": []}, r"input_ids has shape \[0\]"),
+    ({"input_ids": "text"}, "input_ids is 'text'; expected a list of token ids, as a tokenizer makes"),
     ({"input_ids": [96]}, "holds the token 96, but LlamaForCausalLM has tokens 0 to 95"),
     ({"max_new_tokens": 0}, "max_new_tokens is 0; expected an int of at least 1"),
     ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; expected a token id or a list"),
@@ -756,6 +757,7 @@ def test_what_is_not_supported_is_refused_at_once():
         ({"num_beams": 2}, "works with greedy search and sampling"),
         ({"max_new_tokens": None, "max_length": 9}, "max_length is 9, which counts"),
         ({"config": {"max_requests_per_batch": 0}}, "max_requests_per_batch is 0"),
+        ({"config": {"max_requests_per_batch": "all"}}, "max_requests_per_batch is 'all'; expected an int"),
         ({"guidance_scale": 1.3}, "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state"),
     ]
     for options, words in wrong:

@@ -94,8 +94,9 @@ def test_settings_of_the_models_generation_are_none_of_scores():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((torch.tensor([1, 2]),), "expected two dimensions"),
-        ((torch.tensor([[1, 2]]), torch.tensor([[1]])), "the same of both"),
+        ((torch.tensor([1, 2]),), r"of shape \[2\], .* expected token ids .* of shape \[batch, length\]"),
+        ((torch.tensor([[1.0, 2.0]]),), "input_ids is torch.float32 of shape .* expected token ids"),
+        ((torch.tensor([[1, 2]]), torch.tensor([[1]])), r"attention_mask has shape \[1, 1\]; .* a mask of that shape"),
         ((torch.tensor([[1, 2, 3]]), torch.tensor([[1, 0, 1]])), "a gap in row 0"),
         ((torch.tensor([[1, 2]]), None, 0.0), "temperature is 0.0"),
         ((torch.tensor([[1, 10**6]]),), "1000000"),

@@ -769,6 +769,12 @@ def test_sigterm_ends_streams(folders, tmp_path):
             process.wait()
 
 
+@pytest.mark.parametrize("arguments", [["/nonexistent"], ["OWNER/NAME", "--drafter", "./nonexistent"]])
+def test_folders_that_do_not_exist(arguments, capsys):
+    assert cli.main(["serve", *arguments]) == 1
+    assert f"hf-specdec: {arguments[-1]} is not a folder; expected one, or a repository" in capsys.readouterr().err
+
+
 @pytest.mark.core
 def test_dependencies_of_the_server(monkeypatch, capsys):
     monkeypatch.setattr(serve.serving_parts, "is_serve_available", lambda: False)

@@ -2,6 +2,7 @@
 
 import logging
 from itertools import product
+from pathlib import PosixPath
 from types import SimpleNamespace
 
 import numpy as np
@@ -75,6 +76,14 @@ def llama(**options):
 # ---- drafters that do not fit
 
 
+def test_the_base_class_is_no_drafter(drafter, tmp_path):
+    drafter.save_pretrained(tmp_path)
+    with pytest.raises(
+        TypeError, match=r"base class of all drafters; AutoDrafter.from_pretrained\(..., target=model\)"
+    ):
+        Drafter.from_pretrained(tmp_path)
+
+
 @pytest.mark.core
 def test_unbound_drafter(target, drafter):
     unbound = Eagle3Drafter(drafter.config)
@@ -84,7 +93,7 @@ def test_unbound_drafter(target, drafter):
 
 @pytest.mark.core
 def test_drafter_bound_to_another_target(drafter):
-    refused(llama(), drafter, r"bound to another target than the one that generates; call drafter\.bind")
+    refused(llama(), drafter, r"bound to another target; call drafter\.bind\(model\) first")
 
 
 @pytest.mark.core
@@ -167,7 +176,7 @@ def test_drafter_without_propose(target):
 @pytest.mark.core_for(number=[0])
 @pytest.mark.parametrize("number", [0, -3, 2.5, True])
 def test_number_of_drafts(target, drafter, number):
-    match = rf"num_assistant_tokens is {number!r}; expected an integer of at least 1"
+    match = rf'num_assistant_tokens is {number!r}; expected an integer of at least 1 .*, or "auto"\.'
     with pytest.raises(ValueError, match=match):
         drafter.configure(num_assistant_tokens=number)
     assert drafter.num_assistant_tokens == drafter.config.num_assistant_tokens
@@ -227,6 +236,7 @@ def test_encoder_decoder(drafter):
         ({"seeds": [0.5]}, r"seeds is \[0.5\]; expected integers of 64 bits"),
         ({"seeds": [2**64]}, r"seeds is \[18446744073709551616\]; expected integers of 64 bits"),
         ({"seeds": ["a"]}, r"seeds is \['a'\]; expected integers of 64 bits"),
+        ({"do_sample": True, "generator": 42}, "generator is 42; expected a torch.Generator, or a seed as seeds="),
         (
             {"synced_gpus": True},
             r"synced_gpus is set: .* \(FSDP or .* expected a target that a process can run by itself",
@@ -313,18 +323,22 @@ def test_kinds_of_caches_that_no_engine_runs(target, drafter, kind, match):
 @pytest.mark.core_for(assistant=[AutoDrafter])
 @pytest.mark.parametrize("assistant", [AutoDrafter, Eagle3Drafter])
 def test_class_in_place_of_a_drafter(target, assistant):
-    with pytest.raises(ValueError, match=f"assistant_model is the class {assistant.__name__}; expected a drafter"):
+    with pytest.raises(ValueError, match=f"assistant_model is <class .*{assistant.__name__}'>; expected a drafter"):
         target.generate(**padded_prompts(PROMPTS[1]), max_new_tokens=4, assistant_model=assistant)
 
 
 @pytest.mark.parametrize("method", ["generate", "generate_batch", "init_continuous_batching"])
-def test_module_around_a_drafter(target, drafter, method):
+def test_name_or_module_around_a_drafter(target, drafter, method):
     """As adapters, compilers and parallel modules are; transformers would ignore it in continuous batching."""
     prompts = {"generate": [torch.tensor([[3, 4]])], "generate_batch": [[[3, 4]]], "init_continuous_batching": []}
-    with pytest.raises(
-        ValueError, match="assistant_model is a DataParallel around a Eagle3Drafter; expected the draft"
-    ):
-        getattr(target, method)(*prompts[method], assistant_model=torch.nn.DataParallel(drafter), max_new_tokens=4)
+    wrong = {
+        "assistant_model is a DataParallel around a Eagle3Drafter; expected the draft": torch.nn.DataParallel(drafter),
+        r"assistant_model is 'OWNER/NAME'; .* AutoDrafter.from_pretrained\(..., target=model\) loads": "OWNER/NAME",
+        r"assistant_model is PosixPath\('drafter'\); expected a drafter": PosixPath("drafter"),
+    }
+    for match, assistant in wrong.items():
+        with pytest.raises(ValueError, match=match):
+            getattr(target, method)(*prompts[method], assistant_model=assistant, max_new_tokens=4)
 
 
 @pytest.mark.core

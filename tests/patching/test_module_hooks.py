@@ -66,7 +66,8 @@ def test_hooks_are_tried_on_a_few_of_many_requests():
 def test_rows_of_the_stock_engine_are_not_separated():
     target = steered(new_target("llama", num_layers=2), batch=2)
     drafter = NoDrafter(target).configure(engine="stock")
-    with pytest.raises(ValueError, match="modules of the target have forward hooks, which may treat each row"):
+    runs = r"runs on the stock engine \(forced by engine='stock'\), where the rows .* cannot run one after the other"
+    with pytest.raises(ValueError, match=f"{runs}: modules of the target have forward hooks, which may treat each row"):
         greedy(target, padded_prompts([9, 5]), drafter)
 
 

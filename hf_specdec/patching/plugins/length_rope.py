@@ -246,13 +246,13 @@ class LengthRope(PlugIn):
         limits = length_limits(model)
         if limits.fixed is not None and longest > limits.fixed:
             outgrown = f"outgrows {limits.fixed}, from where on RoPE changes with every token"
-            return f"a text of up to {longest + 1} tokens {outgrown}"
+            return f"a sequence of up to {longest + 1} tokens {outgrown}"
         if limits.long is None or longest <= limits.long:
             return None
         if limits.recomputes and (width <= limits.long or cached):
             return (
-                f"a text that begins with {width} tokens and may have {longest + 1} outgrows {limits.long}, where the "
-                "keys of all tokens are computed again with other factors of RoPE"
+                f"a sequence that begins with {width} tokens and may have {longest + 1} outgrows {limits.long}, where "
+                "the keys of all tokens are computed again with other factors of RoPE"
             )
         if is_chunked and width > limits.long:
             return f"RoPE changes inside of the prompt, after {limits.long} tokens, and the prompt is read in chunks"
@@ -265,8 +265,8 @@ class LengthRope(PlugIn):
         if limit is None or longest <= limit:
             return None
         return (
-            f"a text of up to {longest + 1} tokens outgrows {limit}, and plain generate() chooses RoPE of all rows by "
-            "the longest one"
+            f"a sequence of up to {longest + 1} tokens outgrows {limit}, and plain generate() chooses RoPE of all rows "
+            "by the longest one"
         )
 
     @classmethod
