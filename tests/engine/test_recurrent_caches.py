@@ -198,7 +198,9 @@ def test_static_caches_on_the_stock_engine(lengths):
     drafter = {"assistant_model": random_eagle3(target).configure(engine="stock")}
     cache = StaticCache(config=target.config, max_cache_len=80)
     for given in ({OUTPUT_NAME: cache}, {"cache_implementation": "static"}):
-        with pytest.raises(ValueError, match=r"recurrent layers, and on the stock engine \(forced .* cannot use a StaticCache"):
+        with pytest.raises(
+            ValueError, match=r"recurrent layers, and on the stock engine \(forced .* cannot use a StaticCache"
+        ):
             target.generate(**inputs, **OPTIONS, **given, **drafter)
     found = target.generate(**inputs, **OPTIONS, **{OUTPUT_NAME: cache}).sequences
     assert torch.equal(found, target.generate(**inputs, **OPTIONS, **drafter).sequences)
