@@ -163,7 +163,8 @@ def check_call(
         raise ValueError(f"cache_implementation is {asked!r}, {_ROUNDED}")
     for setting, what in _REFUSED_SETTINGS.items():
         value = getattr(config, setting, None)
-        if value:
+        is_off = not value if setting in _OTHER_DRAFTERS else value is None
+        if not is_off:
             raise ValueError(f"{setting} is {value!r}, which {what}. Drop that option or assistant_model.")
     if model.device.type == "meta":
         raise ValueError(

@@ -199,7 +199,8 @@ def test_static_caches_on_the_stock_engine(lengths):
     cache = StaticCache(config=target.config, max_cache_len=80)
     for given in ({OUTPUT_NAME: cache}, {"cache_implementation": "static"}):
         with pytest.raises(
-            ValueError, match=r"recurrent layers, and on the stock engine \(forced .* cannot use a StaticCache"
+            ValueError,
+            match=r"recurrent layers, and on the stock engine \(forced by engine='stock'\) cannot use a StaticCache",
         ):
             target.generate(**inputs, **OPTIONS, **given, **drafter)
     found = target.generate(**inputs, **OPTIONS, **{OUTPUT_NAME: cache}).sequences

@@ -244,6 +244,7 @@ def test_encoder_decoder(drafter):
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is 3, which asks for drafts of another kind"),
         ({"assistant_early_exit": 2}, "assistant_early_exit is 2, .* Drop that option or assistant_model"),
         ({"use_mtp": True}, "use_mtp is True, .* Drop that option or assistant_model"),
+        ({"dola_layers": []}, r"dola_layers is \[\], which asks for DoLa decoding, .* Drop that option"),
         ({"dola_layers": "low"}, "dola_layers is 'low', which asks for DoLa decoding, .* Drop that option"),
         (
             {"custom_generate": lambda model, input_ids, **_: input_ids},
