@@ -64,9 +64,18 @@ FORMATS = {
 
 
 class RandomLinear(nn.Linear):
-    """A linear layer of random numbers in a format; it dequantises them where no kernel supports the call."""
+    """A linear layer of random numbers in a format; it dequantises them where no kernel supports the call.
 
-    stored: StoredWeight
+    Numbers and scales are parameters, as those of libraries are, so that layers can be fused.
+    """
+
+    scales: nn.Parameter
+    numbers: torch.dtype
+    form: StoredWeight  # without numbers and scales
+
+    @property
+    def stored(self) -> StoredWeight:
+        return self.form._replace(values=self.weight.view(self.numbers), scales=self.scales)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(inputs, dequantise(self.stored, inputs.dtype), self.bias)
@@ -96,8 +105,10 @@ def store(model: PreTrainedModel, form: Format) -> None:
     """Store the linear layers of `model`, except its head."""
     for layer in model.base_model.modules():
         if type(layer) is nn.Linear:
-            layer.stored = random_weight(layer, form)
-            layer.weight = nn.Parameter(layer.stored.values.view(torch.uint8), requires_grad=False)
+            stored = random_weight(layer, form)
+            layer.weight = nn.Parameter(stored.values.view(torch.uint8), requires_grad=False)
+            layer.scales = nn.Parameter(stored.scales, requires_grad=False)
+            layer.numbers, layer.form = form.dtype, stored._replace(values=None, scales=None)
             layer.__class__ = RandomLinear
 
 
@@ -122,8 +133,8 @@ def bytes_of(model: PreTrainedModel) -> int:
     """Bytes of weights and of scales, without the embedding."""
     tensors = list(model.parameters())
     for module in model.modules():
-        if isinstance(module, RandomLinear):
-            tensors += [one for one in (module.stored.scales, module.stored.outer) if one is not None]
+        if isinstance(module, RandomLinear) and module.form.outer is not None:
+            tensors.append(module.form.outer)
     embedding = model.get_input_embeddings().weight
     is_tied = model.get_output_embeddings().weight is embedding
     return sum({id(one): one.nbytes for one in tensors if is_tied or one is not embedding}.values())

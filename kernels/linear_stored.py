@@ -17,23 +17,13 @@ import triton
 import triton.language as tl
 
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
-from .linear import GROUP
+from .linear import GROUP, request_lines
 from .stored_weight import load_scales, stored_arguments, widen_bytes, widen_halves
 from .types import LinearTiles, StoredWeight
 
 # Results of a program of `_add_parts_kernel`.
 _RESULTS = tl.constexpr(1024)
-
-
-@triton.jit
-def _scale_sums(total, parts, at, FORM):
-    """Sums `total` times the outer scale, and times the scales at `at`, which broadcast, if they are for all inputs."""
-    outer_ptr, codes_ptr = parts[2], parts[3]
-    if FORM[3] is None:
-        total *= load_scales(parts, at, None, FORM[1])
-    if outer_ptr is not None and codes_ptr is None:
-        total *= 1.0 / tl.load(outer_ptr).to(tl.float32)
-    return total
+_FEW_ROWS = tl.constexpr(32)
 
 
 @kernel
@@ -59,10 +49,10 @@ def _linear_kernel(
     """FEATURES output features of ROWS rows, or a part of their sums.
 
     Grid: (blocks of output features, blocks of rows, PARTS). Reads the program's rows of `inputs` and `weight`; writes
-    their `out`, or with PARTS > 1 float32 sums, before `_scale_sums`, to `out` `[PARTS, n, out]`. `parts` and FORM are
-    those of `stored_sums`.
+    their `out`, or with PARTS > 1 float32 sums without the bias to `out` `[PARTS, n, out]`. `parts` and FORM are those
+    of `stored_sums`.
     """
-    zeros_ptr = parts[1]
+    zeros_ptr, outer_ptr, codes_ptr = parts[1], parts[2], parts[3]
     FORMAT: tl.constexpr = FORM[0]
     SCALES: tl.constexpr = FORM[1]
     SCALE_ROWS: tl.constexpr = FORM[2]
@@ -73,78 +63,77 @@ def _linear_kernel(
     )
     PER_BYTE: tl.constexpr = 1 if FORMAT == "int8" or FORMAT == "e4m3" else 2
     SCALES_NUMBERS: tl.constexpr = GROUP_SIZE is not None and GROUP_SIZE < DEPTH
-    SCALES_PRODUCTS: tl.constexpr = GROUP_SIZE is not None and GROUP_SIZE >= DEPTH
+    # With few rows the product of a tile takes less time than one that goes on with the sums, and the scales are cheap.
+    SCALES_PRODUCTS: tl.constexpr = ROWS <= _FEW_ROWS if GROUP_SIZE is None else GROUP_SIZE >= DEPTH
     part = tl.program_id(2)
     feature = feature_block * FEATURES + tl.arange(0, FEATURES)
     own_feature = tl.minimum(feature, size_out - 1)
     row = row_block * ROWS + tl.arange(0, ROWS)
     depth, stored_depth = tl.arange(0, DEPTH), tl.arange(0, DEPTH // PER_BYTE)
     weight = weight_ptr + own_feature.to(tl.int64)[:, None] * weight_stride + stored_depth[None, :]
+    part_size = tl.cdiv(size_in, PARTS * DEPTH) * DEPTH
+    if PDL:
+        first = feature_block * FEATURES
+        first_row = weight_ptr + first.to(tl.int64) * weight_stride + part * part_size // PER_BYTE
+        request_lines(first_row, weight_stride, size_out - first, FEATURES)
     scales_at = own_feature // SCALE_ROWS * scales_stride
     zeros = tl.full([FEATURES], 8, tl.float32)
-    if zeros_ptr is not None and GROUP_SIZE is None:
-        zeros = tl.load(zeros_ptr + scales_at).to(tl.float32)
+    if GROUP_SIZE is None:
+        scale = load_scales(parts, scales_at, None, SCALES)
+        if zeros_ptr is not None:
+            zeros = tl.load(zeros_ptr + scales_at).to(tl.float32)
     wait_for_inputs(PDL)
 
     is_row = (row < num_rows)[:, None]
     inputs = inputs_ptr + row.to(tl.int64)[:, None] * inputs_stride + depth[None, :]
-    part_size = tl.cdiv(size_in, PARTS * DEPTH) * DEPTH
     total = tl.zeros([FEATURES, ROWS], tl.float32)
     for start in range(part * part_size, tl.minimum((part + 1) * part_size, size_in), DEPTH):
         w = tl.load(weight + start // PER_BYTE)
         x = tl.load(inputs + start, mask=is_row, other=0.0)
         if PER_BYTE == 1:
-            w = widen_bytes(w, FORMAT, x.dtype, ASM)
+            w = widen_bytes(w, FORMAT, x.dtype, ASM, 2)
         else:
             if zeros_ptr is not None and GROUP_SIZE is not None:
                 zeros = tl.load(zeros_ptr + scales_at + start // GROUP_SIZE).to(tl.float32)
-            w = tl.reshape(tl.join(*widen_halves(w, zeros, FORMAT, x.dtype, ASM)), [FEATURES, DEPTH])
+            w = tl.reshape(tl.join(*widen_halves(w, zeros, FORMAT, x.dtype, ASM, 1)), [FEATURES, DEPTH])
         if SCALES_NUMBERS:
             at = scales_at[:, None] + start // GROUP_SIZE + tl.arange(0, DEPTH // GROUP_SIZE)[None, :]
-            scale = load_scales(parts, at, None, SCALES).to(x.dtype)
+            numbers = load_scales(parts, at, None, SCALES).to(x.dtype)
             spread: tl.constexpr = [FEATURES, DEPTH // GROUP_SIZE, GROUP_SIZE]
-            w *= tl.reshape(tl.broadcast_to(scale[:, :, None], spread), [FEATURES, DEPTH])
+            w *= tl.reshape(tl.broadcast_to(numbers[:, :, None], spread), [FEATURES, DEPTH])
         if SCALES_PRODUCTS:
-            at = scales_at + start // GROUP_SIZE
-            scale = load_scales(parts, at, None, SCALES)
+            if GROUP_SIZE is not None:
+                scale = load_scales(parts, scales_at + start // GROUP_SIZE, None, SCALES)
             total += tl.dot(w, tl.trans(x), input_precision="ieee") * scale[:, None]
         else:
             total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
-    if PARTS == 1:
-        total = _scale_sums(total, parts, scales_at[:, None], FORM)
-        if bias_ptr is not None:
-            total += tl.load(bias_ptr + own_feature).to(tl.float32)[:, None]
+    if GROUP_SIZE is None and not SCALES_PRODUCTS:
+        total *= scale[:, None]
+    if outer_ptr is not None and codes_ptr is None:
+        total *= 1.0 / tl.load(outer_ptr).to(tl.float32)
+    if PARTS == 1 and bias_ptr is not None:
+        total += tl.load(bias_ptr + own_feature).to(tl.float32)[:, None]
     out = out_ptr + (part * num_rows + row).to(tl.int64)[:, None] * size_out + feature[None, :]
     tl.store(out, tl.trans(total).to(out_ptr.dtype.element_ty), mask=is_row & (feature < size_out)[None, :])
 
 
 @kernel
 def _add_parts_kernel(
-    sums_ptr,
-    bias_ptr,
-    out_ptr,
-    num_rows: Unspecialised,
-    size_out,
-    scales_stride,
-    parts,
-    FORM: tl.constexpr,
-    PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+    sums_ptr, bias_ptr, out_ptr, num_rows: Unspecialised, size_out, PARTS: tl.constexpr, PDL: tl.constexpr
 ):
-    """Results from the parts of sums `[PARTS, n, out]`: the total after `_scale_sums`, plus the bias.
+    """Results from the parts of sums `[PARTS, n, out]`: the total plus the bias.
 
     Grid: (blocks of _RESULTS results,). Reads the program's `sums` of all parts; writes its `out`.
     """
     index = tl.program_id(0).to(tl.int64) * _RESULTS + tl.arange(0, _RESULTS)
     size = num_rows.to(tl.int64) * size_out
-    is_own, feature = index < size, index % size_out
+    is_own = index < size
     wait_for_inputs(PDL)
     total = tl.zeros([_RESULTS], tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(sums_ptr + part * size + index, mask=is_own, other=0.0)
-    total = _scale_sums(total, parts, feature // FORM[2] * scales_stride, FORM)
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + feature).to(tl.float32)
+        total += tl.load(bias_ptr + index % size_out).to(tl.float32)
     tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=is_own)
 
 
@@ -163,7 +152,6 @@ def linear(
     assert bias is None or bias.is_contiguous()
     out = inputs.new_empty(num_rows, size_out)
     sums = out if num_parts == 1 else inputs.new_empty(num_parts, num_rows, size_out, dtype=torch.float32)
-    stored = stored_arguments(inputs, weight, min(tiles.depth, weight.group))
     _linear_kernel[(triton.cdiv(size_out, tiles.features), triton.cdiv(num_rows, tiles.rows), num_parts)](
         inputs,
         weight.values.view(torch.uint8),
@@ -175,7 +163,7 @@ def linear(
         inputs.stride(0),
         weight.values.stride(0),
         weight.scales.stride(0),
-        **stored,
+        **stored_arguments(inputs, weight, min(tiles.depth, weight.group)),
         PARTS=num_parts,
         ROWS=tiles.rows,
         FEATURES=tiles.features,
@@ -191,8 +179,6 @@ def linear(
             out,
             num_rows,
             size_out,
-            weight.scales.stride(0),
-            **stored,
             PARTS=num_parts,
             num_warps=4,
             **dependent_launch(inputs.device),

@@ -19,8 +19,8 @@ _ONE_WAVE = 264
 _BYTES_OF_TILE = 64
 # Most rows for which stored weights use `linear`, and `linear_stored`, if the library has a product of its own.
 MAX_STORED_ROWS, MAX_WIDE_STORED_ROWS = 64, 256
-# Output and input features of a tile of `linear_stored`.
-_WIDE_FEATURES, _WIDE_DEPTH = 64, 128
+# Input features of a tile of `linear_stored`.
+_WIDE_DEPTH = 128
 # The number of programs from which a choice of tiles is good enough.
 _ENOUGH_PROGRAMS = 92
 # With more than 32 rows cuBLAS runs layers of fewer outputs.
@@ -175,17 +175,22 @@ def choose_stored_tiles(rows: int, weight: StoredWeight) -> LinearTiles:
 def choose_wide_stored_tiles(rows: int, weight: StoredWeight) -> tuple[LinearTiles, int] | None:
     """Tiles of `linear_stored` and the number of parts of its sums; None if `linear` is faster or alone can compute it.
 
-    Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6), microseconds of this kernel / of `linear`, for layers of
-    6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336: e4m3 with a scale for each row, 64 rows 19 / 25, 14 / 16,
-    69 / 84, 36 / 51; 128 rows 26 / 38, 19 / 25, 84 / 163, 47 / 79; 4 bits in groups of 128, 32 rows 14 / 15, 11 / 15,
-    40 / 65, 30 / 44; 128 rows 27 / 56, 20 / 38, 81 / 248, 49 / 120; at 32 rows e4m3 is as fast in both.
+    Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6), microseconds of this kernel / of `linear` / of cuBLAS in
+    bfloat16, for layers of 6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336: e4m3 with a scale for each row, 64
+    rows 19 / 23 / 16, 12 / 14 / 12, 55 / 77 / 62, 29 / 50 / 36; 128 rows 24 / 35 / 17, 17 / 22 / 14, 70 / 148 / 67, 38 /
+    71 / 38; e4m3 in blocks of 128 x 128, 32 rows 14 / 18, 9 / 12, 40 / 53, 26 / 39; 128 rows 26 / 41, 19 / 25, 82 / 165,
+    43 / 81. Scales of groups need twice the registers, for which 128 features are too many.
     """
     size_out, size_in = weight.shape
-    few = FEWEST_ROWS if weight.values.shape[-1] < size_in else 32
     depth = _WIDE_DEPTH if weight.zeros is None else min(_WIDE_DEPTH, weight.group)
-    if not few < rows <= MAX_WIDE_STORED_ROWS or size_in % depth:
+    if not FEWEST_ROWS < rows <= MAX_WIDE_STORED_ROWS or size_in % depth:
         return None
-    num_blocks = -(-size_out // _WIDE_FEATURES)
-    num_parts = 1 if num_blocks > _ONE_WAVE else 2 if num_blocks >= _ENOUGH_PROGRAMS else 4
     tile_rows = min(1 << (rows - 1).bit_length(), 128)
-    return LinearTiles(tile_rows, _WIDE_FEATURES, depth, 4, 3), min(num_parts, size_in // depth)
+    is_one_wave = size_out <= 64 * _ONE_WAVE
+    if weight.group < size_in or tile_rows <= 32 or (tile_rows > 64 and not is_one_wave):
+        features, num_warps, most_programs = 64, 4, _ONE_WAVE
+    else:
+        features, num_warps, most_programs = 128, 8, _ONE_WAVE if tile_rows <= 64 else _ONE_WAVE // 2
+    num_blocks = -(-size_out // features)
+    num_parts = next((parts for parts in (4, 2) if num_blocks * parts <= most_programs), 1)
+    return LinearTiles(tile_rows, features, depth, num_warps, 3), min(num_parts, size_in // depth)

@@ -33,35 +33,29 @@ _SCALES_OF_OUTER = tl.constexpr(SCALES_OF_OUTER)
 _INPUTS = 2048
 _LEAST = tl.constexpr(LEAST_SCALE)
 
-_E4M3 = tl.constexpr("""{
-.reg .b32 t0, t1, u0, u1;
-prmt.b32 t0, $2, 0, 0x1404;
-prmt.b32 t1, $2, 0, 0x3424;
-shr.u32 u0, t0, 4;
-shr.u32 u1, t1, 4;
-and.b32 u0, u0, 0x07f007f0;
-and.b32 u1, u1, 0x07f007f0;
-lop3.b32 t0, t0, 0x80008000, u0, 0xEA;
-lop3.b32 t1, t1, 0x80008000, u1, 0xEA;
-mov.b32 u0, 0x7B807B80;
-mov.b32 u1, 0x80008000;
-fma.rn.bf16x2 $0, t0, u0, u1;
-fma.rn.bf16x2 $1, t1, u0, u1;
-}""")
 
-_INT8 = tl.constexpr("""{
-.reg .b32 t0, t1, u0, u1, m;
-prmt.b32 t0, $2, 0, 0x4140;
-prmt.b32 t1, $2, 0, 0x4342;
-mov.b32 m, 0x43004300;
-lop3.b32 u0, t0, 0x00800080, m, 0xEA;
-lop3.b32 u1, t1, 0x00800080, m, 0xEA;
-lop3.b32 t0, t0, 0x007f007f, m, 0xEA;
-lop3.b32 t1, t1, 0x007f007f, m, 0xEA;
-mov.b32 m, 0xBF80BF80;
-fma.rn.bf16x2 $0, u0, m, t0;
-fma.rn.bf16x2 $1, u1, m, t1;
-}""")
+def _widen_bytes(of_pair: str, pack: int) -> tl.constexpr:
+    """PTX that widens `pack` bytes by `of_pair`, PTX that has two of them in t, each in its low half's byte and followed
+    by its sign, and leaves its result there."""
+    load = "mov.b32 w, $2;" if pack == 4 else "cvt.u32.u16 w, $1;"
+    pairs = [f"prmt.b32 t, w, 0, {(0x9180, 0xB3A2)[index]:#x};\n{of_pair}\nmov.b32 ${index}, t;" for index in range(pack // 2)]
+    return tl.constexpr("{\n.reg .b32 t, u, v, w;\n" + "\n".join([load, *pairs]) + "\n}")
+
+
+_E4M3_OF_PAIR = """shl.b32 t, t, 4;
+and.b32 t, t, 0x87f087f0;
+mov.b32 u, 0x7B807B80;
+mov.b32 v, 0x80008000;
+fma.rn.bf16x2 t, t, u, v;"""
+
+_INT8_OF_PAIR = """mov.b32 v, 0x43004300;
+lop3.b32 u, t, 0x00800080, v, 0xEA;
+lop3.b32 t, t, 0x007f007f, v, 0xEA;
+mov.b32 v, 0xBF80BF80;
+fma.rn.bf16x2 t, u, v, t;"""
+
+_E4M3_2, _E4M3_4 = _widen_bytes(_E4M3_OF_PAIR, 2), _widen_bytes(_E4M3_OF_PAIR, 4)
+_INT8_2, _INT8_4 = _widen_bytes(_INT8_OF_PAIR, 2), _widen_bytes(_INT8_OF_PAIR, 4)
 
 _INT4 = tl.constexpr("""{
 .reg .b32 l, h, m, n;
@@ -78,6 +72,14 @@ fma.rn.bf16x2 $0, $5, n, $0;
 fma.rn.bf16x2 $1, $6, n, $1;
 fma.rn.bf16x2 $2, $5, n, $2;
 fma.rn.bf16x2 $3, $6, n, $3;
+}""")
+
+_INT4_BYTE = tl.constexpr("""{
+.reg .b32 t;
+shl.b32 t, $2, 12;
+or.b32 t, t, $2;
+lop3.b32 t, t, 0x000f000f, 0x43004300, 0xEA;
+mov.b32 {$0, $1}, t;
 }""")
 
 
@@ -152,12 +154,18 @@ def add_splits(sums):
 
 
 @triton.jit
-def widen_bytes(stored, FORMAT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
-    """8-bit numbers, stored as uint8, in `dtype`; FORMAT is "e4m3" or "int8"."""
+def widen_bytes(stored, FORMAT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr, PACK: tl.constexpr):
+    """8-bit numbers, stored as uint8, in `dtype`; FORMAT is "e4m3" or "int8". Each thread should have PACK adjacent
+    ones, 2 or 4."""
     if ASM and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            _E4M3 if FORMAT == "e4m3" else _INT8, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4
-        )
+        if PACK == 2:
+            return tl.inline_asm_elementwise(
+                _E4M3_2 if FORMAT == "e4m3" else _INT8_2, "=r,h", [stored], dtype=tl.bfloat16, is_pure=True, pack=2
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                _E4M3_4 if FORMAT == "e4m3" else _INT8_4, "=&r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4
+            )
     elif FORMAT == "e4m3":
         bits = stored.to(tl.int32)
         bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
@@ -167,10 +175,16 @@ def widen_bytes(stored, FORMAT: tl.constexpr, dtype: tl.constexpr, ASM: tl.const
 
 
 @triton.jit
-def widen_halves(stored, zeros, FORMAT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
+def widen_halves(stored, zeros, FORMAT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr, PACK: tl.constexpr):
     """4-bit numbers in `dtype`, the first and the second ones of uint8 `[n, m]`: integers minus `zeros` `[n]` in
-    float32, or codes of FORMAT."""
-    if FORMAT == "int4" and ASM and dtype == tl.bfloat16:
+    float32, or codes of FORMAT. Each thread should have PACK adjacent bytes, 1 or 4; codes always take 4."""
+    if FORMAT == "int4" and ASM and dtype == tl.bfloat16 and PACK == 1:
+        low, high = tl.inline_asm_elementwise(
+            _INT4_BYTE, "=h,=h,r", [stored], dtype=(tl.int16, tl.int16), is_pure=True, pack=1
+        )
+        bias = (zeros + 128).to(tl.bfloat16)[:, None]
+        return low.to(dtype, bitcast=True) - bias, high.to(dtype, bitcast=True) - bias
+    elif FORMAT == "int4" and ASM and dtype == tl.bfloat16:
         bias = tl.broadcast_to((zeros + 128).to(tl.bfloat16)[:, None], stored.shape)
         return tl.inline_asm_elementwise(
             _INT4, "=&r,=&r,=&r,=&r,r,r,r", [stored, bias], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
@@ -220,7 +234,7 @@ def load_scales(parts, at, mask, SCALES: tl.constexpr):
     scales_ptr, _, outer_ptr, codes_ptr, shift_ptr = parts
     scale = tl.load(scales_ptr + at) if mask is None else tl.load(scales_ptr + at, mask=mask, other=0)
     if SCALES == "e4m3":
-        scale = widen_bytes(scale, "e4m3", tl.float32, False)
+        scale = widen_bytes(scale, "e4m3", tl.float32, False, 4)
     elif SCALES == "e8m0":
         bits = scale.to(tl.int32)
         scale = tl.maximum(bits << 23, 0x400000).to(tl.float32, bitcast=True)  # 0 is 2^-127
@@ -329,7 +343,7 @@ def stored_sums(
             if zeros_ptr is not None and GROUP_SIZE is not None:
                 group = tl.minimum(split * split_size + start, size_in - 1) // GROUP_SIZE
                 zeros = tl.load(zeros_ptr + blocks_at + group).to(tl.float32)
-            low, high = widen_halves(w, zeros, FORMAT, x.dtype, ASM)
+            low, high = widen_halves(w, zeros, FORMAT, x.dtype, ASM, 4)
             if SCALES_NUMBERS:
                 group = (split * split_size + start)[:, None] // GROUP_SIZE + tl.arange(0, DEPTH // GROUP_SIZE)[None, :]
                 is_group = None if IS_EVEN else group * GROUP_SIZE < size_in
@@ -342,7 +356,7 @@ def stored_sums(
             product = tl.dot(in_fragments(low), as_fragments(x_low), product, input_precision="ieee")
             product = tl.dot(in_fragments(high), as_fragments(x_high), product, input_precision="ieee")
         else:
-            w = widen_bytes(w, FORMAT, x.dtype, ASM)
+            w = widen_bytes(w, FORMAT, x.dtype, ASM, 4)
             product = tl.dot(in_fragments(w), as_fragments(x), product, input_precision="ieee")
         if SCALES_PRODUCTS:
             group = tl.minimum(group_start + start, size_in - 1) // GROUP_SIZE
