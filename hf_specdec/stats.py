@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -153,26 +154,31 @@ class Counters:
 
     def count(
         self,
-        row: int,
-        accepted: int,
-        committed: int,
-        drafted: int,
-        rejected: Sequence[int] | None = None,
+        rows: Sequence[tuple[int, int, int, int]],
+        rejected: Sequence[Sequence[int]] | None = None,
         num_nodes: int = 0,
     ) -> None:
-        """Add one round of an unfinished row, in tokens; `drafted` ends at the row's length limit.
+        """Add a round of unfinished rows: for each its number, and its accepted, committed and drafted tokens; drafts
+        end at the row's length limit.
 
-        `rejected` and `num_nodes` belong to a tree, see `Acceptance.observe`.
+        `rejected`, by row, and `num_nodes` belong to a tree, see `Acceptance.observe`.
         """
-        if self._on_count is not None:
-            self._on_count(accepted, drafted, rejected, num_nodes)
-        counts = self.rows[row]
-        counts.rounds += 1
-        counts.committed += committed
-        for position in range(drafted):
-            counts.drafted_per_position[position] += 1
-        for position in range(min(accepted, committed)):
-            counts.accepted_per_position[position] += 1
+        for row, accepted, committed, drafted in rows:
+            counts = self.rows[row]
+            counts.rounds += 1
+            counts.committed += committed
+            for position in range(drafted):
+                counts.drafted_per_position[position] += 1
+            for position in range(min(accepted, committed)):
+                counts.accepted_per_position[position] += 1
+        if self._on_count is None:
+            return
+        if rejected is None:
+            for (accepted, drafted), number in Counter([(one[1], one[3]) for one in rows]).items():
+                self._on_count(accepted, drafted, times=number)
+        else:
+            for (_, accepted, _, drafted), of_row in zip(rows, rejected, strict=True):
+                self._on_count(accepted, drafted, of_row, num_nodes)
 
     def summary(self, **about) -> SpeculationStats:
         """The counts of all rows; `about` gives the other fields of `SpeculationStats`."""

@@ -35,8 +35,8 @@ _RIDGE, _RIDGE_OF_THREAD, _BYTES_OF_LAYER = 142.0, 2.0, 1e8
 # H200, 8B shapes: 4.75 ms for 32, 5.56 for 64, 6.39 for 128).
 _MOST_TREE_TOKENS = 128
 
-# Number of observations of a position after which an observation counts for 1 / e.
-_MEMORY = 2000
+# What an observation of a position counts for after the next one: 1 / e after 2,000.
+_KEEP = math.exp(-1 / 2000)
 # Prior share of accepted drafts at the first position, and how many observations it counts for; the prior of a further
 # position is the share of the position before.
 _PRIOR_SHARE, _PRIOR_WEIGHT = 0.7, 4.0
@@ -149,24 +149,27 @@ class Acceptance:
         self._gains: dict[int, list[float]] = {}
         self._fresh = 0
 
-    def observe(self, accepted: int, drafted: int, rejected: Sequence[int] | None = None, num_nodes: int = 0) -> None:
-        """Add a round of one row, in which `accepted` of at most `drafted` successive drafts were accepted.
+    def observe(
+        self, accepted: int, drafted: int, rejected: Sequence[int] | None = None, num_nodes: int = 0, times: int = 1
+    ) -> None:
+        """Add a round of a row, in which `accepted` of at most `drafted` successive drafts were accepted, or of as many
+        rows as `times` says.
 
         For a tree of `num_nodes`, `rejected` counts the rejected drafts at each position up to `accepted`. None stands
         for a chain, where the draft after the accepted ones was rejected.
         """
-        keep = math.exp(-1 / _MEMORY)
+        keep = _KEEP**times
         if rejected is not None:
-            self._of_trees = self._of_trees * keep + min(accepted, drafted)
-            self._expected = self._expected * keep + self._static_gain(RoundShape(drafted, num_nodes))
+            self._of_trees = self._of_trees * keep + times * min(accepted, drafted)
+            self._expected = self._expected * keep + times * self._static_gain(RoundShape(drafted, num_nodes))
         for position in range(min(accepted + 1, drafted)):
             is_accepted = position < accepted
             wrong = rejected[position] if rejected is not None else 1 - is_accepted
             tried, counts = self._tried[position], self._accepted[position]
             for rank in range(min(wrong + is_accepted, _NUM_RANKS)):
-                tried[rank] = tried[rank] * keep + 1
-                counts[rank] = counts[rank] * keep + (rank == wrong)
-        self._fresh -= 1
+                tried[rank] = tried[rank] * keep + times
+                counts[rank] = counts[rank] * keep + times * (rank == wrong)
+        self._fresh -= times
 
     def expected_tokens(self, drafted: RoundShape) -> float:
         """Tokens that a round with `drafted` is expected to commit in a row."""
@@ -238,6 +241,7 @@ class RoundTimes:
     def __init__(self, known: Mapping[RoundShape, float] | None = None, total: float = 0.0) -> None:
         self.expected: ExpectedCosts | None = None
         self._times = {drafted: deque([one], maxlen=_NUM_TIMES) for drafted, one in (known or {}).items()}
+        self._medians = dict(known or {})
         self._measured: set[RoundShape] = set()
         self.total, self.unsaved, self.alone = total, 0.0, 0.0
 
@@ -251,19 +255,21 @@ class RoundTimes:
         self.unsaved += milliseconds
         if is_typical:
             self._measured.add(drafted)
-            self._times.setdefault(drafted, deque(maxlen=_NUM_TIMES)).append(milliseconds)
+            last = self._times.setdefault(drafted, deque(maxlen=_NUM_TIMES))
+            last.append(milliseconds)
+            self._medians[drafted] = statistics.median(tuple(last))  # other threads may add to it
 
     def __contains__(self, drafted: RoundShape) -> bool:
-        return drafted in self._times
+        return drafted in self._medians
 
     def milliseconds(self, drafted: RoundShape) -> float:
         """The median of the last times of such rounds; if there are none, a low estimate from other rounds.
 
         A tree is estimated from its chain, which takes as long to draft, and from other trees of its depth.
         """
-        if drafted in self._times:
-            return statistics.median(tuple(self._times[drafted]))  # other threads may add to it
-        others = self._times.keys()
+        if drafted in self._medians:
+            return self._medians[drafted]
+        others = self._medians.keys()
         if drafted.num_nodes:
             chain = RoundShape(drafted.num_drafts)
             others = {chain, *(one for one in others if one.num_nodes and one.num_drafts == drafted.num_drafts)}

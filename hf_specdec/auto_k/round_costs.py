@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "HF_SPECDEC_CACHE"
 
-# A file is written again only if a time differs by at least this share from the one on disk.
-_NEWS = 0.05
+# A process looks at its file after the first call for buffers and then after this many milliseconds of rounds, since
+# reading it would be a percent of a short call. It writes if a time differs by at least this share from the file's.
+_BETWEEN_LOOKS, _NEWS = 1e3, 0.05
 
 
 def table_folder() -> Path | None:
@@ -59,6 +60,8 @@ class CostTable:
         name = hashlib.sha256(identity.encode()).hexdigest()[:32]
         self._file = None if folder is None else folder / f"{name}.json"
         self._times: dict[str, RoundTimes] = {}
+        # Milliseconds of all rounds when `save` has last read the file.
+        self._looked: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def times(self, shape: Shape) -> RoundTimes:
@@ -72,10 +75,13 @@ class CostTable:
             return self._times[name]
 
     def save(self) -> None:
-        """Add what was measured to the file. If several processes do so at once, the times of one of them remain."""
+        """Add what was measured to the file, now and then. If several processes do so at once, the times of one of them
+        remain."""
         with self._lock:
-            if self._file is None:
+            last = {name: self._looked.get(name, -math.inf) for name in self._times}
+            if self._file is None or all(one.total < last[name] + _BETWEEN_LOOKS for name, one in self._times.items()):
                 return
+            self._looked = {name: one.total for name, one in self._times.items()}
             entries = self._read()
             is_new = False
             for name, times in self._times.items():

@@ -230,7 +230,7 @@ def _parts(
     rows = []
     for *pair, slots in wanted:
         places = zip(memories, pair, strict=True)
-        held = min(most if memory is None else memory.committed_slots(row) for (memory, most), row in places)
+        held = min(most if memory is None else memory.committed_slots[row] for (memory, most), row in places)
         rows.append((min(slots, held), held, *pair))
     rows.sort(reverse=True)
     first = 0

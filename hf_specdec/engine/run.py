@@ -366,8 +366,13 @@ class Run:
 
     def reserve(self, ahead: int) -> bool:
         """Reserve memory for `ahead` tokens of each row beyond those that are read; returns whether there is enough."""
-        nodes = self._runner.state.most_nodes
-        return self._reserve({row: min(one.length + ahead, one.longest) + nodes for row, one in self._occupied})
+        nodes, committed = self._runner.state.most_nodes, self._runner.memory.committed_slots
+        more = {
+            row: min(one.length + ahead, one.longest) + nodes
+            for row, one in self._occupied
+            if one.length + ahead + nodes > committed[row]
+        }
+        return not more or self._reserve(more)
 
     def _reserve(self, lengths: Mapping[int, int], sources: Collection[int] = ()) -> bool:
         """Reserve memory for texts of `lengths`, by row; if need be, free rows other than `sources` are emptied."""
@@ -441,14 +446,15 @@ class Run:
         running = [(row, one) for row, one in launched.occupied if not (one.is_over or (is_first and one.tokens))]
         if not is_first:
             self.rounds_by_shape[launched.drafted] += 1
+            num_drafts, num_nodes = launched.drafted
+            counts = []
             for row, request in running:
-                drafted = min(request.left, launched.drafted.num_drafts)
-                of_tree = None if rejected is None else rejected[row]
-                num_nodes = launched.drafted.num_nodes
-                self._counters.count(request.index, accepted[row], committed[row], drafted, of_tree, num_nodes)
                 request.num_settled = len(request.tokens)
+                drafted = min(request.left, num_drafts)
+                counts.append((request.index, accepted[row], committed[row], drafted))
                 request.num_drafted += drafted
                 request.num_accepted += min(accepted[row], drafted)
+            self._counters.count(counts, None if rejected is None else [rejected[row] for row, _ in running], num_nodes)
         logprobs = launched.report.logprobs
         self._add([(row, one, tokens[row][: committed[row]]) for row, one in running], logprobs)
         if self.transcript is not None:
@@ -483,7 +489,7 @@ class Run:
         asked = {one.return_logprobs for _, one, _ in found} - {None} if logprobs else ()
         of_rows = {name: logprobs[name].tolist() for name in asked}
         for row, request, new in found:
-            has_failed = new[-1:] == [NO_TOKEN]
+            has_failed = bool(new) and new[-1] == NO_TOKEN
             if not request.tokens:
                 request.first_token = now
             is_ended = request.add(new[:-1] if has_failed else new, now)

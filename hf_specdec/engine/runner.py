@@ -179,7 +179,7 @@ class Runner:
         """Commit memory for `lengths` tokens, by row; returns whether there is enough."""
         try:
             for row, length in lengths.items():
-                if length > self.memory.committed_slots(row):
+                if length > self.memory.committed_slots[row]:
                     self.memory.commit(row, min(length, self.memory.capacity))
         except torch.OutOfMemoryError:
             return False

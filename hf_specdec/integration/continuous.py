@@ -91,12 +91,18 @@ def generate_batch(
     with on_host():
         call, model_kwargs = _call_of_all(model, drafter, config, prompts, settings, adapter_names, given)
 
+    is_of_all_rows = False
+
     def processors_of(one: Request, call: Call) -> LogitsProcessorList | None:
+        nonlocal is_of_all_rows
+        if is_of_all_rows:  # the kinds of processors are the same for all prompts
+            return None
         allowed, prompt = given.get("prefix_allowed_tokens_fn"), one.prompt.to(model.device)
         own = None if allowed is None else lambda _, tokens: allowed(one.index // sequences, tokens)
         asked = given.get("logits_processor"), own
         found = processors_of_prompt(model, config, prompt, call.max_new_tokens, one.ends, *asked)
-        return None if are_of_all_rows(found) else found
+        is_of_all_rows = are_of_all_rows(found)
+        return None if is_of_all_rows else found
 
     with tqdm(total=len(prompts) * sequences, disable=not progress_bar, unit="request") as bar:
         run = ContinuousBatching(

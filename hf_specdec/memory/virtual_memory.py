@@ -161,6 +161,7 @@ class RowMemory:
     Attributes:
         capacity: number of slots of a row that can have memory.
         token_bytes: bytes from one slot to the next.
+        committed_slots: number of leading slots of each row that have memory.
     """
 
     def __init__(self, rows: int, slots: int, token_bytes: int, device: torch.device):
@@ -178,7 +179,7 @@ class RowMemory:
         self._pages = pages_on(device, rows * self._row_bytes)
         self._pieces: list[list[_Piece]] = [[] for _ in range(rows)]
         weakref.finalize(self, _uncount, device, self._pieces).atexit = False
-        self._bytes = [0] * rows
+        self._bytes, self.committed_slots = [0] * rows, [0] * rows
         if device.type == "cuda":
             starts = [(row + 1) * self._row_bytes - tail for row in range(rows)]
             self._pages.put(starts[0], tail)
@@ -187,7 +188,7 @@ class RowMemory:
         # The tensors of all layers begin in the first slot of row 0, so it always has memory, which is not counted.
         self._tail, self._floors = tail, [tail] + [0] * (rows - 1)
         self._pages.put(0, tail)
-        self._bytes[0] = tail
+        self._set_bytes(0, tail)
 
     def view(self, offset: int, dtype: torch.dtype, heads: int, dim: int) -> torch.Tensor:
         """`[rows, slots, heads, dim]` at `offset` bytes from the beginning of each slot."""
@@ -196,9 +197,6 @@ class RowMemory:
         blank = torch.empty(0, dtype=dtype, device=self._device)
         # A storage of its own: a compiler may copy a whole storage for functions that write to several views of it.
         return blank.set_(self._pages.storage(offset), 0, (self._rows, self._slots, heads, dim), strides)
-
-    def committed_slots(self, row: int) -> int:
-        return min(self._bytes[row] // self.token_bytes, self.capacity)
 
     @property
     def committed(self) -> int:
@@ -284,7 +282,7 @@ class RowMemory:
                     part.copy_(copy)
                 except torch.OutOfMemoryError:
                     self._take(row, begin)
-        return min(slots, self.committed_slots(row))
+        return min(slots, self.committed_slots[row])
 
     def is_shared(self, row: int, slots: int) -> bool:
         """Whether `row` shares memory from slot `slots` on."""
@@ -307,14 +305,18 @@ class RowMemory:
 
     def _append(self, row: int, size: int, memory: _Memory) -> None:
         self._pieces[row].append(_Piece(self._bytes[row], size, memory))
-        self._bytes[row] += size
+        self._set_bytes(row, self._bytes[row] + size)
+
+    def _set_bytes(self, row: int, size: int) -> None:
+        self._bytes[row] = size
+        self.committed_slots[row] = min(size // self.token_bytes, self.capacity)
 
     def _take(self, row: int, kept: int) -> None:
         pieces = self._pieces[row]
         while pieces and pieces[-1].start >= kept:
             piece = pieces.pop()
             self._pages.take(row * self._row_bytes + piece.start, piece.size)
-            self._bytes[row] = piece.start
+            self._set_bytes(row, piece.start)
             piece.memory.users -= 1
             if not piece.memory.users:
                 _count(self._device, -piece.size)

@@ -141,7 +141,8 @@ class DevicePages:
         self._handles[start] = (size, handle)
 
     def zero(self, start: int, size: int) -> None:
-        torch.empty(0, dtype=torch.uint8, device=self._device).set_(self.storage(start), 0, (size,)).zero_()
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        _checked(self._driver, self._driver.cuMemsetD8Async(self.base + start, 0, size, stream))
         self._zeroed.set()
 
     def take(self, start: int, size: int) -> None:

@@ -126,7 +126,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
         if self._state is None:
             return
         num_matches = int(num_matches)
-        self._counters.count(self._row, num_matches, num_matches + 1, drafted=self._num_candidates)
+        self._counters.count([(self._row, num_matches, num_matches + 1, self._num_candidates)])
 
     def _begin(self, input_ids: torch.Tensor) -> None:
         # The hidden states of tokens in the caller's cache are not known, so the drafter starts after these tokens.

@@ -188,6 +188,19 @@ def test_positions_that_are_not_reached_are_not_counted():
     assert tokens[0] == 1
 
 
+def test_equal_rows_count_at_once():
+    """As if they were observed one after the other, except that those of one round weigh the same."""
+    once, each = Acceptance(), Acceptance()
+    for accepted, times in [(2, 5), (0, 40), (3, 17)] * 20:
+        once.observe(accepted, 3, times=times)
+        for _ in range(times):
+            each.observe(accepted, 3)
+    for one in (RoundShape(1), RoundShape(3)):
+        assert once.expected_tokens(one) == pytest.approx(each.expected_tokens(one), rel=0.01)
+    once.observe(1, 2, [0, 2], 5, times=3)
+    assert once.expected_tokens(RoundShape(3)) < each.expected_tokens(RoundShape(3))
+
+
 def test_the_past_is_forgotten():
     acceptance = Acceptance()
     for accepted in [1] * 5000 + [0] * 8000:

@@ -71,6 +71,22 @@ def test_what_a_process_has_not_run_is_left(tmp_path):
     assert (times.milliseconds(RoundShape(0)), times.milliseconds(RoundShape(1)), times.total) == (10.0, 15.0, 75.0)
 
 
+def test_short_calls_read_no_file(monkeypatch, tmp_path):
+    reads, read = [], CostTable._read
+    monkeypatch.setattr(CostTable, "_read", lambda table: reads.append(table) or read(table))
+    table = CostTable("a target", tmp_path)
+    run_rounds(table, {0: 1.0})
+    reads.clear()
+    for _ in range(5):
+        table.save()
+        run_rounds(table, {3: 60.0})
+    assert len(reads) == 1, "180 ms of rounds after each"
+    run_rounds(table, {3: 60.0})
+    table.save()
+    assert len(reads) == 2, "1,080 ms"
+    assert CostTable("a target", tmp_path).times(SHAPE).milliseconds(RoundShape(3)) == 60.0
+
+
 def test_small_news_are_not_written(tmp_path):
     table = CostTable("a target", tmp_path)
     run_rounds(table, dict.fromkeys(range(8), 1000.0))

@@ -89,18 +89,18 @@ def test_memory_of_rows(monkeypatch):
     keys, values = memory.view(0, torch.float32, 2, 8), memory.view(64, torch.bfloat16, 4, 16)
     assert keys.shape == (3, 640, 2, 8) and keys.flatten(0, 1).data_ptr() == keys.data_ptr()
     memory.commit(1, 200)
-    assert memory.committed_slots(1) == 256 and memory.committed_slots(0) == 4 and memory.committed == 256 * 1024
+    assert memory.committed_slots[1] == 256 and memory.committed_slots[0] == 4 and memory.committed == 256 * 1024
     keys[1, 199], values[1, 199], values[2, -1] = 1.0, 2.0, 3.0
     assert keys[1, 190:].sum() == 16 and values[1, 190:].sum() == 128 and values[2, -1].sum() == 192
     set_policy(monkeypatch, "cpu", cache_bytes=committed_bytes(CPU) + 200 * 1024)
     with pytest.raises(torch.OutOfMemoryError, match=r"needs 262144 bytes more .* of 204800"):
         memory.commit(2, 200)
-    assert memory.committed_slots(2) == 0
+    assert memory.committed_slots[2] == 0
     memory.commit(2, 100)
     memory.trim(1, 130)
-    assert memory.committed_slots(1) == 256, "a piece is given back as a whole"
+    assert memory.committed_slots[1] == 256, "a piece is given back as a whole"
     memory.trim(1)
-    assert memory.committed_slots(1) == 0 and keys[1].sum() == 0 and values[2, -1].sum() == 192
+    assert memory.committed_slots[1] == 0 and keys[1].sum() == 0 and values[2, -1].sum() == 192
     memory.commit(0, memory.capacity - 500)
     memory.free()
     assert memory.committed == 0
@@ -133,23 +133,23 @@ def test_rows_share_memory(monkeypatch):
     assert memory.committed == 508 * 1024 and not memory.can_share(0, 1, 7) and not memory.can_share(2, 1, 3)
     # The first slots of row 0 have memory of their own, which is not shared.
     assert memory.share(2, 1, 103) and memory.share(3, 0, 103)
-    assert (memory.committed_slots(2), memory.committed_slots(3)) == (100, 100) and memory.committed == 512 * 1024
+    assert (memory.committed_slots[2], memory.committed_slots[3]) == (100, 100) and memory.committed == 512 * 1024
     assert torch.equal(keys[2, :100], keys[1, :100]) and torch.equal(keys[3, 4:100], keys[0, 4:100])
     assert memory.held([1]) == 156 * 1024 and memory.held([1, 2]) == 256 * 1024 and memory.held([2]) == 0
     memory.commit(2, 200)
     keys[2, 100:200] = -1.0
     assert memory.is_shared(1, 99) and not memory.is_shared(1, 100) and keys[1, 100:256].min() == 100
-    assert memory.unshare(1, 128) == 128 and memory.committed_slots(1) == 256
+    assert memory.unshare(1, 128) == 128 and memory.committed_slots[1] == 256
     # A piece of which a part is kept becomes a copy.
-    assert memory.unshare(1, 50) == 50 and memory.committed_slots(1) == 52 and not memory.is_shared(1, 50)
+    assert memory.unshare(1, 50) == 50 and memory.committed_slots[1] == 52 and not memory.is_shared(1, 50)
     assert memory.is_shared(1, 47) and memory.held([1]) == 4 * 1024 and torch.equal(keys[1, :50], keys[2, :50])
     keys[1, 50:52] = -2.0
     assert keys[2, 50:100].min() == 50
     with monkeypatch.context() as patch:  # no memory for a copy: what row 0 has of its own stays
         set_policy(patch, "cpu", cache_bytes=0)
-        assert memory.unshare(0, 50) == 4 and memory.committed_slots(0) == 4 and keys[3, 99, 0, 0] == 99
+        assert memory.unshare(0, 50) == 4 and memory.committed_slots[0] == 4 and keys[3, 99, 0, 0] == 99
     memory.trim(0)
-    assert memory.share(0, 3, 50) and memory.committed_slots(0) == 48 and torch.equal(keys[0, 4:48], keys[3, 4:48])
+    assert memory.share(0, 3, 50) and memory.committed_slots[0] == 48 and torch.equal(keys[0, 4:48], keys[3, 4:48])
     memory.free()
     assert memory.committed == 0
 
@@ -172,9 +172,9 @@ def test_a_row_that_is_refused_half_way_has_what_it_had(monkeypatch):
     monkeypatch.setattr(virtual_pages.HostPages, "put", fail)
     with pytest.raises(torch.OutOfMemoryError, match="in a test"):
         memory.commit(1, 600)
-    assert memory.committed_slots(1) == 128 and memory.committed == 128 * 1024
+    assert memory.committed_slots[1] == 128 and memory.committed == 128 * 1024
     memory.commit(1, 600)
-    assert memory.committed_slots(1) == 636
+    assert memory.committed_slots[1] == 636
     memory.free()
 
 
@@ -414,8 +414,8 @@ class SimulatedRows(Runner):
         for prefix, request in zip(prefixes, requests, strict=True):
             text = request.text.tolist()[: request.num_prefilled]
             assert self.held[prefix.source][: prefix.length] == text[: prefix.length]
-            assert self.memory.committed_slots(prefix.row) >= len(text)
-            assert self.memory.committed_slots(prefix.source) >= prefix.length
+            assert self.memory.committed_slots[prefix.row] >= len(text)
+            assert self.memory.committed_slots[prefix.source] >= prefix.length
             assert not self.memory.is_shared(prefix.row, prefix.length)
         for prefix, request in zip(prefixes, requests, strict=True):
             self.held[prefix.row] = request.text.tolist()[: request.num_prefilled]
@@ -487,7 +487,7 @@ def test_thousands_of_requests_lose_nothing(monkeypatch):
         for row, one in rows._occupied:
             committed[row] = min(chance.randrange(1, 5), one.left)
             assert row not in place.finished
-            assert place.memory.committed_slots(row) >= min(one.length + 4, one.longest)
+            assert place.memory.committed_slots[row] >= min(one.length + 4, one.longest)
             assert len(place.held[row]) <= one.length
             place.held[row] = [*one.prompt_ids, *one.tokens]
         report = Reported([[7, 7, 7, 7]] * 16, [0] * 16, committed)
@@ -591,7 +591,7 @@ def test_calls_of_the_driver(monkeypatch):
         driver.failing = failing
         with pytest.raises(torch.OutOfMemoryError, match="The CUDA driver has no memory left"):
             memory.commit(2, 5000)
-        assert (driver.mapped, driver.sizes) == before and memory.committed_slots(2) == 0
+        assert (driver.mapped, driver.sizes) == before and memory.committed_slots[2] == 0
     driver.failing = "access"
     assert memory.can_share(2, 1, 6144) and not memory.share(2, 1, 6144)
     assert (driver.mapped, driver.sizes) == before
@@ -600,9 +600,9 @@ def test_calls_of_the_driver(monkeypatch):
     memory.trim(1)
     assert sum(driver.sizes.values()) == 12 << 20
     memory.trim(2, 3000)
-    assert memory.committed_slots(2) == 6144, "it came in one piece"
+    assert memory.committed_slots[2] == 6144, "it came in one piece"
     memory.trim(2, 100)
-    assert memory.committed_slots(2) == 2048 and sum(driver.sizes.values()) == 8 << 20
+    assert memory.committed_slots[2] == 2048 and sum(driver.sizes.values()) == 8 << 20
     memory.free()
     assert memory.committed == 0 and len(driver.mapped) == 4
     del memory

@@ -214,9 +214,8 @@ def test_more_drafts_than_remaining_tokens(kind, budget, monkeypatch):
 def test_counters_by_hand():
     counters = Counters(batch=3, num_draft_tokens=2)
     # Row 0 accepts all, row 1 is cut after its one accepted draft, row 2 takes no part.
-    counters.count(0, accepted=2, committed=3, drafted=2)
-    counters.count(1, accepted=1, committed=1, drafted=1)
-    counters.count(0, accepted=0, committed=1, drafted=2)
+    counters.count([(0, 2, 3, 2), (1, 1, 1, 1)])
+    counters.count([(0, 0, 1, 2)])
     stats = counters.summary(num_assistant_tokens=2, engine="static", reason="why", num_rounds=2, seconds=0.5)
     assert stats.rows == [
         RowStats(2, [2, 2], [1, 1], 4),
@@ -228,6 +227,16 @@ def test_counters_by_hand():
     assert stats.acceptance_per_position == pytest.approx([2 / 3, 1 / 2])
     assert stats.rows[2].acceptance_length == 0.0 and stats.rows[2].acceptance_per_position == [0.0, 0.0]
     assert stats.milliseconds_per_round == 250.0
+
+
+def test_counters_tell_acceptance_of_equal_rows_once():
+    """Chains by outcome, with the number of rows; trees row by row."""
+    calls = []
+    counters = Counters(3, 2, lambda *args, times=1: calls.append((*args, times)))
+    counters.count([(0, 2, 3, 2), (1, 0, 1, 2), (2, 2, 3, 2)])
+    assert calls == [(2, 2, 2), (0, 2, 1)]
+    counters.count([(0, 1, 2, 2), (1, 1, 2, 2)], [[0, 3], [1, 2]], 5)
+    assert calls[2:] == [(1, 2, [0, 3], 5, 1), (1, 2, [1, 2], 5, 1)]
 
 
 def test_statistics_can_be_printed():

@@ -46,13 +46,13 @@ def test_rows_get_memory_and_give_it_back():
     view = memory.view(512, torch.bfloat16, 4, 64)
     assert view.shape == (64, 8 * slot_unit(DEVICE), 4, 64)
     memory.commit(5, 16000)
-    assert memory.committed_slots(5) >= 16000 and committed_bytes(DEVICE) - counted == memory.committed >= 16000 << 20
+    assert memory.committed_slots[5] >= 16000 and committed_bytes(DEVICE) - counted == memory.committed >= 16000 << 20
     assert free - torch.cuda.mem_get_info(DEVICE)[0] > 12 << 30
     assert bool((view[5, :5000] == 0).all())
     view[5, :16000] = 1
     assert bool((view[5, :16000] == 1).all()) and bool((view[5, -1] == view[6, -1]).all())
     memory.trim(5, 1000)
-    assert 1000 <= memory.committed_slots(5) < 3000
+    assert 1000 <= memory.committed_slots[5] < 3000
     assert bool((view[5, :1000] == 1).all())
     memory.commit(5, 5000)
     assert bool((view[5, 3000:5000] == 0).all()), "new memory is zero"
@@ -77,7 +77,7 @@ def test_shortage_leaves_a_row_as_it_was(monkeypatch):
     set_policy(monkeypatch, "cuda", cache_bytes=committed_bytes(DEVICE) + (64 << 20))
     with pytest.raises(torch.OutOfMemoryError, match="bytes more for keys and values"):
         memory.commit(2, 8000)
-    assert memory.committed == before and memory.committed_slots(2) >= 100
+    assert memory.committed == before and memory.committed_slots[2] >= 100
 
 
 def test_shortage_within_a_commit_waits_for_the_device(monkeypatch):
@@ -95,7 +95,7 @@ def test_shortage_within_a_commit_waits_for_the_device(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError, match="driver has no memory left"):
         memory.commit(2, 8000)
     torch.cuda.synchronize()
-    assert len(calls) == 4 and memory.committed == before and memory.committed_slots(2) >= 100
+    assert len(calls) == 4 and memory.committed == before and memory.committed_slots[2] >= 100
 
 
 def test_rows_share_memory():
@@ -105,8 +105,8 @@ def test_rows_share_memory():
         memory.commit(row, 256)
         view[row, :256] = torch.arange(256.0, device=DEVICE)[:, None, None] + 1000 * row
     held = memory.committed
-    assert memory.share(2, 1, 200) and memory.committed == held and 180 < memory.committed_slots(2) <= 200
-    last = memory.committed_slots(2)
+    assert memory.share(2, 1, 200) and memory.committed == held and 180 < memory.committed_slots[2] <= 200
+    last = memory.committed_slots[2]
     assert torch.equal(view[2, :last], view[1, :last])
     memory.commit(2, 256)
     view[2, last:256] = -1.0
@@ -117,7 +117,7 @@ def test_rows_share_memory():
     assert memory.share(1, 0, 200) and bool((view[1, 10:190] == view[0, 10:190]).all())
     # The piece that is to be written from slot 101 on becomes a copy, in which others' slots do not change.
     assert memory.unshare(1, 101) == 101 and not memory.is_shared(1, 101)
-    view[1, 101 : memory.committed_slots(1)] = -1.0
+    view[1, 101 : memory.committed_slots[1]] = -1.0
     assert torch.equal(view[1, 10:101], view[0, 10:101]) and view[0, 101:256].min() > 0
     memory.free()
     assert memory.committed == 0
@@ -130,7 +130,7 @@ def test_attention_reads_no_other_slots(monkeypatch):
     positions = torch.tensor([[40, 41], [100, 101], [7, 8]], device=DEVICE)
     for row in range(3):
         memory.commit(row, 128)
-        keys[row, : memory.committed_slots(row)] = values[row, : memory.committed_slots(row)] = torch.nan
+        keys[row, : memory.committed_slots[row]] = values[row, : memory.committed_slots[row]] = torch.nan
     query = torch.randn(3, 8, 2, 64, device=DEVICE, dtype=torch.bfloat16)
     texts = torch.randn(2, 3, 600, 4, 64, device=DEVICE, dtype=torch.bfloat16)
 
