@@ -20,8 +20,8 @@ class RowStats:
             text comes with the prefill and belongs to no round.
         drafted_per_position, accepted_per_position: `drafted` and `accepted` by position in the block, `[K]`.
         cached_tokens: prompt tokens that were not prefilled, since another row has the same prefix.
-        unread_tokens: leading prompt tokens that the drafter has not read, since the text continues `past_key_values`
-            and their hidden states are not known.
+        unread_tokens: leading prompt tokens that the drafter has not read, since the text continues a cache and their
+            hidden states are not known.
     """
 
     rounds: int = 0

@@ -42,7 +42,7 @@ class Call:
         num_draft_tokens: K, draft tokens a round; with `is_auto` the largest K, since it is chosen round by round.
         logprobs: the distributions whose log-probabilities of new tokens the user gets: `"processed"`, the one that
             tokens are drawn from; `"raw"`, the softmax of the target's logits.
-        cache: `past_key_values` of the user, which the call fills; None if the user passed none.
+        cache: the user's, which the call fills; None if the user passed none.
         reason: why this engine runs, for the statistics.
         position_offsets: for each row, position ids minus positions after the prompt; None for 0. On the static engine.
         adapters: for each row, or request, the name of its LoRA adapter, or `NO_ADAPTER`; None if all rows have the

@@ -24,7 +24,7 @@ from hf_specdec.hosting import equivalence
 from hf_specdec.modules import signature
 
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
-STATE_SPACE = {"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_d_conv": 4, "mamba_expand": 2, "use_mamba_kernels": False}
+STATE_SPACE = {"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_d_conv": 4, "mamba_expand": 2}
 
 
 def check(target, lengths, engine, reason, new=24):

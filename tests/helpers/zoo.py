@@ -303,7 +303,7 @@ def table(outcomes: list[Outcome]) -> str:
         "The static engine runs the rows of a batch together, the stock engine one after the other. Classes that are "
         "encoders unless `is_decoder` is set are listed as decoders; as encoders they are refused. Further columns: "
         "sampled rows with seeds, repeated and alone; a prompt with an image or a sound; a second turn that continues "
-        "`past_key_values`; a bulk call; trees of 12 drafts, in a padded batch and a bulk call (reasons for refusals: "
+        "the cache; a bulk call; trees of 12 drafts, in a padded batch and a bulk call (reasons for refusals: "
         "see below). A dash: plain `generate()` does not support it, or no inputs were at hand.",
         "",
         *rows_of_table(outcomes, with_images),
