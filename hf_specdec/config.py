@@ -100,7 +100,8 @@ class DrafterConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs):
-        _check_types(self)
+        hints = _annotations(type(self))
+        check_types({name: getattr(self, name) for name in hints}, hints)
         for name, least in self.least.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}.")
@@ -178,10 +179,10 @@ class DrafterConfig(PreTrainedConfig):
         return {}
 
 
-def _check_types(config: DrafterConfig) -> None:
-    """Raise `ValueError` if a field of `config` has another type than its annotation in this module."""
-    for name, expected in _annotations(type(config)).items():
-        value = getattr(config, name)
+def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if one of `values` has another type than that of its name in `hints`."""
+    for name, value in values.items():
+        expected = hints[name]
         if not any(_is_of(value, one) for one in get_args(expected) or (expected,)):
             wanted = getattr(expected, "__name__", str(expected))
             raise ValueError(f"{name} is {value!r}; expected {wanted}.")

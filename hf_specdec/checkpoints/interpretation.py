@@ -16,7 +16,7 @@ class Overrides(TypedDict, total=False):
     norm_output: bool | None
     final_norm: bool | None
     rope_theta: float | None
-    rope_parameters: dict[str, Any] | None
+    rope_parameters: dict | None
     share_embedding: bool | None
     share_head: bool | None
     parallel_drafting: bool | None
