@@ -139,6 +139,11 @@ class Drafter(PreTrainedModel):
         self.draft_window_size: int | None = None
         self.kv_cache_dtype = "auto"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles are not bound: they have neither weights of the target, nor buffers and texts of calls."""
+        unbound = {"_target_config": None, "_bound_vocab_size": None, "_shared_weights": {}}
+        return vars(self) | unbound | {"sessions": None, "rollouts": None}
+
     @property
     def stats(self):
         """`SpeculationStats` of the last `generate()` call with this drafter; None before the first."""
