@@ -81,7 +81,6 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         if source not in SOURCES:
             raise ValueError(f'source is {source!r}; expected "trainer" or "rollouts".')
         self.drafter, self._target = drafter, innermost(model)
-        drafter.check_bound_to(self._target)
         with self._random_numbers():
             self._student = _copy_in_float32(drafter, self._target)
         self._teacher = Teacher(self._target, self._student, temperature=temperature)
@@ -243,6 +242,7 @@ def _copy_in_float32(drafter: Drafter, target: nn.Module) -> CachedDrafter:
             f"{type(drafter).__name__} cannot learn: it does not implement {method}(); expected EAGLE-3, P-EAGLE, MTP "
             "modules, DFlash, DSpark, or a draft model."
         )
+    drafter.check_bound_to(target)
     student = type(drafter)(copy.deepcopy(drafter.config)).to(drafter.device, torch.float32)
     student.load_state_dict(drafter.state_dict())
     student.bind(target)

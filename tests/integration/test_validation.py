@@ -248,7 +248,7 @@ def test_encoder_decoder(drafter):
         ({"dola_layers": "low"}, "dola_layers is 'low', which asks for DoLa decoding, .* Drop that option"),
         (
             {"custom_generate": lambda model, input_ids, **_: input_ids},
-            "custom_generate is .* calls without the assist",
+            "custom_generate is '<lambda>', which transformers calls without a drafter; expected none",
         ),
         ({"speculation_type": "dflash"}, "speculation_type is 'dflash', .* Drop that option or assistant_model"),
         ({"assistant_tokenizer": object()}, "assistant_tokenizer was given, .* Drop that option"),

@@ -198,3 +198,7 @@ def test_drafters_that_cannot_learn():
         DrafterLearner(random_eagle3(target), new_target("llama"))
     with pytest.raises(ValueError, match="no transformers model inside"):
         DrafterLearner(random_eagle3(target), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="str has no transformers model inside; expected one that generates"):
+        DrafterLearner(random_eagle3(target), "org/target")
+    with pytest.raises(ValueError, match=r"str cannot learn: .*; expected EAGLE-3"):
+        DrafterLearner("org/drafter", target)
