@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ..auto import AutoDrafter, NormalizedCheckpoint, find_checkpoint, read_checkpoint
 from ..checkpoints.checkpoint import Checkpoint, check_folder
 from ..config import DraftLayersConfig
+from ..drafters.target_checks import check_decoder
 from ..prompt_sources import encode
 from .self_check import self_check
 
@@ -94,6 +95,7 @@ def describe_fit(found: NormalizedCheckpoint, target: PreTrainedConfig, name: st
     report: dict[str, Any] = {"name": name, "model_type": target.model_type, "fits": True, "reason": None}
     config, num_layers = found.config, getattr(target.get_text_config(), "num_hidden_layers", 0)
     try:
+        check_decoder(target, name)
         layer_ids = config.check_fit(target, num_layers, config.name_or_path)
     except ValueError as error:
         return report | {"fits": False, "reason": str(error)}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from dialects import PEAGLE, Spec, make_weights, tiny_target, write, write_draft_model
 from safetensors.torch import load_file, save_file
+from transformers import T5Config
 
 from hf_specdec import AutoDrafter
 from hf_specdec.cli import build_parser, main
@@ -79,6 +80,14 @@ def test_target_of_another_size(target_folder, tmp_path, capsys):
     assert main(["inspect", str(folder), "--target", str(target_folder), "--json"]) == 0
     fit = json.loads(capsys.readouterr().out)["target"]
     assert fit["fits"] is False and "vocabulary of 160 tokens" in fit["reason"]
+
+
+def test_target_that_is_an_encoder_decoder(tmp_path, capsys):
+    T5Config(vocab_size=SPEC.vocab_size, d_model=SPEC.hidden_size, num_layers=8).save_pretrained(tmp_path / "target")
+    folder = write("speculators", tmp_path / "drafter", SPEC, make_weights(SPEC))
+    assert main(["inspect", str(folder), "--target", str(tmp_path / "target"), "--json"]) == 0
+    fit = json.loads(capsys.readouterr().out)["target"]
+    assert fit["fits"] is False and "target is an encoder-decoder; hf_specdec drafts for decoder-only" in fit["reason"]
 
 
 def test_normal_form(target_folder, tmp_path, capsys):
