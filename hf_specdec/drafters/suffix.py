@@ -21,7 +21,7 @@ class SuffixDrafter(WeightlessDrafter):
 
     The rule is that of ArcticInference's and vLLM's suffix decoding, for a chain. Every round searches for occurrences
     on the device; there is no suffix tree. Earlier outputs are the latest `history_size` tokens of all calls with this
-    drafter, whatever their prompts. Binding the drafter clears them.
+    drafter, whatever their prompts. Binding it to another target, or to one of another vocabulary, clears them.
 
     Args:
         target: the target to bind to; or a `SuffixConfig`, for a drafter that is bound later.
@@ -39,9 +39,12 @@ class SuffixDrafter(WeightlessDrafter):
             self.bind(target)
 
     def bind(self, target: PreTrainedModel) -> None:
+        config, vocab_size = self._target_config, self._bound_vocab_size
         super().bind(target)
+        is_same = self._target_config is config and self._bound_vocab_size == vocab_size
         with torch.inference_mode(False):
-            self._history = torch.full((self.config.history_size,), NO_TOKEN, device=self.device)
+            empty = torch.full((self.config.history_size,), NO_TOKEN, device=self.device)
+            self._history = self._history.to(self.device) if is_same else empty
 
     def observe(self, prompt: torch.Tensor, tokens: Sequence[int] | torch.Tensor) -> None:
         history = self._history
