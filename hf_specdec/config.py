@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import numbers
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
@@ -186,6 +187,13 @@ def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
         if not any(_is_of(value, one) for one in get_args(expected) or (expected,)):
             wanted = getattr(expected, "__name__", str(expected))
             raise ValueError(f"{name} is {value!r}; expected {wanted}.")
+
+
+def check_positive(**values: Any) -> None:
+    """Raise `ValueError` unless all `values` are finite numbers above 0."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value!r}; expected a finite number above 0.")
 
 
 @functools.cache

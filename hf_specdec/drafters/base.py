@@ -25,6 +25,7 @@ from ..ops import FLOAT8
 from ..state import DecodeState, Shape
 from .attachment import Attachment
 from .shared_weights import SharedWeight
+from .target_checks import check_target
 
 logger = logging.getLogger(__name__)
 
@@ -447,7 +448,9 @@ class Drafter(PreTrainedModel):
         own, problems = self.state_dict(keep_vars=True), []
         for name, tensor in weights.items():
             found = own.get(name)
-            if found is None:
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.is_complex():
+                problems.append(f"{name} is no tensor of real numbers in memory")
+            elif found is None:
                 problems.append(f"{name} is none of its weights")
             elif found.shape != tensor.shape:
                 problems.append(f"{name} is {list(tensor.shape)}, expected {list(found.shape)}")
@@ -493,10 +496,11 @@ class Drafter(PreTrainedModel):
         vocabulary size or number of layers has changed.
 
         Raises:
-            ValueError: the drafter no longer fits the target.
+            ValueError: the drafter no longer fits the target, or was bound to another one.
         """
         if self._bound_vocab_size is None:
             return
+        self.check_bound_to(target)
         modules = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
         changes = [shared.how_changed(modules[what]) for what, shared in self._shared_weights.items()]
         vocab_size = target.config.get_text_config().vocab_size
@@ -520,7 +524,8 @@ class Drafter(PreTrainedModel):
         logger.info("%s. It was bound again.", found)
 
     def check_bound_to(self, target: PreTrainedModel) -> None:
-        """Raise `ValueError` unless the drafter was bound to `target`."""
+        """Raise `ValueError` unless the drafter was bound to `target`, and the errors of `check_target`."""
+        check_target(target)
         if not self.is_bound:
             raise ValueError(
                 f"This {type(self).__name__} is not bound to a target; load it with "

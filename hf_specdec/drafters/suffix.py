@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -25,15 +24,22 @@ class SuffixDrafter(WeightlessDrafter):
 
     Args:
         target: the target to bind to; or a `SuffixConfig`, for a drafter that is bound later.
-        settings: arguments of `SuffixConfig`.
+        num_assistant_tokens, history_size: see `SuffixConfig`; unused if one is given.
     """
 
     config_class = SuffixConfig
     varies_num_draft_tokens = True
 
-    def __init__(self, target: PreTrainedModel | SuffixConfig, **settings: Any):
+    def __init__(
+        self,
+        target: PreTrainedModel | SuffixConfig,
+        *,
+        num_assistant_tokens: int = SuffixConfig.num_assistant_tokens,
+        history_size: int = SuffixConfig.history_size,
+    ):
         is_config = isinstance(target, SuffixConfig)
-        super().__init__(target if is_config else SuffixConfig(**settings))
+        own = SuffixConfig(num_assistant_tokens=num_assistant_tokens, history_size=history_size)
+        super().__init__(target if is_config else own)
         self._history: torch.Tensor | None = None
         if not is_config:
             self.bind(target)

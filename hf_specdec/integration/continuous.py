@@ -87,7 +87,7 @@ def generate_batch(
     given = {name: kwargs.pop(name) for name in _OF_CALL if kwargs.get(name) is not None}
     config, unknown = prepared_config(model, generation_config, **kwargs)
     check_known(unknown, "generate_batch()")
-    sequences = config.num_return_sequences or 1
+    sequences = num_sequences(config)
     with on_host():
         call, model_kwargs = _call_of_all(model, drafter, config, prompts, settings, adapter_names, given)
 
@@ -132,7 +132,7 @@ def _call_of_all(
     logprobs = asked_logprobs(settings.return_logprobs)
     names = row_adapters(model, adapter_names, len(prompts))
     if names is not None:
-        names = [name for name in names for _ in range(config.num_return_sequences or 1)]
+        names = [name for name in names for _ in range(num_sequences(config))]
     return replace(call, logprobs=() if logprobs is None else (logprobs,), adapters=names), model_kwargs
 
 
@@ -219,6 +219,14 @@ def check_config(settings: ContinuousBatchingConfig) -> None:
     rows = settings.max_requests_per_batch
     if rows is not None and (not isinstance(rows, Integral) or rows < 1):
         raise ValueError(f"max_requests_per_batch is {rows!r}; expected an int of at least 1, or None.")
+
+
+def num_sequences(config: GenerationConfig) -> int:
+    """The number of texts for each prompt; raises `ValueError` if `config` has a wrong one."""
+    count = config.num_return_sequences or 1
+    if not isinstance(count, Integral) or count < 1:
+        raise ValueError(f"num_return_sequences is {count!r}; expected an int of at least 1.")
+    return int(count)
 
 
 def tokens_of(prompt: Any, name: str) -> torch.Tensor:

@@ -23,7 +23,7 @@ from transformers import (
 from ..calls.call import fitting_tokens, why_too_long
 from ..calls.request import Request
 from ..graphs.buckets import next_power_of_two
-from ..integration.continuous import asked_logprobs, tokens_of
+from ..integration.continuous import asked_logprobs, num_sequences, tokens_of
 from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS, own_config
 from ..integration.validation import check_tokens
 from ..kernels.types import NO_TOP_K, SamplingSettings
@@ -113,7 +113,7 @@ class RequestFactory:
         check_adapters(self._model, None if adapter is None else [adapter])
         limit = self._limit(max_new_tokens, len(prompt))
         remaining = fitting_tokens(len(prompt), limit, self._num_positions)
-        count = self._config.num_return_sequences or 1
+        count = num_sequences(self._config)
         seeds, prompt_ids, ends = self._seeds_of(seed, count), prompt.tolist(), end_tokens(self._config, eos_token_id)
         sampling = self._sampling(options)
         config = own_config(self._model, self._config, options, prompt, limit, ends, self._samples_each, processors)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..config import check_positive
 from ..drafters.attachment import innermost
 from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
@@ -64,7 +65,7 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
             step whose gradients are not finite, which does not change the drafter; and of rollouts that were dropped.
 
     Raises:
-        ValueError: the drafter is not bound to the target, its family cannot learn, or `source` is wrong.
+        ValueError: the drafter is not bound to the target, its family cannot learn, or a setting is wrong.
     """
 
     def __init__(
@@ -80,6 +81,13 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
     ):
         if source not in SOURCES:
             raise ValueError(f'source is {source!r}; expected "trainer" or "rollouts".')
+        check_positive(
+            learning_rate=learning_rate,
+            num_steps=1 if num_steps is None else num_steps,
+            step_decay=step_decay,
+            temperature=temperature,
+            max_tokens=max_tokens,
+        )
         self.drafter, self._target = drafter, innermost(model)
         with self._random_numbers():
             self._student = _copy_in_float32(drafter, self._target)

@@ -203,6 +203,12 @@ def test_bound_to_the_same_target_it_remembers():
     assert kept(drafter) == []
 
 
+def test_no_other_settings():
+    """Such as a misspelt one: outputs would be kept."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'histroy_size'"):
+        SuffixDrafter(tiny_target("llama"), histroy_size=0)
+
+
 def test_no_window():
     with pytest.raises(ValueError, match="has no key/value cache of its own"):
         SuffixDrafter(tiny_target("llama")).configure(draft_window_size=64)

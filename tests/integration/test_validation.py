@@ -93,7 +93,13 @@ def test_unbound_drafter(target, drafter):
 
 @pytest.mark.core
 def test_drafter_bound_to_another_target(drafter):
-    refused(llama(), drafter, r"bound to another target; call drafter\.bind\(model\) first")
+    other, before = llama(), drafter.config.target
+    refused(other, drafter, r"bound to another target; call drafter\.bind\(model\) first")
+    with pytest.raises(ValueError, match="bound to another target"):
+        drafter.sync_with(other)
+    with pytest.raises(TypeError, match="target is a str; expected the model that generates"):
+        drafter.sync_with("org/target")
+    assert drafter.config.target is before
 
 
 @pytest.mark.core
@@ -236,6 +242,7 @@ def test_encoder_decoder(drafter):
         ({"seeds": [0.5]}, r"seeds is \[0.5\]; expected integers of 64 bits"),
         ({"seeds": [2**64]}, r"seeds is \[18446744073709551616\]; expected integers of 64 bits"),
         ({"seeds": ["a"]}, r"seeds is \['a'\]; expected integers of 64 bits"),
+        ({"do_sample": False, "generator": 42}, "generator is 42; expected a torch.Generator, or a seed as seeds="),
         ({"do_sample": True, "generator": 42}, "generator is 42; expected a torch.Generator, or a seed as seeds="),
         (
             {"synced_gpus": True},
