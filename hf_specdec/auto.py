@@ -173,17 +173,8 @@ class AutoDrafter:
             drafter.config.name_or_path = drafter.name_or_path = checkpoint.name
             share_with_target(drafter, target, overrides.get("share_embedding"), overrides.get("share_head"))
             drafter.bind(target)
-        drafter.configure(
-            num_assistant_tokens,
-            draft_probs,
-            engine,
-            verification,
-            compile,
-            batch_invariant,
-            draft_window_size,
-            kv_cache_dtype,
-            tree,
-        )
+        drafter.configure(num_assistant_tokens, draft_probs, engine, verification, compile, batch_invariant)
+        drafter.configure(draft_window_size=draft_window_size, kv_cache_dtype=kv_cache_dtype, tree=tree)
         _log(checkpoint.name, found)
         return drafter.eval()
 

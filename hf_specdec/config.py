@@ -215,6 +215,18 @@ def _is_of(value: Any, expected: Any) -> bool:
     return isinstance(value, int | float if expected is float else expected)
 
 
+def is_integer(value: Any) -> bool:
+    """Whether `value` is an integer of Python or NumPy."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def check_int(name: str, value: Any, least: int, others: str = "") -> int:
+    """Return `value` if it is an integer of at least `least`, else raise `ValueError`, which names `others`."""
+    if not is_integer(value) or value < least:
+        raise ValueError(f"{name} is {value!r}; expected an int of at least {least}{others}.")
+    return int(value)
+
+
 def check_num_or_auto(value: int | str) -> int | str:
     """`check_num_assistant_tokens`, except that `value` may be `AUTO`."""
     if isinstance(value, str) and value == AUTO:
@@ -224,8 +236,7 @@ def check_num_or_auto(value: int | str) -> int | str:
 
 def check_num_assistant_tokens(value: int, others: str = "") -> int:
     """Return `value` if it is a valid number of draft tokens a round, else raise `ValueError`, which names `others`."""
-    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_number or not 1 <= value <= MAX_ASSISTANT_TOKENS:
+    if not is_integer(value) or not 1 <= value <= MAX_ASSISTANT_TOKENS:
         raise ValueError(
             f"num_assistant_tokens is {value!r}; expected an integer of at least 1 and at most "
             f"{MAX_ASSISTANT_TOKENS} (draft tokens a round){others}."

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..cache.layer_kinds import LayerKinds
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.tensors import KEY_MAPPING, check_tensors, is_plain, rename
-from ..config import AUTO, DrafterConfig, check_num_or_auto
+from ..config import AUTO, DrafterConfig, check_int, check_num_or_auto
 from ..kernels.types import MOST_WORDS, WORD_BITS, Proposal, VerificationResult
 from ..modules.hidden_states import num_decoder_layers
 from ..modules.locks import lock_of
@@ -353,8 +353,7 @@ class Drafter(PreTrainedModel):
     def _checked_window(self, size: int | str) -> int | None:
         if size == ALL:
             return None
-        if isinstance(size, bool) or not isinstance(size, int) or size < LEAST_WINDOW:
-            raise ValueError(f'draft_window_size is {size!r}; expected an int of at least {LEAST_WINDOW}, or "{ALL}".')
+        size = check_int("draft_window_size", size, LEAST_WINDOW, f', or "{ALL}"')
         if type(self).limit_attention is Drafter.limit_attention:
             found = f"draft_window_size is {size}, but {type(self).__name__} has no key/value cache of its own"
             raise ValueError(f'{found}; expected "{ALL}".')

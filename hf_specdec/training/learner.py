@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..config import check_positive
+from ..config import check_int, check_positive
 from ..drafters.attachment import innermost
 from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
@@ -81,13 +81,9 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
     ):
         if source not in SOURCES:
             raise ValueError(f'source is {source!r}; expected "trainer" or "rollouts".')
-        check_positive(
-            learning_rate=learning_rate,
-            num_steps=1 if num_steps is None else num_steps,
-            step_decay=step_decay,
-            temperature=temperature,
-            max_tokens=max_tokens,
-        )
+        check_positive(learning_rate=learning_rate, step_decay=step_decay, temperature=temperature)
+        check_int("max_tokens", max_tokens, 1)
+        check_int("num_steps", 1 if num_steps is None else num_steps, 1)
         self.drafter, self._target = drafter, innermost(model)
         with self._random_numbers():
             self._student = _copy_in_float32(drafter, self._target)
