@@ -199,9 +199,10 @@ _OF_CALL = tuple(inspect.signature(call_of).parameters)[4:]
 
 def asked_logprobs(asked: bool | str | None) -> str | None:
     """`Request.return_logprobs` for `asked`: True means processed ones, as in transformers; else a name or None."""
-    if asked not in (None, False, True, "processed", "raw"):
+    kinds = {None: None, False: None, True: "processed", "processed": "processed", "raw": "raw"}
+    if asked not in tuple(kinds):
         raise ValueError(f'return_logprobs is {asked!r}; expected True, "processed", "raw" or None.')
-    return "processed" if asked is True else asked or None
+    return kinds[asked]
 
 
 def check_known(unknown: Mapping[str, Any], what: str) -> None:
