@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from .checkpoints.checkpoint import Checkpoint, HubOptions, open_checkpoint
 from .checkpoints.detection import Published
 from .checkpoints.interpretation import Decision, Decisions, Overrides, check_rope_overrides, overridden, without_none
 from .checkpoints.tensors import plain_weight
-from .config import DrafterConfig, DraftLayersConfig
+from .config import DrafterConfig, DraftLayersConfig, check_types
 from .drafters.base import Drafter
 from .drafters.registry import find_family, has_no_weights, needed_by, registered_drafters
 from .drafters.target_checks import check_target
@@ -40,6 +40,9 @@ class NormalizedCheckpoint(NamedTuple):
 
 class CheckpointKeywords(HubOptions, Overrides, total=False):
     """Keywords of `AutoDrafter.from_pretrained` about the checkpoint: where it is, and how it is interpreted."""
+
+
+_KEYWORDS = get_type_hints(CheckpointKeywords)
 
 
 def read_checkpoint(
@@ -127,8 +130,8 @@ class AutoDrafter:
                 see `Drafter.configure`, where `compile` is `compile_rounds`.
             dtype: None for the target's.
             device_map: None for the device of the target's last layer.
-            revision, subfolder, token, cache_dir, local_files_only, force_download: the checkpoint's location on the
-                Hub, as in `PreTrainedModel.from_pretrained`.
+            revision, subfolder, variant, token, cache_dir, local_files_only, force_download: the checkpoint's location
+                on the Hub, as in `PreTrainedModel.from_pretrained`.
             aux_hidden_state_layer_ids: layer ids of the auxiliary hidden states. Id b is the residual stream that
                 enters layer b of the target (`hidden_states[b]` in transformers); id n, of n layers, leaves the last.
             norm_before_residual, norm_output, final_norm: see `Eagle3Config`; `norm_output` also `MtpConfig`.
@@ -147,15 +150,21 @@ class AutoDrafter:
             ValueError: the drafter is unsupported, damaged, or was not made for the target.
             TypeError: an unknown keyword, or a target that is no model.
         """
-        unknown = sorted(keywords.keys() - CheckpointKeywords.__annotations__.keys())
+        unknown = sorted(keywords.keys() - _KEYWORDS.keys())
         if unknown:
             raise TypeError(f"AutoDrafter.from_pretrained() got an unexpected keyword argument {unknown[0]!r}")
+        check_types(without_none({"compile": compile, **keywords}), {"compile": bool, **_KEYWORDS})
         hub = {name: value for name, value in keywords.items() if name in HubOptions.__annotations__}
         overrides = {name: value for name, value in keywords.items() if name in Overrides.__annotations__}
         check_target(target)
         device = device_of_last_layer(target)
         if device_map is None and device.type != "cpu":
             device_map = {"": device}
+        if "meta" in map(str, device_map.values() if isinstance(device_map, Mapping) else [device_map]):
+            raise ValueError(
+                f"device_map, by default the device of the target's last layer, is {device_map!r}, where weights have "
+                "no values; expected devices with memory. Load the target's weights, or pass another device_map."
+            )
         dtype = target.dtype if dtype is None else dtype
         with on_host(), torch.inference_mode(False):  # whatever the caller's: the drafter outlives the call
             checkpoint = find_checkpoint(pretrained_model_name_or_path, target.config, overrides, **hub)
@@ -164,17 +173,8 @@ class AutoDrafter:
             drafter.config.name_or_path = drafter.name_or_path = checkpoint.name
             share_with_target(drafter, target, overrides.get("share_embedding"), overrides.get("share_head"))
             drafter.bind(target)
-        drafter.configure(
-            num_assistant_tokens,
-            draft_probs,
-            engine,
-            verification,
-            compile,
-            batch_invariant,
-            draft_window_size,
-            kv_cache_dtype,
-            tree,
-        )
+        drafter.configure(num_assistant_tokens, draft_probs, engine, verification, compile, batch_invariant)
+        drafter.configure(draft_window_size=draft_window_size, kv_cache_dtype=kv_cache_dtype, tree=tree)
         _log(checkpoint.name, found)
         return drafter.eval()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import numbers
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
@@ -100,7 +101,8 @@ class DrafterConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs):
-        _check_types(self)
+        hints = _annotations(type(self))
+        check_types({name: getattr(self, name) for name in hints}, hints)
         for name, least in self.least.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}.")
@@ -178,13 +180,20 @@ class DrafterConfig(PreTrainedConfig):
         return {}
 
 
-def _check_types(config: DrafterConfig) -> None:
-    """Raise `ValueError` if a field of `config` has another type than its annotation in this module."""
-    for name, expected in _annotations(type(config)).items():
-        value = getattr(config, name)
+def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if one of `values` has another type than that of its name in `hints`."""
+    for name, value in values.items():
+        expected = hints[name]
         if not any(_is_of(value, one) for one in get_args(expected) or (expected,)):
             wanted = getattr(expected, "__name__", str(expected))
             raise ValueError(f"{name} is {value!r}; expected {wanted}.")
+
+
+def check_positive(**values: Any) -> None:
+    """Raise `ValueError` unless all `values` are finite numbers above 0."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value!r}; expected a finite number above 0.")
 
 
 @functools.cache
@@ -206,6 +215,18 @@ def _is_of(value: Any, expected: Any) -> bool:
     return isinstance(value, int | float if expected is float else expected)
 
 
+def is_integer(value: Any) -> bool:
+    """Whether `value` is an integer of Python or NumPy."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def check_int(name: str, value: Any, least: int, others: str = "") -> int:
+    """Return `value` if it is an integer of at least `least`, else raise `ValueError`, which names `others`."""
+    if not is_integer(value) or value < least:
+        raise ValueError(f"{name} is {value!r}; expected an int of at least {least}{others}.")
+    return int(value)
+
+
 def check_num_or_auto(value: int | str) -> int | str:
     """`check_num_assistant_tokens`, except that `value` may be `AUTO`."""
     if isinstance(value, str) and value == AUTO:
@@ -215,8 +236,7 @@ def check_num_or_auto(value: int | str) -> int | str:
 
 def check_num_assistant_tokens(value: int, others: str = "") -> int:
     """Return `value` if it is a valid number of draft tokens a round, else raise `ValueError`, which names `others`."""
-    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_number or not 1 <= value <= MAX_ASSISTANT_TOKENS:
+    if not is_integer(value) or not 1 <= value <= MAX_ASSISTANT_TOKENS:
         raise ValueError(
             f"num_assistant_tokens is {value!r}; expected an integer of at least 1 and at most "
             f"{MAX_ASSISTANT_TOKENS} (draft tokens a round){others}."

@@ -165,16 +165,21 @@ def _asked_in(config: GenerationConfig) -> dict[str, Any]:
 def _extract_generation_mode_kwargs(original, self, custom_generate, kwargs, synced_gpus, assistant_model, streamer):
     extracted = original(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
     _refuse_others(assistant_model)
-    attachment = attachment_of(self) if assistant_model is None and custom_generate is None else None
-    if attachment is not None:
-        return extracted | {"assistant_model": attachment}
-    if not isinstance(assistant_model, Drafter):
+    drafter = attachment_of(self) if assistant_model is None else assistant_model
+    if not isinstance(drafter, Attachment | Drafter):
         return extracted
     if custom_generate is not None:
-        raise ValueError(
-            f"custom_generate is {custom_generate!r}, which transformers calls without the assistant_model; expected "
-            "one of the two. Drop custom_generate or assistant_model."
+        name = getattr(custom_generate, "__qualname__", custom_generate)
+        error = ValueError(
+            f"custom_generate is {name!r}, which transformers calls without a drafter; expected none. Drop "
+            "custom_generate or the drafter."
         )
+        if isinstance(drafter, Drafter):
+            raise error
+        drafter.refuse(error)
+        return extracted
+    if isinstance(drafter, Attachment):
+        return extracted | {"assistant_model": drafter}
     given = {name: kwargs.pop(name) for name in _OF_CALL if name in kwargs}
     return extracted | {name: value for name, value in given.items() if value is not None}
 

@@ -86,3 +86,13 @@ def set_end_tokens(
         settings.pad_token_id = (ends[0] if isinstance(ends, list) else ends) or 0
     if ignore_eos:
         settings.eos_token_id = None
+
+
+def usable_device(name: str | None) -> torch.device:
+    """The device called `name`, by default a GPU if there is one. Raises `ValueError` if torch cannot use it."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError) as error:  # torch's exception depends on its build
+        raise ValueError(f"--device is {name!r}, which torch cannot use here: {str(error).splitlines()[0]}") from error
+    return device

@@ -80,7 +80,7 @@ def is_for_triton(tensor: torch.Tensor) -> bool:
     """Whether an op on `tensor` runs its Triton kernel."""
     if not torch.compiler.is_compiling() and _choice.references_only:
         return False
-    return DEVICE_POLICIES.get(tensor.device.type, DEFAULT_POLICY).triton and tensor.dtype != torch.float64
+    return has_kernels(tensor.device) and tensor.dtype != torch.float64
 
 
 def without_dispatch_modes() -> AbstractContextManager[None]:
@@ -224,11 +224,12 @@ def kernel_op(
 
     @functools.wraps(plain)
     def run(tensor: torch.Tensor, *args: Any) -> Any:
-        if is_opaque or is_for_triton(tensor):
+        takes_kernel = is_for_triton(tensor)
+        if is_opaque or takes_kernel:
             if torch.compiler.is_compiling() or _must_be_dispatched((tensor, *args)):
                 out = op(tensor, *_split(args, groups))
             else:
-                out = (run_kernel if is_for_triton(tensor) else plain)(tensor, *args)
+                out = (run_kernel if takes_kernel else plain)(tensor, *args)
         elif torch.compiler.is_compiling() or not (_choice.batch_invariant or _choice.on_reference):
             out = plain(tensor, *args)
         else:

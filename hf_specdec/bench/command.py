@@ -26,7 +26,7 @@ from ..config import AUTO, check_num_or_auto
 from ..drafters import Drafter
 from ..drafters.base import KV_CACHE_DTYPES, check_num_nodes
 from ..drafters.none import NoDrafter
-from ..loading import GGUF_SUFFIX, load_tokenizer, set_end_tokens
+from ..loading import GGUF_SUFFIX, load_tokenizer, set_end_tokens, usable_device
 from ..parallel.tensor_parallel import is_first_process, local_rank, num_processes
 from ..prompt_sources import load_prompts
 from .batches import Batch, random_batches, text_batches
@@ -262,8 +262,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def find_device(name: str | None, tensor_parallel: bool) -> torch.device:
-    """The device called `name`, by default a GPU if there is one; with `tensor_parallel` the rank's device, of the type
-    that transformers uses. Raises `ValueError` if torch cannot use it."""
+    """`usable_device`; with `tensor_parallel` the rank's device, of the type that transformers uses."""
     if tensor_parallel:
         kind = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         if name not in (None, kind.type):
@@ -275,12 +274,7 @@ def find_device(name: str | None, tensor_parallel: bool) -> torch.device:
             return kind
         torch.accelerator.set_device_index(local_rank())
         name = f"{kind.type}:{local_rank()}"
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch's exception depends on its build
-        raise ValueError(f"--device is {name!r}, which torch cannot use here: {str(error).splitlines()[0]}") from error
-    return device
+    return usable_device(name)
 
 
 def batch_maker(

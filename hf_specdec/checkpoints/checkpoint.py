@@ -45,6 +45,7 @@ class HubOptions(TypedDict, total=False):
 
     revision: str | None
     subfolder: str
+    variant: str | None
     token: str | bool | None
     cache_dir: str | Path | None
     local_files_only: bool
@@ -61,12 +62,14 @@ class Checkpoint:
         config: content of `config.json`.
         tensors: the selected tensors of the weight files, by their names in the files, without the scales of quantised
             tensors, which are read with them. None for a drafter with random weights.
+        variant: see `open_checkpoint`.
     """
 
     name: str
     folder: Path
     config: dict[str, Any]
     tensors: Mapping[str, StoredTensor] | None
+    variant: str | None = None
 
     def read(self) -> dict[str, torch.Tensor]:
         """Load `tensors` and no other tensors of their files. Quantised tensors are dequantised."""
@@ -194,6 +197,7 @@ def open_checkpoint(
     repo: str | Path,
     subfolder: str = "",
     revision: str | None = None,
+    variant: str | None = None,
     select: Selection | None = None,
     has_no_weights: Callable[[str, Mapping[str, Any]], bool] = lambda name, config: False,
     **hub: Any,
@@ -203,6 +207,7 @@ def open_checkpoint(
     Args:
         repo, subfolder, hub: folder, or Hub repository with `HubOptions`.
         revision: branch, tag or commit. All files are taken from the one commit that it resolves to.
+        variant: the part of the weight files' names that `save_pretrained(variant=)` adds.
         select: selects the needed tensors; None for all. Shards without any of them are not fetched.
         has_no_weights: called with the checkpoint's name and config.json if there is no weight file of a usual name;
             returns whether none is needed, and raises an error for families that are not supported.
@@ -224,7 +229,7 @@ def open_checkpoint(
             return names if select is None else select(files.name, config, names)
 
     try:
-        weights = _fetch_weights(files, selected)
+        weights = _fetch_weights(files, selected, variant)
     except FileNotFoundError:
         if not has_no_weights(files.name, config):
             raise
@@ -233,7 +238,7 @@ def open_checkpoint(
     tensors = read_headers([*weights, *([projection] if projection is not None else [])])
     kept = set(selected(tensors.keys()))
     tensors = with_scales({key: tensors[key] for key in tensors if key in kept}, config)
-    return Checkpoint(files.name, config_file.parent, config, tensors)
+    return Checkpoint(files.name, config_file.parent, config, tensors, variant)
 
 
 def has_projection(config: Mapping[str, Any]) -> bool:
@@ -281,14 +286,16 @@ def _is_inside(path: str) -> bool:
     return not any(one.is_absolute() or one.drive or one.root or ".." in one.parts for one in flavours)
 
 
-def _fetch_weights(files: _Files, select: Callable[[Collection[str]], Collection[str]]) -> list[Path]:
+def _fetch_weights(
+    files: _Files, select: Callable[[Collection[str]], Collection[str]], variant: str | None
+) -> list[Path]:
     """Paths of the weight files on this machine; of a sharded checkpoint only shards with selected tensors."""
     names = (*WEIGHT_FILES, NEXTN_FILE)
+    if variant is not None:  # before the suffix: `model.safetensors.index.fp16.json`
+        names = [f".{variant}.".join(name.rsplit(".", 1)) for name in WEIGHT_FILES]
     file = next((found for found in map(files.fetch, names) if found is not None), None)
     if file is None:
-        raise FileNotFoundError(
-            f"{files.name} has a {CONFIG_FILE} but no weight file; looked for {', '.join(WEIGHT_FILES)}."
-        )
+        raise FileNotFoundError(f"{files.name} has a {CONFIG_FILE} but no weight file; looked for {', '.join(names)}.")
     if file.suffix != ".json":
         return [file]
     weight_map = _read_index(file)

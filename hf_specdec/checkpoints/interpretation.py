@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, TypedDict
+
+from ..config import check_positive
 
 
 class Overrides(TypedDict, total=False):
@@ -16,7 +17,7 @@ class Overrides(TypedDict, total=False):
     norm_output: bool | None
     final_norm: bool | None
     rope_theta: float | None
-    rope_parameters: dict[str, Any] | None
+    rope_parameters: dict | None
     share_embedding: bool | None
     share_head: bool | None
     parallel_drafting: bool | None
@@ -48,9 +49,8 @@ def overridden(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
 
 def check_rope_overrides(overrides: Mapping[str, Any]) -> None:
     """Raise `ValueError` unless `rope_theta` is a number, or `rope_parameters` are complete and given without it."""
-    rope, theta = overrides.get("rope_parameters"), overrides.get("rope_theta", 1.0)
-    if isinstance(theta, bool) or not isinstance(theta, Real) or not theta > 0:
-        raise ValueError(f"rope_theta is {theta!r}; expected a number above 0.")
+    rope = overrides.get("rope_parameters")
+    check_positive(rope_theta=overrides.get("rope_theta", 1.0))
     if rope is None:
         return
     if not isinstance(rope, Mapping) or not {"rope_type", "rope_theta"} <= rope.keys():

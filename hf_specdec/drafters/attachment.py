@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..config import check_types
 from ..memory.virtual_memory import total_bytes
 from ..modules.evaluation import Evaluation
 from ..modules.locks import lock_of
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 MODES = ("eval", "keep")
+_OPTIONS = {"memory": float, "strict": bool, "release_after_call": bool}
 
 _attachments: WeakKeyDictionary[PreTrainedModel, Attachment] = WeakKeyDictionary()
 # The attachments that calls of this thread ignore.
@@ -52,6 +54,7 @@ class Attachment:
     ):
         if mode not in MODES:
             raise ValueError(f'mode is {mode!r}; expected "eval" or "keep".')
+        check_types({"memory": memory, "strict": strict, "release_after_call": release_after_call}, _OPTIONS)
         if not 0 <= memory <= 1:
             raise ValueError(f"memory is {memory!r}; expected a share of the device's memory, from 0 to 1.")
         target = innermost(model)
@@ -143,7 +146,8 @@ def attachment_of(model: PreTrainedModel) -> Attachment | None:
 def innermost(model: nn.Module) -> PreTrainedModel:
     """The model that generates inside of `model`, a wrapper such as PEFT's or `DistributedDataParallel`; raises
     `ValueError` if there is none."""
-    found = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), None)
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    found = next((one for one in parts if isinstance(one, PreTrainedModel)), None)
     if found is None:
         raise ValueError(f"{type(model).__name__} has no transformers model inside; expected one that generates.")
     return generating_model(found)

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..cache.layer_kinds import LayerKinds
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.tensors import KEY_MAPPING, check_tensors, is_plain, rename
-from ..config import AUTO, DrafterConfig, check_num_or_auto
+from ..config import AUTO, DrafterConfig, check_int, check_num_or_auto
 from ..kernels.types import MOST_WORDS, WORD_BITS, Proposal, VerificationResult
 from ..modules.hidden_states import num_decoder_layers
 from ..modules.locks import lock_of
@@ -25,6 +25,7 @@ from ..ops import FLOAT8
 from ..state import DecodeState, Shape
 from .attachment import Attachment
 from .shared_weights import SharedWeight
+from .target_checks import check_target
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,11 @@ class Drafter(PreTrainedModel):
         self.batch_invariant = False
         self.draft_window_size: int | None = None
         self.kv_cache_dtype = "auto"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles are not bound: they have neither weights of the target, nor buffers and texts of calls."""
+        unbound = {"_target_config": None, "_bound_vocab_size": None, "_shared_weights": {}}
+        return vars(self) | unbound | {"sessions": None, "rollouts": None}
 
     @property
     def stats(self):
@@ -347,8 +353,7 @@ class Drafter(PreTrainedModel):
     def _checked_window(self, size: int | str) -> int | None:
         if size == ALL:
             return None
-        if isinstance(size, bool) or not isinstance(size, int) or size < LEAST_WINDOW:
-            raise ValueError(f'draft_window_size is {size!r}; expected an int of at least {LEAST_WINDOW}, or "{ALL}".')
+        size = check_int("draft_window_size", size, LEAST_WINDOW, f', or "{ALL}"')
         if type(self).limit_attention is Drafter.limit_attention:
             found = f"draft_window_size is {size}, but {type(self).__name__} has no key/value cache of its own"
             raise ValueError(f'{found}; expected "{ALL}".')
@@ -442,7 +447,9 @@ class Drafter(PreTrainedModel):
         own, problems = self.state_dict(keep_vars=True), []
         for name, tensor in weights.items():
             found = own.get(name)
-            if found is None:
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.is_complex():
+                problems.append(f"{name} is no tensor of real numbers in memory")
+            elif found is None:
                 problems.append(f"{name} is none of its weights")
             elif found.shape != tensor.shape:
                 problems.append(f"{name} is {list(tensor.shape)}, expected {list(found.shape)}")
@@ -488,10 +495,11 @@ class Drafter(PreTrainedModel):
         vocabulary size or number of layers has changed.
 
         Raises:
-            ValueError: the drafter no longer fits the target.
+            ValueError: the drafter no longer fits the target, or was bound to another one.
         """
         if self._bound_vocab_size is None:
             return
+        self.check_bound_to(target)
         modules = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
         changes = [shared.how_changed(modules[what]) for what, shared in self._shared_weights.items()]
         vocab_size = target.config.get_text_config().vocab_size
@@ -515,7 +523,8 @@ class Drafter(PreTrainedModel):
         logger.info("%s. It was bound again.", found)
 
     def check_bound_to(self, target: PreTrainedModel) -> None:
-        """Raise `ValueError` unless the drafter was bound to `target`."""
+        """Raise `ValueError` unless the drafter was bound to `target`, and the errors of `check_target`."""
+        check_target(target)
         if not self.is_bound:
             raise ValueError(
                 f"This {type(self).__name__} is not bound to a target; load it with "

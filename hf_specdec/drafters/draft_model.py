@@ -48,6 +48,7 @@ def load_language_model(
     use."""
     model, info = auto_class(config.model_config).from_pretrained(
         checkpoint.folder,
+        variant=checkpoint.variant,
         use_safetensors=checkpoint.uses_safetensors,
         output_loading_info=True,
         trust_remote_code=False,

@@ -41,9 +41,9 @@ class WeightlessDrafter(Drafter):
         self._record_binding(target)
 
     def sync_with(self, target: PreTrainedModel) -> None:
+        super().sync_with(target)
         if self._device != target.device:
             self.bind(target)
-        super().sync_with(target)
 
 
 class NoDrafter(WeightlessDrafter):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -21,27 +20,37 @@ class SuffixDrafter(WeightlessDrafter):
 
     The rule is that of ArcticInference's and vLLM's suffix decoding, for a chain. Every round searches for occurrences
     on the device; there is no suffix tree. Earlier outputs are the latest `history_size` tokens of all calls with this
-    drafter, whatever their prompts. Binding the drafter clears them.
+    drafter, whatever their prompts. Binding it to another target, or to one of another vocabulary, clears them.
 
     Args:
         target: the target to bind to; or a `SuffixConfig`, for a drafter that is bound later.
-        settings: arguments of `SuffixConfig`.
+        num_assistant_tokens, history_size: see `SuffixConfig`; unused if one is given.
     """
 
     config_class = SuffixConfig
     varies_num_draft_tokens = True
 
-    def __init__(self, target: PreTrainedModel | SuffixConfig, **settings: Any):
+    def __init__(
+        self,
+        target: PreTrainedModel | SuffixConfig,
+        *,
+        num_assistant_tokens: int = SuffixConfig.num_assistant_tokens,
+        history_size: int = SuffixConfig.history_size,
+    ):
         is_config = isinstance(target, SuffixConfig)
-        super().__init__(target if is_config else SuffixConfig(**settings))
+        own = SuffixConfig(num_assistant_tokens=num_assistant_tokens, history_size=history_size)
+        super().__init__(target if is_config else own)
         self._history: torch.Tensor | None = None
         if not is_config:
             self.bind(target)
 
     def bind(self, target: PreTrainedModel) -> None:
+        config, vocab_size = self._target_config, self._bound_vocab_size
         super().bind(target)
+        is_same = self._target_config is config and self._bound_vocab_size == vocab_size
         with torch.inference_mode(False):
-            self._history = torch.full((self.config.history_size,), NO_TOKEN, device=self.device)
+            empty = torch.full((self.config.history_size,), NO_TOKEN, device=self.device)
+            self._history = self._history.to(self.device) if is_same else empty
 
     def observe(self, prompt: torch.Tensor, tokens: Sequence[int] | torch.Tensor) -> None:
         history = self._history

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 # Names that end in "generate" but are no `generate()`.
 _NO_GENERATION = {"return_dict_in_generate", "can_generate"}
@@ -20,7 +20,12 @@ def check_target(target: Any) -> None:
             f"target is a {name}; expected the model that generates, as AutoModelForCausalLM.from_pretrained() loads "
             "it: not its name or config, nor a module around it (DataParallel)."
         )
-    if target.config.is_encoder_decoder:
+    check_decoder(target.config, name)
+
+
+def check_decoder(config: PreTrainedConfig, name: str) -> None:
+    """Raise `ValueError` if the target `name` with this configuration is an encoder-decoder."""
+    if config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder; hf_specdec drafts for decoder-only models.")
 
 

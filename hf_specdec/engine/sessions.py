@@ -139,7 +139,6 @@ class SessionPool:
     """The idle sessions of a drafter by `SessionKey`, its `Hosting`s, and the acceptance of its drafts.
 
     A call takes a session out of the pool, so simultaneous calls, perhaps on different streams, get different sessions.
-    Copying or unpickling a pool gives an empty one.
     """
 
     def __init__(self) -> None:
@@ -150,9 +149,6 @@ class SessionPool:
         # Takes the drafter's place in calls that are faster without it.
         self.substitute: Drafter | None = None
         self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple:
-        return type(self), ()
 
     def __len__(self) -> int:
         return len(self._idle)

@@ -13,8 +13,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ..auto import AutoDrafter, NormalizedCheckpoint, find_checkpoint, read_checkpoint
-from ..checkpoints.checkpoint import Checkpoint, check_folder
+from ..checkpoints.checkpoint import Checkpoint, check_folder, config_errors
 from ..config import DraftLayersConfig
+from ..drafters.target_checks import check_decoder
+from ..loading import usable_device
 from ..prompt_sources import encode
 from .self_check import self_check
 
@@ -94,7 +96,9 @@ def describe_fit(found: NormalizedCheckpoint, target: PreTrainedConfig, name: st
     report: dict[str, Any] = {"name": name, "model_type": target.model_type, "fits": True, "reason": None}
     config, num_layers = found.config, getattr(target.get_text_config(), "num_hidden_layers", 0)
     try:
-        layer_ids = config.check_fit(target, num_layers, config.name_or_path)
+        with config_errors(name):
+            check_decoder(target, name)
+            layer_ids = config.check_fit(target, num_layers, config.name_or_path)
     except ValueError as error:
         return report | {"fits": False, "reason": str(error)}
     return report if layer_ids is None else report | {"aux_hidden_state_layer_ids": layer_ids}
@@ -102,7 +106,7 @@ def describe_fit(found: NormalizedCheckpoint, target: PreTrainedConfig, name: st
 
 def run_self_check(arguments: argparse.Namespace, located: dict[str, Any]) -> dict[str, Any]:
     """Load the drafter and the target that `arguments` name, and score the interpretations; returns JSON values."""
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = usable_device(arguments.device)
     target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype="auto", token=arguments.token)
     target = target.to(device).eval()
     drafter = AutoDrafter.from_pretrained(arguments.repo, target, **located)

@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from ..calls.first_pass import REPLACED_INPUTS
 from ..calls.prompts import Prompts
 from ..calls.request import ContinuousBatching, Request
 from ..calls.transcript import end_tokens_of
+from ..config import check_int
 from ..drafters.attachment import Attachment
 from ..drafters.base import Drafter
 from ..host.generation import GenerationOutput, prepared_config
@@ -87,7 +87,7 @@ def generate_batch(
     given = {name: kwargs.pop(name) for name in _OF_CALL if kwargs.get(name) is not None}
     config, unknown = prepared_config(model, generation_config, **kwargs)
     check_known(unknown, "generate_batch()")
-    sequences = config.num_return_sequences or 1
+    sequences = check_int("num_return_sequences", config.num_return_sequences or 1, 1)
     with on_host():
         call, model_kwargs = _call_of_all(model, drafter, config, prompts, settings, adapter_names, given)
 
@@ -205,9 +205,10 @@ _OF_CALL = tuple(inspect.signature(call_of).parameters)[4:]
 
 def asked_logprobs(asked: bool | str | None) -> str | None:
     """`Request.return_logprobs` for `asked`: True means processed ones, as in transformers; else a name or None."""
-    if asked not in (None, False, True, "processed", "raw"):
+    kinds = {None: None, False: None, True: "processed", "processed": "processed", "raw": "raw"}
+    if asked not in tuple(kinds):
         raise ValueError(f'return_logprobs is {asked!r}; expected True, "processed", "raw" or None.')
-    return "processed" if asked is True else asked or None
+    return kinds[asked]
 
 
 def check_known(unknown: Mapping[str, Any], what: str) -> None:
@@ -219,12 +220,9 @@ def check_known(unknown: Mapping[str, Any], what: str) -> None:
 
 def check_config(settings: ContinuousBatchingConfig) -> None:
     """Raise `ValueError` if `settings` ask for what continuous batching with a drafter does not support."""
-    most = settings.max_queue_size
-    if not isinstance(most, Integral) or most < 0:
-        raise ValueError(f"max_queue_size is {most!r}; expected an int of at least 0, which is any number.")
-    rows = settings.max_requests_per_batch
-    if rows is not None and (not isinstance(rows, Integral) or rows < 1):
-        raise ValueError(f"max_requests_per_batch is {rows!r}; expected an int of at least 1, or None.")
+    check_int("max_queue_size", settings.max_queue_size, 0, ", which is any number")
+    if settings.max_requests_per_batch is not None:
+        check_int("max_requests_per_batch", settings.max_requests_per_batch, 1, ", or None")
 
 
 def tokens_of(prompt: Any, name: str) -> torch.Tensor:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from numbers import Real
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..config import check_positive
 from ..drafters.base import Drafter
 from ..drafters.none import NoDrafter
 from ..drafters.target_checks import generating_model
@@ -22,7 +22,7 @@ from ..patching.support import cache_layers
 from ..state import Shape
 from .continuous import call_of
 from .dispatch import on_static_engine
-from .validation import TOKEN_DTYPES, check_tokens
+from .validation import check_prompts, check_tokens
 
 # Tokens of a pass; their logits are in memory at the same time.
 TOKENS_OF_PASS = 2048
@@ -40,10 +40,9 @@ def score(
     model = generating_model(model)
     ids, mask = input_ids.cpu(), None if attention_mask is None else attention_mask.cpu()
     texts = _texts(ids, mask)
-    if not isinstance(temperature, Real) or not temperature > 0:
-        raise ValueError(f"temperature is {temperature!r}; expected a number above 0.")
+    check_positive(temperature=temperature)
     out = torch.zeros(input_ids.shape, dtype=torch.float32, device=model.device)
-    longest = max((len(columns) for _, columns in texts), default=0)
+    longest = max(len(columns) for _, columns in texts)
     if longest < 2:
         return out
     scorer = NoDrafter(model, drafter.batch_invariant, drafter.kv_cache_dtype)
@@ -72,12 +71,8 @@ Drafter._score = score
 
 def _texts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Tokens and columns of the text in each row, `[length]` int64 each; all on the host."""
+    check_prompts(input_ids, attention_mask, None, {})
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    if input_ids.dim() != 2 or mask.shape != input_ids.shape or input_ids.dtype not in TOKEN_DTYPES:
-        raise ValueError(
-            f"input_ids is {input_ids.dtype} of shape {list(input_ids.shape)}, and attention_mask has shape "
-            f"{list(mask.shape)}; expected token ids (torch.int64) of shape [batch, length], and a mask of that shape."
-        )
     found = []
     for row, (tokens, is_text) in enumerate(zip(input_ids.long(), mask.bool(), strict=True)):
         columns = is_text.nonzero()[:, 0]

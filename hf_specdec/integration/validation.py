@@ -9,7 +9,6 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..drafters.base import Drafter
-from ..drafters.target_checks import check_target
 from ..host.caches import OUTPUT_NAME, Cache, is_of_caller, rounds_keys
 from ..host.generation import GenerationMode
 from ..modules.hidden_states import modules_of
@@ -123,7 +122,6 @@ def check_call(
 ) -> None:
     """Raise `ValueError` if `model` cannot generate with `drafter` as asked."""
     name = type(model).__name__
-    check_target(model)
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             f"A drafter works with greedy search and sampling, but the call asks for {generation_mode.value} "

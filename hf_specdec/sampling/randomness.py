@@ -32,11 +32,11 @@ class Randomness:
         64-bit integers, a single one or one for each row."""
         if self.seeds is not None and self.generator is not None:
             raise ValueError("Both seeds and generator were given; expected one of them.")
+        if not isinstance(self.generator, torch.Generator | None):
+            raise ValueError(f"generator is {self.generator!r}; expected a torch.Generator, or a seed as seeds=.")
         if self.seeds is None:
             if temperature is None:
                 return torch.zeros(batch, dtype=torch.int64)
-            if not isinstance(self.generator, torch.Generator | None):
-                raise ValueError(f"generator is {self.generator!r}; expected a torch.Generator, or a seed as seeds=.")
             device = None if self.generator is None else self.generator.device
             seed = torch.randint(0, 2**63 - 1, (1,), generator=self.generator, device=device)
             return row_seeds(seed, batch)

@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from math import inf
-from numbers import Integral, Real
+from numbers import Real
 from types import NoneType
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers import (
 
 from ..calls.call import fitting_tokens, why_too_long
 from ..calls.request import Request
+from ..config import check_int, is_integer
 from ..graphs.buckets import next_power_of_two
 from ..integration.continuous import asked_logprobs, tokens_of
 from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS, own_config
@@ -113,7 +114,7 @@ class RequestFactory:
         check_adapters(self._model, None if adapter is None else [adapter])
         limit = self._limit(max_new_tokens, len(prompt))
         remaining = fitting_tokens(len(prompt), limit, self._num_positions)
-        count = self._config.num_return_sequences or 1
+        count = check_int("num_return_sequences", self._config.num_return_sequences or 1, 1)
         seeds, prompt_ids, ends = self._seeds_of(seed, count), prompt.tolist(), end_tokens(self._config, eos_token_id)
         sampling = self._sampling(options)
         config = own_config(self._model, self._config, options, prompt, limit, ends, self._samples_each, processors)
@@ -168,9 +169,7 @@ class RequestFactory:
                     "expected max_new_tokens of the request, or of the generation config."
                 )
             return max(positions + 1 - length, 1)
-        if not is_integer(asked) or asked < 1:
-            raise ValueError(f"max_new_tokens is {asked!r}; expected an int of at least 1.")
-        return int(asked)
+        return check_int("max_new_tokens", asked, 1)
 
     def _seeds_of(self, seed: int | None, count: int) -> list[int]:
         """Seeds of the sequences of a request."""
@@ -207,12 +206,12 @@ class RequestFactory:
         do_sample, temperature, top_k, top_p = (
             getattr(self._config, name) if options.get(name) is None else options[name] for name in SAMPLING_OPTIONS
         )
+        check_int("top_k", top_k, 0)
         for name, value, is_right, expected in (
-            ("temperature", temperature, _is_number(temperature) and 0 <= temperature < inf, "a number of at least 0"),
-            ("top_k", top_k, is_integer(top_k) and top_k >= 0, "an int of at least 0"),
-            ("top_p", top_p, _is_number(top_p) and 0 < top_p <= 1, "a number above 0 and up to 1"),
+            ("temperature", temperature, lambda one: 0 <= one < inf, "a number of at least 0"),
+            ("top_p", top_p, lambda one: 0 < one <= 1, "a number above 0 and up to 1"),
         ):
-            if not is_right:
+            if not isinstance(value, Real) or not is_right(value):
                 raise ValueError(f"{name} is {value!r}; expected {expected}.")
         if not do_sample or temperature == 0:
             return GREEDY
@@ -225,15 +224,6 @@ def check_request_id(request_id: Any) -> None:
         hash(request_id)
     except TypeError as error:
         raise ValueError(f"request_id is {request_id!r:.80}; expected a str, or None for a new one.") from error
-
-
-def is_integer(value: Any) -> bool:
-    """Whether `value` is an integer of Python or NumPy."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real)
 
 
 def end_tokens(config: GenerationConfig, eos_token_id: int | list[int] | None) -> frozenset[int]:

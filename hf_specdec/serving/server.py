@@ -27,6 +27,7 @@ from ..auto import AutoDrafter
 from ..checkpoints.checkpoint import check_folder
 from ..config import check_num_or_auto
 from ..drafters import Drafter, NoDrafter
+from ..drafters.base import check_num_nodes
 from ..errors import first_line
 from ..host import serving as serving_parts
 from ..host.generation import GenerationOutput, WorkloadHints
@@ -503,6 +504,8 @@ def run_serve(arguments: argparse.Namespace) -> None:
     )
     if number is not None:
         check_num_or_auto(number)
+    if tree is not None:
+        check_num_nodes(tree)
     for name in filter(None, (arguments.target, arguments.drafter)):
         check_folder(name)
 

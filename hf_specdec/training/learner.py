@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..config import check_int, check_positive
 from ..drafters.attachment import innermost
 from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
@@ -64,7 +65,7 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
             step whose gradients are not finite, which does not change the drafter; and of rollouts that were dropped.
 
     Raises:
-        ValueError: the drafter is not bound to the target, its family cannot learn, or `source` is wrong.
+        ValueError: the drafter is not bound to the target, its family cannot learn, or a setting is wrong.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
     ):
         if source not in SOURCES:
             raise ValueError(f'source is {source!r}; expected "trainer" or "rollouts".')
+        check_positive(learning_rate=learning_rate, step_decay=step_decay, temperature=temperature)
+        check_int("max_tokens", max_tokens, 1)
+        check_int("num_steps", 1 if num_steps is None else num_steps, 1)
         self.drafter, self._target = drafter, innermost(model)
-        drafter.check_bound_to(self._target)
         with self._random_numbers():
             self._student = _copy_in_float32(drafter, self._target)
         self._teacher = Teacher(self._target, self._student, temperature=temperature)
@@ -243,6 +246,7 @@ def _copy_in_float32(drafter: Drafter, target: nn.Module) -> CachedDrafter:
             f"{type(drafter).__name__} cannot learn: it does not implement {method}(); expected EAGLE-3, P-EAGLE, MTP "
             "modules, DFlash, DSpark, or a draft model."
         )
+    drafter.check_bound_to(target)
     student = type(drafter)(copy.deepcopy(drafter.config)).to(drafter.device, torch.float32)
     student.load_state_dict(drafter.state_dict())
     student.bind(target)

@@ -690,6 +690,7 @@ def test_errors_are_one_line(folders, capsys, monkeypatch, tmp_path):
         (["--random-weights", "--prompts", "x"], "drop --prompts"),
         (["--synthetic-acceptance", 0.5, 0.7], "never grow"),
         (["--device", "nonsense"], "--device is 'nonsense'"),
+        (["--device", "meta"], "--device is 'meta', which torch cannot use here"),
     ):
         assert main(["bench", "--target", str(folders / "target"), *map(str, arguments)]) == 1
         captured = capsys.readouterr()

@@ -111,7 +111,9 @@ def test_rounds_compute_them_for_requests_that_ask(monkeypatch):
         with pytest.raises(ValueError, match="return_logprobs is 'all'; expected True"):
             manager.add_request(prompt, return_logprobs="all")
         assert manager.get_result(manager.add_request(prompt, seed=1), timeout=120).logprobs == []
-    assert len(computed) == 2 * 5 and found[None].logprobs == []
+        one = manager.get_result(manager.add_request(prompt, seed=2, return_logprobs=1), timeout=120)
+        assert one.error is None and one.logprobs == pytest.approx(found[True].logprobs, abs=2e-5)
+    assert len(computed) == 3 * 5 and found[None].logprobs == []
     for kind, temperature in (("raw", 1.0), (True, 0.8)):
         expected = processed(target, prompt, found[kind].generated_tokens, temperature)
         assert found[kind].logprobs == pytest.approx(expected, abs=2e-5)

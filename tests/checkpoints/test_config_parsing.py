@@ -538,8 +538,8 @@ def test_rope_parameters_by_keyword(dialect, tmp_path):
             read(tmp_path / "b", dialect, overrides={"rope_parameters": wrong})
     with pytest.raises(ValueError, match="rope_theta and rope_parameters are both given"):
         read(tmp_path / "c", dialect, overrides={"rope_parameters": LLAMA3, "rope_theta": 1.0})
-    for wrong in ("1e6", True, 0):
-        with pytest.raises(ValueError, match=f"rope_theta is {wrong!r}; expected a number above 0"):
+    for wrong in ("1e6", True, 0, float("inf")):
+        with pytest.raises(ValueError, match=f"rope_theta is {wrong!r}; expected a finite number above 0"):
             read(tmp_path / "e", dialect, overrides={"rope_theta": wrong})
     unknown = LLAMA3 | {"rope_type": "spiral"}
     with pytest.raises(ValueError, match=r"rope_parameters .*spiral.* cannot apply"):

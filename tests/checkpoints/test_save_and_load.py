@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from dialects import DIALECTS, PEAGLE, PEAGLE_DIALECTS, Spec, make_weights, tiny_target, write
+from oracle import random_draft_model
 from safetensors.torch import load_file
 
 from hf_specdec import AutoDrafter
@@ -112,6 +113,53 @@ def test_dtype(tmp_path):
     assert drafter.dtype == torch.bfloat16 and drafter.d2t.dtype == torch.int64
     assert AutoDrafter.from_pretrained(folder, target, dtype=torch.float32).dtype == torch.float32
     assert AutoDrafter.from_pretrained(folder, target, dtype="float16").dtype == torch.float16
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("size", "file"), [("1GB", "model.fp16.safetensors"), ("20KB", "index.fp16.json")])
+def test_variant(size, file, target, tmp_path):
+    first = AutoDrafter.from_pretrained(write("speculators", tmp_path / "a", SPEC, make_weights(SPEC)), target)
+    first.save_pretrained(tmp_path / "b", variant="fp16", max_shard_size=size)
+    assert [one for one in (tmp_path / "b").iterdir() if one.name.endswith(file)]
+    second = AutoDrafter.from_pretrained(tmp_path / "b", target, variant="fp16")
+    assert all(torch.equal(tensor, second.state_dict()[name]) for name, tensor in first.state_dict().items())
+    random_draft_model(target).save_pretrained(tmp_path / "c", variant="fp16", max_shard_size=size)
+    assert AutoDrafter.from_pretrained(tmp_path / "c", target, variant="fp16").config.family == "draft model"
+    with pytest.raises(
+        OSError, match=r"no weight file; looked for model\.bf16\.safetensors, model\.safetensors\.index\.b"
+    ):
+        AutoDrafter.from_pretrained(tmp_path / "b", target, variant="bf16")
+
+
+def test_devices_without_weights(target, tmp_path):
+    folder = write("speculators", tmp_path, SPEC, make_weights(SPEC))
+    for device_map in ("meta", torch.device("meta"), {"layers": "cpu", "": "meta"}):
+        with pytest.raises(ValueError, match=r"meta.*, where weights have no values; expected devices with memory"):
+            AutoDrafter.from_pretrained(folder, target, device_map=device_map)
+    with pytest.raises(ValueError, match=r"by default the device of the target's last layer, is .*meta"):
+        AutoDrafter.from_pretrained(folder, copy.deepcopy(target).to("meta"))
+
+
+WRONG_KINDS = [
+    ({"compile": 1}, "bool"),
+    ({"share_head": "no"}, r"bool \| None"),
+    ({"parallel_drafting": 0}, r"bool \| None"),
+    ({"causal": "yes"}, r"bool \| list\[bool\] \| None"),
+    ({"aux_hidden_state_layer_ids": 2}, r"list\[int\] \| None"),
+    ({"mask_token_id": "4"}, r"int \| None"),
+    ({"local_files_only": "yes"}, "bool"),
+    ({"subfolder": 3}, "str"),
+    ({"variant": 16}, r"str \| None"),
+]
+
+
+@pytest.mark.core_for(keywords=[{"share_head": "no"}])
+@pytest.mark.parametrize(("keywords", "expected"), WRONG_KINDS)
+def test_keywords_of_other_types(keywords, expected, target, tmp_path):
+    """Before any file is read."""
+    ((name, value),) = keywords.items()
+    with pytest.raises(ValueError, match=f"^{name} is {value!r}; expected {expected}\\.$"):
+        AutoDrafter.from_pretrained(tmp_path / "nothing", target, **keywords)
 
 
 def test_settings_and_overrides(target, tmp_path):

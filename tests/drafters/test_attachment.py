@@ -21,6 +21,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 from word_tokenizer import word_tokenizer
 
 from hf_specdec import NoDrafter
+from hf_specdec.drafters.attachment import attachment_of
 from hf_specdec.engine import lease
 from hf_specdec.hosting import equivalence
 from hf_specdec.modules.module_hooks import asks_for_gradients
@@ -157,7 +158,10 @@ REFUSED = [
     ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is N"),
     ({"guidance_scale": 1.5}, "keeps state"),
     ({"synced_gpus": True}, "synced_gpus is set"),
-    ({"custom_generate": lambda model, input_ids, assistant_model="", **_: input_ids[:, len(assistant_model) :]}, None),
+    (
+        {"custom_generate": lambda model, input_ids, assistant_model="", **_: input_ids[:, len(assistant_model) :]},
+        "custom_generate is '<lambda>', which transformers calls without a drafter",
+    ),
 ]
 
 
@@ -176,9 +180,6 @@ def test_what_cannot_run_with_drafts_runs_plainly(options, match, caplog):
             assert torch.equal(target.generate(**inputs, **GREEDY, **options), plain)
     warnings = [one for one in caplog.messages if "runs without it" in one]
     assert attachment.stats.calls == 0
-    if match is None:  # a loop of the caller's own
-        assert not attachment.refusals
-        return
     ((reason, count),) = attachment.refusals.items()
     assert match in reason and count == 2 - ("synced_gpus" in options) and len(warnings) == 1
     strict = attachment.drafter.attach(target, strict=True)
@@ -256,6 +257,25 @@ def test_an_attachment_is_of_one_model(caplog):
 
 
 @pytest.mark.core
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"model": "org/target"}, "str has no transformers model inside; expected one that generates"),
+        ({"memory": "half"}, "memory is 'half'; expected float"),
+        ({"memory": True}, "memory is True; expected float"),
+        ({"memory": 1.5}, "memory is 1.5; expected a share of the device's memory, from 0 to 1"),
+        ({"strict": "no"}, "strict is 'no'; expected bool"),
+        ({"release_after_call": 1}, "release_after_call is 1; expected bool"),
+        ({"mode": "train"}, 'mode is \'train\'; expected "eval" or "keep"'),
+    ],
+)
+def test_wrong_arguments(options, match):
+    target = new_target("llama")
+    with pytest.raises(ValueError, match=match):
+        random_eagle3(target).attach(**{"model": target, **options})
+    assert attachment_of(target) is None
+
+
 def test_models_around_the_target():
     target = new_target("llama")
     adapted, drafter = with_adapters(target), random_eagle3(target)

@@ -57,9 +57,13 @@ def test_weights_that_do_not_fit_change_nothing():
         ({"layers.0.nothing": torch.zeros(2)}, "layers.0.nothing is none of its weights"),
         ({right: before[right][:1]}, rf"{right} is \[1.*\], expected \[{before[right].shape[0]}"),
         ({"d2t": before["d2t"] + 1}, "d2t differs, which is fixed"),
+        ({right: wanted[right].to("meta")}, f"{right} is no tensor of real numbers in memory"),
+        ({right: wanted[right] + 1j}, f"{right} is no tensor of real numbers in memory"),
+        ({right: wanted[right].tolist()}, f"{right} is no tensor of real numbers in memory"),
     ):
         with pytest.raises(ValueError, match=words):
-            drafter.load_weights({name: one for name, one in wanted.items() if name != "d2t"} | wrong)
+            others = {name: one for name, one in wanted.items() if name not in ("d2t", right)}
+            drafter.load_weights(others | wrong)
         assert all(torch.equal(one, before[name]) for name, one in drafter.state_dict().items())
     drafter.load_weights({"d2t": before["d2t"], right: wanted[right]})
     assert torch.equal(drafter.state_dict()[right], wanted[right])

@@ -165,6 +165,12 @@ def test_bound_to_another_target_it_forgets():
     with pytest.raises(ValueError, match="bound to another target"):
         second.generate(**prompt_of(4, 5), **GREEDY, assistant_model=drafter)
     assert kept(drafter) == before
+    drafter.bind(first)
+    assert kept(drafter) == before
+    twin = copy.deepcopy(drafter)
+    assert not twin.is_bound and kept(twin) == before
+    twin.bind(first)
+    assert kept(twin) == []
     second.resize_token_embeddings(first.config.vocab_size + 8)
     drafter.bind(second)
     assert kept(drafter) == [] and drafter.config.vocab_size == first.config.vocab_size + 8
@@ -173,6 +179,34 @@ def test_bound_to_another_target_it_forgets():
     unbound = SuffixDrafter(SuffixConfig())
     with pytest.raises(ValueError, match="is not bound to a target"):
         first.generate(**prompt_of(4, 5), **GREEDY, assistant_model=unbound)
+
+
+def test_bound_to_the_same_target_it_remembers():
+    """On its new device, too; with another vocabulary its tokens may be others."""
+    target = copy.deepcopy(tiny_target("llama"))
+    drafter = SuffixDrafter(target)
+    target.generate(**prompt_of(4, 5), **GREEDY, assistant_model=drafter)
+    before = kept(drafter)
+    target.to(torch.bfloat16).to(torch.float32)
+    with torch.inference_mode():
+        drafter.bind(target)
+    drafter.load_state_dict(drafter.state_dict())
+    assert kept(drafter) == before != []
+    target.generate(**prompt_of(4, 5), **GREEDY, assistant_model=drafter)
+    assert kept(drafter) == before * 2 and not drafter._history.is_inference()
+    drafter.bind(target.to("meta"))
+    assert drafter._history.device.type == "meta"
+    drafter = SuffixDrafter(target := copy.deepcopy(tiny_target("llama")))
+    target.generate(**prompt_of(4, 5), **GREEDY, assistant_model=drafter)
+    target.resize_token_embeddings(target.config.vocab_size - 8)
+    drafter.sync_with(target)
+    assert kept(drafter) == []
+
+
+def test_no_other_settings():
+    """Such as a misspelt one: outputs would be kept."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'histroy_size'"):
+        SuffixDrafter(tiny_target("llama"), histroy_size=0)
 
 
 def test_no_window():

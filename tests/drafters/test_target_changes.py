@@ -2,11 +2,12 @@
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
 from case_counts import cases
-from lossless import PROMPTS
+from lossless import PROMPTS, greedy
 from oracle import RANDOM_DRAFTERS, SELDOM, random_draft_model, random_eagle3, random_mtp
 from targets import padded_prompts, tiny_target
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_specdec import AutoDrafter, NoDrafter
 from hf_specdec.drafters import shared_weights
 from hf_specdec.drafters.shared_weights import SharedWeight
+from hf_specdec.modules.weights import num_bytes
 
 # Drafters that borrow both, one of them copying the head's rows of a draft vocabulary.
 BORROWERS = {
@@ -196,6 +198,23 @@ def test_weight_changes_drop_captured_graphs_only_where_needed(monkeypatch):
         change(target)
         drafts(target, drafter)
         assert released == expected
+
+
+@pytest.mark.core_for(kind=["eagle3"])
+@pytest.mark.parametrize("kind", [*BORROWERS, "draft-model"])
+def test_copies_have_nothing_of_the_target(kind):
+    """They must be bound before they draft, and then draft the same."""
+    target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[1])
+    drafter = {**RANDOM_DRAFTERS, **BORROWERS}[kind](target)
+    plain, accepted = greedy(target, inputs, drafter, 3), drafter.stats.accepted
+    size = len(pickle.dumps(drafter))
+    for one in (copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))):
+        assert not one.is_bound and not one._shared_weights and one.sessions is None
+        with pytest.raises(ValueError, match="is not bound to a target"):
+            greedy(target, inputs, one, 3)
+        one.bind(target)
+        assert torch.equal(greedy(target, inputs, one, 3), plain) and one.stats.accepted == accepted
+    assert drafter.is_bound and size < sum(map(num_bytes, (drafter.parameters(), drafter.buffers()))) + 2**15
 
 
 def test_binding_in_inference_mode():

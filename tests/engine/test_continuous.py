@@ -273,6 +273,7 @@ class Never(StoppingCriteria):
         ({"streamer": Silent()}, "does not support streamer. Drop that option"),
         ({"return_dict_in_generate": True, "output_scores": True}, "does not support output_scores"),
         ({"num_beams": 2}, "works with greedy search and sampling"),
+        ({"num_return_sequences": -1}, "num_return_sequences is -1; expected an int of at least 1"),
         ({"nonsense": 3}, "nonsense"),
         ({"max_new_tokens": None, "max_length": 9}, "max_length is 9, which counts .* expected max_new_tokens"),
         (

@@ -12,6 +12,8 @@ from oracle import copy_of, random_draft_model, random_eagle3
 from targets import build_target, padded_prompts
 from transformers import Phi3ForCausalLM, modeling_rope_utils
 
+from hf_specdec.modules import signature
+from hf_specdec.patching.plugins import length_rope
 from hf_specdec.patching.plugins.length_rope import LengthRope, RopeLimits, length_limits, why_not_marked
 from hf_specdec.patching.support import why_not_supported
 
@@ -218,6 +220,18 @@ def test_rope_changed_between_calls(name):
         plain = TEXTS.greedy(target, inputs)
         assert torch.equal(TEXTS.greedy(target, inputs, drafter, 3), plain) and drafter.stats.engine == engine
         target.model.rotary_emb = type(target.model.rotary_emb)(target.config)
+
+
+def test_frequencies_that_are_kept(monkeypatch):
+    """Not those of all places where a module was."""
+    monkeypatch.setattr(signature, "MOST_KEPT", 3)
+    module = build_target("llama", **SETTINGS["llama"]).model.rotary_emb
+    held = []
+    for _ in range(6):
+        held.append(module.original_inv_freq)  # so that no address comes again
+        module.original_inv_freq = module.original_inv_freq.clone()
+        found = length_rope._frequencies_of(module)
+    assert len(length_rope._frequencies[module]) == 3 and length_rope._frequencies_of(module) is found
 
 
 def test_rotary_embedding_of_another_dtype():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from dialects import PEAGLE, Spec, make_weights, tiny_target, write, write_draft_model
 from safetensors.torch import load_file, save_file
+from transformers import T5Config, ViTConfig
 
 from hf_specdec import AutoDrafter
 from hf_specdec.cli import build_parser, main
@@ -79,6 +80,32 @@ def test_target_of_another_size(target_folder, tmp_path, capsys):
     assert main(["inspect", str(folder), "--target", str(target_folder), "--json"]) == 0
     fit = json.loads(capsys.readouterr().out)["target"]
     assert fit["fits"] is False and "vocabulary of 160 tokens" in fit["reason"]
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            T5Config(vocab_size=SPEC.vocab_size, d_model=SPEC.hidden_size, num_layers=8),
+            "is an encoder-decoder; hf_spec",
+        ),
+        (ViTConfig(hidden_size=SPEC.hidden_size), "describes no model that can be built (AttributeError: "),
+    ],
+)
+def test_targets_that_say_no_text(config, reason, tmp_path, capsys):
+    config.save_pretrained(tmp_path / "target")
+    folder = write("speculators", tmp_path / "drafter", SPEC, make_weights(SPEC))
+    assert main(["inspect", str(folder), "--target", str(tmp_path / "target"), "--json"]) == 0
+    fit = json.loads(capsys.readouterr().out)["target"]
+    assert fit["fits"] is False and reason in fit["reason"]
+
+
+def test_devices_that_torch_cannot_use(target_folder, tmp_path, capsys):
+    folder = write("speculators", tmp_path, SPEC, make_weights(SPEC))
+    for device in ("nonsense", "meta"):
+        arguments = ["inspect", str(folder), "--target", str(target_folder), "--self-check", "--device", device]
+        assert main(arguments) == 1
+        assert f"--device is '{device}', which torch cannot use here: " in capsys.readouterr().err
 
 
 def test_normal_form(target_folder, tmp_path, capsys):

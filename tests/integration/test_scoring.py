@@ -94,11 +94,13 @@ def test_settings_of_the_models_generation_are_none_of_scores():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((torch.tensor([1, 2]),), r"of shape \[2\], .* expected token ids .* of shape \[batch, length\]"),
-        ((torch.tensor([[1.0, 2.0]]),), "input_ids is torch.float32 of shape .* expected token ids"),
-        ((torch.tensor([[1, 2]]), torch.tensor([[1]])), r"attention_mask has shape \[1, 1\]; .* a mask of that shape"),
+        ((torch.tensor([1, 2]),), r"input_ids has shape \[2\]; expected \[batch, length\]"),
+        ((torch.tensor([[1.0, 2.0]]),), "input_ids is torch.float32; expected token ids"),
+        ((torch.tensor([[1, 2]]), torch.tensor([[1]])), r"attention_mask has shape \[1, 1\] .*; expected the same"),
+        ((torch.tensor([[1, 2]]), torch.tensor([[1, -1]])), "attention_mask holds -1; expected 0 for padding and 1"),
         ((torch.tensor([[1, 2, 3]]), torch.tensor([[1, 0, 1]])), "a gap in row 0"),
-        ((torch.tensor([[1, 2]]), None, 0.0), "temperature is 0.0"),
+        ((torch.tensor([[1, 2]]), None, 0.0), "temperature is 0.0; expected a finite number above 0"),
+        ((torch.tensor([[1, 2]]), None, True), "temperature is True"),
         ((torch.tensor([[1, 10**6]]),), "1000000"),
     ],
 )

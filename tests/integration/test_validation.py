@@ -93,7 +93,13 @@ def test_unbound_drafter(target, drafter):
 
 @pytest.mark.core
 def test_drafter_bound_to_another_target(drafter):
-    refused(llama(), drafter, r"bound to another target; call drafter\.bind\(model\) first")
+    other, before = llama(), drafter.config.target
+    refused(other, drafter, r"bound to another target; call drafter\.bind\(model\) first")
+    with pytest.raises(ValueError, match="bound to another target"):
+        drafter.sync_with(other)
+    with pytest.raises(TypeError, match="target is a str; expected the model that generates"):
+        drafter.sync_with("org/target")
+    assert drafter.config.target is before
 
 
 @pytest.mark.core
@@ -236,6 +242,7 @@ def test_encoder_decoder(drafter):
         ({"seeds": [0.5]}, r"seeds is \[0.5\]; expected integers of 64 bits"),
         ({"seeds": [2**64]}, r"seeds is \[18446744073709551616\]; expected integers of 64 bits"),
         ({"seeds": ["a"]}, r"seeds is \['a'\]; expected integers of 64 bits"),
+        ({"do_sample": False, "generator": 42}, "generator is 42; expected a torch.Generator, or a seed as seeds="),
         ({"do_sample": True, "generator": 42}, "generator is 42; expected a torch.Generator, or a seed as seeds="),
         (
             {"synced_gpus": True},
@@ -248,7 +255,7 @@ def test_encoder_decoder(drafter):
         ({"dola_layers": "low"}, "dola_layers is 'low', which asks for DoLa decoding, .* Drop that option"),
         (
             {"custom_generate": lambda model, input_ids, **_: input_ids},
-            "custom_generate is .* calls without the assist",
+            "custom_generate is '<lambda>', which transformers calls without a drafter; expected none",
         ),
         ({"speculation_type": "dflash"}, "speculation_type is 'dflash', .* Drop that option or assistant_model"),
         ({"assistant_tokenizer": object()}, "assistant_tokenizer was given, .* Drop that option"),

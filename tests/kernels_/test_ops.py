@@ -120,6 +120,17 @@ def test_schemas_and_fakes(name):
 
 
 @torch.no_grad()
+def test_an_op_chooses_once(monkeypatch):
+    """It costs the host time in every op of an eager round."""
+    asked, (_, lengths, finished, limits, _) = [], rows()[0]
+    expected = ops.next_slots(lengths, limits, finished, 0, 2, SLOTS - 1)
+    for takes_kernel in (False, True):
+        monkeypatch.setattr(op_choice, "is_for_triton", lambda tensor, found=takes_kernel: asked.append(found) or found)
+        assert torch.equal(ops.next_slots(lengths, limits, finished, 0, 2, SLOTS - 1), expected)
+    assert asked == [False, True]
+
+
+@torch.no_grad()
 def test_compiled_code_sees_what_ops_write(monkeypatch):
     monkeypatch.setattr(op_choice, "is_for_triton", lambda _: True)
 

@@ -198,3 +198,15 @@ def test_drafters_that_cannot_learn():
         DrafterLearner(random_eagle3(target), new_target("llama"))
     with pytest.raises(ValueError, match="no transformers model inside"):
         DrafterLearner(random_eagle3(target), nn.Linear(2, 2))
+    for name, value, expected in (
+        ("num_steps", 0, "an int of at least 1"),
+        ("max_tokens", "8k", "an int of at least 1"),
+        ("temperature", -1.0, "a finite number above 0"),
+        ("step_decay", 0, "a finite number above 0"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}; expected {expected}"):
+            DrafterLearner(random_eagle3(target), target, **{name: value})
+    with pytest.raises(ValueError, match="str has no transformers model inside; expected one that generates"):
+        DrafterLearner(random_eagle3(target), "org/target")
+    with pytest.raises(ValueError, match=r"str cannot learn: .*; expected EAGLE-3"):
+        DrafterLearner("org/drafter", target)

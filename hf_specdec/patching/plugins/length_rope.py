@@ -23,7 +23,7 @@ from ...host.caches import OUTPUT_NAME, given_cache
 from ...host.modeling import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from ...modules.hidden_states import modules_of
 from ...modules.patch import Replacements, engine, runs_engine
-from ...modules.signature import fact, places_of, signature_of
+from ...modules.signature import fact, keep, places_of, signature_of
 from ..support import difference_of_logits
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
@@ -139,8 +139,8 @@ def _frequencies_of(module: nn.Module) -> tuple[torch.device, _Frequencies, _Fre
             limit = _limit(module, layer_type, kind)
             options = {} if layer_type is None else {"layer_type": layer_type}
             long[name], _ = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=limit + 1, **options)
-    known[key] = device, _Frequencies(module, short), _Frequencies(module, short | long) if long else None
-    return known[key]
+    found = device, _Frequencies(module, short), _Frequencies(module, short | long) if long else None
+    return keep(known, key, found)
 
 
 def _rotate(module, short, long, x, position_ids, *args, **kwargs):
