@@ -177,9 +177,9 @@ def choose_wide_stored_tiles(rows: int, weight: StoredWeight) -> tuple[LinearTil
 
     Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6), microseconds of this kernel / of `linear` / of cuBLAS in
     bfloat16, for layers of 6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336: e4m3 with a scale for each row, 64
-    rows 19 / 23 / 16, 12 / 14 / 12, 55 / 77 / 62, 29 / 50 / 36; 128 rows 24 / 35 / 17, 17 / 22 / 14, 70 / 148 / 67, 38 /
-    71 / 38; e4m3 in blocks of 128 x 128, 32 rows 14 / 18, 9 / 12, 40 / 53, 26 / 39; 128 rows 26 / 41, 19 / 25, 82 / 165,
-    43 / 81. Scales of groups need twice the registers, for which 128 features are too many.
+    rows 19 / 23 / 16, 12 / 14 / 12, 55 / 77 / 62, 29 / 50 / 36; 128 rows 24 / 35 / 17, 17 / 22 / 14, 70 / 148 / 67,
+    38 / 71 / 38; e4m3 in blocks of 128 x 128 without cuBLAS, 32 rows 14 / 18, 9 / 12, 40 / 53, 26 / 39; 128 rows 26 /
+    41, 19 / 25, 82 / 165, 43 / 81. Scales of groups need twice the registers, too many for 128 features.
     """
     size_out, size_in = weight.shape
     depth = _WIDE_DEPTH if weight.zeros is None else min(_WIDE_DEPTH, weight.group)

@@ -35,11 +35,12 @@ _LEAST = tl.constexpr(LEAST_SCALE)
 
 
 def _widen_bytes(of_pair: str, pack: int) -> tl.constexpr:
-    """PTX that widens `pack` bytes by `of_pair`, PTX that has two of them in t, each in its low half's byte and followed
-    by its sign, and leaves its result there."""
-    load = "mov.b32 w, $2;" if pack == 4 else "cvt.u32.u16 w, $1;"
-    pairs = [f"prmt.b32 t, w, 0, {(0x9180, 0xB3A2)[index]:#x};\n{of_pair}\nmov.b32 ${index}, t;" for index in range(pack // 2)]
-    return tl.constexpr("{\n.reg .b32 t, u, v, w;\n" + "\n".join([load, *pairs]) + "\n}")
+    """PTX that widens `pack` adjacent bytes. `of_pair` widens two of them in t: two halves, each a byte with its sign
+    repeated above it."""
+    lines = ["mov.b32 w, $2;" if pack == 4 else "cvt.u32.u16 w, $1;"]
+    for pair, selected in enumerate((0x9180, 0xB3A2)[: pack // 2]):
+        lines += [f"prmt.b32 t, w, 0, {selected:#x};", of_pair, f"mov.b32 ${pair}, t;"]
+    return tl.constexpr("{\n.reg .b32 t, u, v, w;\n" + "\n".join(lines) + "\n}")
 
 
 _E4M3_OF_PAIR = """shl.b32 t, t, 4;
@@ -57,7 +58,7 @@ fma.rn.bf16x2 t, u, v, t;"""
 _E4M3_2, _E4M3_4 = _widen_bytes(_E4M3_OF_PAIR, 2), _widen_bytes(_E4M3_OF_PAIR, 4)
 _INT8_2, _INT8_4 = _widen_bytes(_INT8_OF_PAIR, 2), _widen_bytes(_INT8_OF_PAIR, 4)
 
-_INT4 = tl.constexpr("""{
+_INT4_4 = tl.constexpr("""{
 .reg .b32 l, h, m, n;
 and.b32 l, $4, 0x0f0f0f0f;
 shr.u32 h, $4, 4;
@@ -74,7 +75,7 @@ fma.rn.bf16x2 $2, $5, n, $2;
 fma.rn.bf16x2 $3, $6, n, $3;
 }""")
 
-_INT4_BYTE = tl.constexpr("""{
+_INT4_1 = tl.constexpr("""{
 .reg .b32 t;
 shl.b32 t, $2, 12;
 or.b32 t, t, $2;
@@ -180,14 +181,14 @@ def widen_halves(stored, zeros, FORMAT: tl.constexpr, dtype: tl.constexpr, ASM: 
     float32, or codes of FORMAT. Each thread should have PACK adjacent bytes, 1 or 4; codes always take 4."""
     if FORMAT == "int4" and ASM and dtype == tl.bfloat16 and PACK == 1:
         low, high = tl.inline_asm_elementwise(
-            _INT4_BYTE, "=h,=h,r", [stored], dtype=(tl.int16, tl.int16), is_pure=True, pack=1
+            _INT4_1, "=h,=h,r", [stored], dtype=(tl.int16, tl.int16), is_pure=True, pack=1
         )
         bias = (zeros + 128).to(tl.bfloat16)[:, None]
         return low.to(dtype, bitcast=True) - bias, high.to(dtype, bitcast=True) - bias
     elif FORMAT == "int4" and ASM and dtype == tl.bfloat16:
         bias = tl.broadcast_to((zeros + 128).to(tl.bfloat16)[:, None], stored.shape)
         return tl.inline_asm_elementwise(
-            _INT4, "=&r,=&r,=&r,=&r,r,r,r", [stored, bias], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            _INT4_4, "=&r,=&r,=&r,=&r,r,r,r", [stored, bias], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
     elif FORMAT == "int4":
         low = (stored & 0xF).to(tl.float32) - zeros[:, None]

@@ -300,15 +300,19 @@ def test_pointwise_processors_of_the_caller():
     assert texts == alone("llama", LENGTHS)
 
 
-@pytest.mark.parametrize(("options", "made"), [({"temperature": 0.5, "top_k": 1}, 1), ({"min_new_tokens": 3}, 2 * 5)])
-def test_processors_are_made_once_where_they_are_those_of_all_rows(options, made, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "is_own"), [({"do_sample": True, "top_k": 1}, False), ({"min_new_tokens": 3}, True)]
+)
+def test_processors_are_made_once_where_they_are_those_of_all_rows(options, is_own, monkeypatch):
     """For each prompt they would copy its tokens to the device, before anything runs there."""
     calls, make = [], bulk.processors_of_prompt
     monkeypatch.setattr(bulk, "processors_of_prompt", lambda *args: calls.append(args) or make(*args))
     target = tiny_target("llama")
-    options = {"assistant_model": copy_of(target), "max_new_tokens": 4, "do_sample": "top_k" in options, **options}
-    out = target.generate_batch(prompts_of(LENGTHS[:5]), num_return_sequences=1 + ("top_k" not in options), **options)
-    assert len(calls) == made and all(len(one.generated_tokens) == 4 for one in out.values())
+    options = {"assistant_model": copy_of(target), "max_new_tokens": 4, "do_sample": False, **options}
+    for count in (1, 5):
+        calls.clear()
+        target.generate_batch(prompts_of(LENGTHS[:count]), **options)
+        assert len(calls) == 1 + (count if is_own else 1), "one for the call"
 
 
 def test_use_cache_is_ignored():
