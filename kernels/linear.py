@@ -18,7 +18,7 @@ import triton.language as tl
 
 from .gated_activation import activate
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
-from .stored_weight import SPLITS, stored_arguments, stored_sums
+from .stored_weight import SPLITS, numbers_per_byte, size_of_split, stored_arguments, stored_sums
 from .types import LinearTiles, StoredWeight
 
 # Blocks of rows in a group of the swizzle: programs that start together share blocks in the L2 cache.
@@ -28,11 +28,12 @@ _LINES = tl.constexpr(4)
 
 
 @triton.jit
-def request_lines(first_row_ptr, stride_bytes, rows, ROWS: tl.constexpr):
-    """Fetch the first _LINES lines of up to ROWS rows of the weight into the L2 cache."""
+def request_lines(first_row_ptr, stride_bytes, rows, apart, ROWS: tl.constexpr):
+    """Fetch _LINES lines of up to ROWS rows of the weight into the L2 cache: the first one of each row, and others
+    every `apart` bytes after it."""
     index = tl.arange(0, ROWS * _LINES)
     row = tl.minimum(index // _LINES, rows - 1)
-    at = first_row_ptr.to(tl.int64) + row.to(tl.int64) * stride_bytes + index % _LINES * 128
+    at = first_row_ptr.to(tl.int64) + row.to(tl.int64) * stride_bytes + index % _LINES * apart
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -83,10 +84,12 @@ def _linear_kernel(
     weight_ptr += first.to(tl.int64) * weight_stride
     if PDL:
         stride_bytes = weight_stride * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        request_lines(weight_ptr, stride_bytes, size_out - first, OWN)
+        # The sums of a stored weight begin at several places at once.
+        apart = 128 if FORM is None else size_of_split(size_in, DEPTH) // numbers_per_byte(FORM)
+        request_lines(weight_ptr, stride_bytes, size_out - first, apart, OWN)
         if IS_GATED:
             other_half = weight_ptr + size_out.to(tl.int64) * weight_stride
-            request_lines(other_half, stride_bytes, size_out - first, OWN)
+            request_lines(other_half, stride_bytes, size_out - first, apart, OWN)
     # Features beyond the last one repeat it and are not written.
     own_feature = (tl.minimum(feature, size_out - 1) - first + index % PARTS * size_out).to(tl.int64)
     if FORM is None:

@@ -59,7 +59,7 @@ def _linear_kernel(
             tl.program_id(0) // feature_blocks, tl.program_id(0) % feature_blocks, row_blocks, feature_blocks, GROUP
         )
         first = (feature_block * FEATURES).to(tl.int64)
-        request_lines(weight_ptr + first * weight_stride, weight_stride * 2, size_out - first, FEATURES)
+        request_lines(weight_ptr + first * weight_stride, weight_stride * 2, size_out - first, 128, FEATURES)
     wait_for_inputs(PDL)
     for tile in tl.range(tl.program_id(0), row_blocks * feature_blocks, tl.num_programs(0)):
         row_block, feature_block = tl.swizzle2d(

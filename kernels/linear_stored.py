@@ -18,7 +18,7 @@ import triton.language as tl
 
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .linear import GROUP, request_lines
-from .stored_weight import load_scales, stored_arguments, widen_bytes, widen_halves
+from .stored_weight import load_scales, numbers_per_byte, stored_arguments, widen_bytes, widen_halves
 from .types import LinearTiles, StoredWeight
 
 # Results of a program of `_add_parts_kernel`.
@@ -61,7 +61,7 @@ def _linear_kernel(
     row_block, feature_block = tl.swizzle2d(
         tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), GROUP
     )
-    PER_BYTE: tl.constexpr = 1 if FORMAT == "int8" or FORMAT == "e4m3" else 2
+    PER_BYTE: tl.constexpr = numbers_per_byte(FORM)
     SCALES_NUMBERS: tl.constexpr = GROUP_SIZE is not None and GROUP_SIZE < DEPTH
     # With few rows the product of a tile takes less time than one that goes on with the sums, and the scales are cheap.
     SCALES_PRODUCTS: tl.constexpr = ROWS <= _FEW_ROWS if GROUP_SIZE is None else GROUP_SIZE >= DEPTH
@@ -75,7 +75,7 @@ def _linear_kernel(
     if PDL:
         first = feature_block * FEATURES
         first_row = weight_ptr + first.to(tl.int64) * weight_stride + part * part_size // PER_BYTE
-        request_lines(first_row, weight_stride, size_out - first, FEATURES)
+        request_lines(first_row, weight_stride, size_out - first, 128, FEATURES)
     scales_at = own_feature // SCALE_ROWS * scales_stride
     zeros = tl.full([FEATURES], 8, tl.float32)
     if GROUP_SIZE is None:

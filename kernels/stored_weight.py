@@ -116,6 +116,18 @@ _NF4_BFLOAT16 = tl.constexpr(look_up(CODES["nf4"], torch.bfloat16))
 _NF4_FLOAT16 = tl.constexpr(look_up(CODES["nf4"], torch.float16))
 
 
+@triton.constexpr_function
+def numbers_per_byte(form) -> int:
+    """1 or 2, by the FORM of `stored_sums`."""
+    return 1 if form[0] in ("int8", "e4m3") else 2
+
+
+@triton.jit
+def size_of_split(size_in, DEPTH: tl.constexpr):
+    """Input features of each of SPLITS parts of a sum."""
+    return tl.cdiv(size_in, SPLITS * DEPTH) * DEPTH
+
+
 @triton.jit
 def rows_of_fragments(FEATURES: tl.constexpr):
     """Split and feature of each row of a loaded tile `[SPLITS * FEATURES]`, for `in_fragments`: each of SPLITS warps
@@ -307,10 +319,10 @@ def stored_sums(
     FEATURES: tl.constexpr = SIZES[1]
     DEPTH: tl.constexpr = SIZES[2]
     ROWS: tl.constexpr = is_row.shape[0] // SPLITS
-    PER_BYTE: tl.constexpr = 1 if FORMAT == "int8" or FORMAT == "e4m3" else 2
+    PER_BYTE: tl.constexpr = numbers_per_byte(FORM)
     SCALES_NUMBERS: tl.constexpr = GROUP_SIZE is not None and GROUP_SIZE < DEPTH
     SCALES_PRODUCTS: tl.constexpr = GROUP_SIZE is not None and GROUP_SIZE >= DEPTH
-    split_size = tl.cdiv(size_in, SPLITS * DEPTH) * DEPTH
+    split_size = size_of_split(size_in, DEPTH)
     split, index = rows_of_fragments(FEATURES)
     feature = tl.minimum(first + index // HALVES, last) - first + index % HALVES * other_half
     stored_depth, depth = tl.arange(0, DEPTH // PER_BYTE), tl.arange(0, DEPTH)
