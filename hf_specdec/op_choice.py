@@ -80,7 +80,7 @@ def is_for_triton(tensor: torch.Tensor) -> bool:
     """Whether an op on `tensor` runs its Triton kernel."""
     if not torch.compiler.is_compiling() and _choice.references_only:
         return False
-    return has_kernels(tensor.device) and tensor.dtype != torch.float64
+    return DEVICE_POLICIES.get(tensor.device.type, DEFAULT_POLICY).triton and tensor.dtype != torch.float64
 
 
 def without_dispatch_modes() -> AbstractContextManager[None]:
