@@ -6,6 +6,10 @@ With programmatic dependent launch (PDL) of Hopper and later GPUs, a kernel star
 runs. Before it calls `wait_for_inputs` it may prepare, but it must neither read what earlier kernels write nor write
 what they read. `wait_for_inputs` waits until the kernel before has completed, and then lets the next kernel start. So
 when a kernel starts, all kernels except the one before it have completed. This needs every kernel with PDL to wait.
+
+Letting the next kernel start before the wait is not faster: rounds of 8B shapes take 4.20 instead of 4.09 ms at batch 1
+without a drafter, and 5.22 instead of 5.28 at batch 8 with EAGLE-3 (one H200, Triton 3.6), since programs that wait are
+placed where there is room, not evenly.
 """
 
 from __future__ import annotations

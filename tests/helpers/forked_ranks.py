@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -31,14 +32,31 @@ def run(program: str, arguments: list[str]) -> int:
     return 0
 
 
+def start_store() -> tuple[int, str]:
+    """The process of a store where ranks meet, and its port. The store has a thread, and a process that has threads
+    should not be forked."""
+    parent, (reading, writing) = os.getpid(), os.pipe()
+    server = os.fork()
+    if server == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writing, str(store.port).encode())
+        os.close(writing)
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        return server, pipe.read()
+
+
 def main(processes: int, program: str, arguments: list[str]) -> int:
     small_models.prepare()
     importlib.import_module(Path(program).stem)
     gc.freeze()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server, port = start_store()
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
+        "MASTER_PORT": port,
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -62,6 +80,8 @@ def main(processes: int, program: str, arguments: list[str]) -> int:
             failed = os.waitstatus_to_exitcode(status)
             for other in running:
                 os.kill(other, signal.SIGKILL)
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
     return abs(failed)
 
 
