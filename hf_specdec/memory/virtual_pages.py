@@ -141,8 +141,7 @@ class DevicePages:
         self._handles[start] = (size, handle)
 
     def zero(self, start: int, size: int) -> None:
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        _checked(self._driver, self._driver.cuMemsetD8Async(self.base + start, 0, size, stream))
+        torch.empty(0, dtype=torch.uint8, device=self._device).set_(self.storage(start), 0, (size,)).zero_()
         self._zeroed.set()
 
     def take(self, start: int, size: int) -> None:
