@@ -367,12 +367,9 @@ class Run:
     def reserve(self, ahead: int) -> bool:
         """Reserve memory for `ahead` tokens of each row beyond those that are read; returns whether there is enough."""
         nodes, committed = self._runner.state.most_nodes, self._runner.memory.committed_slots
-        more = {
-            row: min(one.length + ahead, one.longest) + nodes
-            for row, one in self._occupied
-            if one.length + ahead + nodes > committed[row]
-        }
-        return not more or self._reserve(more)
+        if all([one.length + ahead + nodes <= committed[row] for row, one in self._occupied]):
+            return True
+        return self._reserve({row: min(one.length + ahead, one.longest) + nodes for row, one in self._occupied})
 
     def _reserve(self, lengths: Mapping[int, int], sources: Collection[int] = ()) -> bool:
         """Reserve memory for texts of `lengths`, by row; if need be, free rows other than `sources` are emptied."""
