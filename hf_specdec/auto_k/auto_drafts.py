@@ -63,8 +63,9 @@ _LEAST_GAIN = 0.1
 # Rounds of a first trial, and of a later one. The first round is not timed, since it includes what the change of drafts
 # costs.
 _ROUNDS_TO_TRY, _ROUNDS_TO_RETRY = 4, 2
-# The share of all time that later trials may cost, and the fewest rounds between two of them.
-_BUDGET, _ROUNDS_BETWEEN = 0.01, 32
+# The share of all time so far that a first trial may cost where the rest of the call is shorter, as at the end of bulk
+# calls, when few rows are left; the share that later trials may cost, and the fewest rounds between two of them.
+_SHARE_OF_FIRST, _BUDGET, _ROUNDS_BETWEEN = 0.2, 0.01, 32
 
 
 # Number of rounds after which ranks of one model agree on their times, by a broadcast that waits for the GPU.
@@ -461,7 +462,8 @@ class AutoDrafts:
         if found is not None:
             cost = self._price(found) + _ROUNDS_TO_TRY * self._loss(found, rate)
             is_better = self._rate(found) > (1 + _HYSTERESIS) * rate
-            if is_better and _CONFIDENCE * self._gain(found, rate, tokens_left) > cost:
+            is_affordable = cost <= max(tokens_left() / rate, _SHARE_OF_FIRST * self.times.total)
+            if is_better and is_affordable and _CONFIDENCE * self._gain(found, rate, tokens_left) > cost:
                 self._waiting.add(found)
                 return [found] * _ROUNDS_TO_TRY
         if self._since_try < _ROUNDS_BETWEEN:

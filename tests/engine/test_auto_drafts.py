@@ -234,6 +234,19 @@ def test_a_price_is_paid_where_it_is_worth_it():
     assert simulation.chosen[-1] in (0, 1) and asked >= {0, 3}
 
 
+def test_few_tokens_are_left():
+    """A try whose graph takes longer than the rest of the call waits until such rounds have taken five times as long."""
+    times, one = times_of(8), RoundShape(1)
+    price = {"price": lambda drafted: 200.0 * (drafted != one)}
+    first, second = (AutoDrafts(RoundShape(7), one, Acceptance(), times, **price) for _ in range(2))
+    for _ in range(9):
+        first.ran(one, cost(8, 1), True)
+    assert {first.next(lambda: 10) for _ in range(20)} == {one}
+    assert second.next(lambda: 300) != one, "more is left in this call"
+    times.total = 1200.0
+    assert first.next(lambda: 10) != one
+
+
 def test_short_bulk_runs_try_little():
     """384 tokens a row, about ten seconds at 256 rows, where graphs of another K take 0.4 s."""
     for name in ("falling", "half", "never"):
