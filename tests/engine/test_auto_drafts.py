@@ -235,7 +235,7 @@ def test_a_price_is_paid_where_it_is_worth_it():
 
 
 def test_few_tokens_are_left():
-    """A try whose graph takes longer than the rest of the call waits until such rounds have taken five times as long."""
+    """A try whose graph takes longer than the rest of the call waits until rounds have taken five times as long."""
     times, one = times_of(8), RoundShape(1)
     price = {"price": lambda drafted: 200.0 * (drafted != one)}
     first, second = (AutoDrafts(RoundShape(7), one, Acceptance(), times, **price) for _ in range(2))
