@@ -155,9 +155,9 @@ def choose_stored_tiles(rows: int, weight: StoredWeight) -> LinearTiles:
 
     Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6), the products of 32 layers of Llama-3.1-8B, ms at 1 / 8 /
     32 / 128 rows: e4m3 with a scale for each row 2.25 / 2.33 / 3.61 / 8.85, each product by itself; in one CUDA graph,
-    before e4m3 was widened in fewer instructions, for blocks of 128 x 128 2.72 / 2.74 / 5.18 / 10.2, int8 2.73 / 2.74, 4
-    bits in groups of 128 2.36 / 2.40 / 5.12 / 14.6, with zero points 2.81 / 2.84, with a scale for each row 1.78 / 1.64;
-    bfloat16 by `linear` and cuBLAS 3.63 / 3.58 / 4.01 / 4.31.
+    before e4m3 was widened in fewer instructions, for blocks of 128 x 128 2.72 / 2.74 / 5.18 / 10.2, int8 2.73 / 2.74,
+    4 bits in groups of 128 2.36 / 2.40 / 5.12 / 14.6, with zero points 2.81 / 2.84, with a scale for each row 1.78 /
+    1.64; bfloat16 by `linear` and cuBLAS 3.63 / 3.58 / 4.01 / 4.31.
     """
     size_out, size_in = weight.shape[-2:]
     is_halves = weight.values.shape[-1] < size_in
