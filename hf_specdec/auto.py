@@ -42,7 +42,8 @@ class CheckpointKeywords(HubOptions, Overrides, total=False):
     """Keywords of `AutoDrafter.from_pretrained` about the checkpoint: where it is, and how it is interpreted."""
 
 
-_KEYWORDS = get_type_hints(CheckpointKeywords)
+_KEYWORDS = get_type_hints(CheckpointKeywords) | {"pretrained_model_name_or_path": str | Path, "compile": bool}
+_KEYWORDS |= {"device_map": str | int | torch.device | Mapping}
 
 
 def read_checkpoint(
@@ -153,14 +154,17 @@ class AutoDrafter:
         unknown = sorted(keywords.keys() - _KEYWORDS.keys())
         if unknown:
             raise TypeError(f"AutoDrafter.from_pretrained() got an unexpected keyword argument {unknown[0]!r}")
-        check_types(without_none({"compile": compile, **keywords}), {"compile": bool, **_KEYWORDS})
+        check_types({"pretrained_model_name_or_path": pretrained_model_name_or_path}, _KEYWORDS)
+        check_types(without_none({"compile": compile, "device_map": device_map, **keywords}), _KEYWORDS)
         hub = {name: value for name, value in keywords.items() if name in HubOptions.__annotations__}
         overrides = {name: value for name, value in keywords.items() if name in Overrides.__annotations__}
         check_target(target)
         device = device_of_last_layer(target)
         if device_map is None and device.type != "cpu":
             device_map = {"": device}
-        if "meta" in map(str, device_map.values() if isinstance(device_map, Mapping) else [device_map]):
+        places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+        count = torch.accelerator.device_count()
+        if not places or any(str(one) == "meta" or (isinstance(one, int) and one >= count) for one in places):
             raise ValueError(
                 f"device_map, by default the device of the target's last layer, is {device_map!r}, where weights have "
                 "no values; expected devices with memory. Load the target's weights, or pass another device_map."

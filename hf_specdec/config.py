@@ -104,8 +104,8 @@ class DrafterConfig(PreTrainedConfig):
         hints = _annotations(type(self))
         check_types({name: getattr(self, name) for name in hints}, hints)
         for name, least in self.least.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}.")
+            if not least <= getattr(self, name) < 2**31:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}, and less than 2**31.")
         for name, choices in self.choices.items():
             value = getattr(self, name)
             if value is not None and value not in choices:
@@ -185,8 +185,8 @@ def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     for name, value in values.items():
         expected = hints[name]
         if not any(_is_of(value, one) for one in get_args(expected) or (expected,)):
-            wanted = getattr(expected, "__name__", str(expected))
-            raise ValueError(f"{name} is {value!r}; expected {wanted}.")
+            wanted = getattr(expected, "__name__", " | ".join(one.split(".")[-1] for one in str(expected).split(" | ")))
+            raise ValueError(f"{name} is {value!r:.200}; expected {wanted}.")
 
 
 def check_positive(**values: Any) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..cache.layer_kinds import LayerKinds
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.tensors import KEY_MAPPING, check_tensors, is_plain, rename
-from ..config import AUTO, DrafterConfig, check_int, check_num_or_auto
+from ..config import AUTO, DrafterConfig, check_int, check_num_or_auto, check_types
 from ..kernels.types import MOST_WORDS, WORD_BITS, Proposal, VerificationResult
 from ..modules.hidden_states import num_decoder_layers
 from ..modules.locks import lock_of
@@ -39,6 +39,9 @@ ENGINES = ("auto", "static", "stock")
 MATCH = "match"
 VERIFICATIONS = ("token", "block", MATCH)
 KV_CACHE_DTYPES = {"auto": None, "fp8": FLOAT8}
+# Allowed values of settings, by attribute, in the order of `Drafter.configure`.
+_SETTINGS = {"draft_probs": (True, False, AUTO), "engine": ENGINES, "verification": VERIFICATIONS}
+_SETTINGS |= dict.fromkeys(("compile_rounds", "batch_invariant"), (True, False)) | {"kv_cache_dtype": KV_CACHE_DTYPES}
 ALL = "all"
 # The smallest `draft_window_size`: larger than the number of tokens that a round reads again or drafts.
 LEAST_WINDOW = 64
@@ -139,6 +142,13 @@ class Drafter(PreTrainedModel):
         self.batch_invariant = False
         self.draft_window_size: int | None = None
         self.kv_cache_dtype = "auto"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        allowed = _SETTINGS.get(name)
+        if allowed is not None and not any(type(value) is type(one) and value == one for one in allowed):
+            *others, last = [f'"{one}"' if isinstance(one, str) else str(one) for one in allowed]
+            raise ValueError(f"{name} is {value!r}; expected {', '.join(others)} or {last}.")
+        super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are not bound: they have neither weights of the target, nor buffers and texts of calls."""
@@ -317,22 +327,10 @@ class Drafter(PreTrainedModel):
         Raises:
             ValueError: a value is none of those above.
         """
-        if num_assistant_tokens is not None:
-            self.num_assistant_tokens = num_assistant_tokens
-        for name, value, allowed in (
-            ("draft_probs", draft_probs, (True, False, AUTO)),
-            ("engine", engine, ENGINES),
-            ("verification", verification, VERIFICATIONS),
-            ("compile_rounds", compile_rounds, (True, False)),
-            ("batch_invariant", batch_invariant, (True, False)),
-            ("kv_cache_dtype", kv_cache_dtype, tuple(KV_CACHE_DTYPES)),
-        ):
-            if value is None:
-                continue
-            if not any(type(value) is type(one) and value == one for one in allowed):
-                *others, last = [f'"{one}"' if isinstance(one, str) else str(one) for one in allowed]
-                raise ValueError(f"{name} is {value!r}; expected {', '.join(others)} or {last}.")
-            setattr(self, name, value)
+        given = num_assistant_tokens, draft_probs, engine, verification, compile_rounds, batch_invariant, kv_cache_dtype
+        for name, value in zip(("num_assistant_tokens", *_SETTINGS), given, strict=True):
+            if value is not None:
+                setattr(self, name, value)
         if draft_window_size is not None:
             self.draft_window_size = self._checked_window(draft_window_size)
         if tree is not None:
@@ -357,7 +355,7 @@ class Drafter(PreTrainedModel):
         if type(self).limit_attention is Drafter.limit_attention:
             found = f"draft_window_size is {size}, but {type(self).__name__} has no key/value cache of its own"
             raise ValueError(f'{found}; expected "{ALL}".')
-        return size
+        return size if size < 2**31 else None  # no text is longer
 
     def limit_attention(self, state: DecodeState, window: int | None) -> None:
         """Let drafting attend to the last `window` tokens of each text only; to the whole text if None."""
@@ -444,6 +442,7 @@ class Drafter(PreTrainedModel):
             ValueError: a name is unknown, a shape differs, a tensor of integers such as `d2t` would change, or the
                 drafter is quantised or sharded; its weights are then unchanged.
         """
+        check_types({"weights": weights}, {"weights": Mapping})
         own, problems = self.state_dict(keep_vars=True), []
         for name, tensor in weights.items():
             found = own.get(name)

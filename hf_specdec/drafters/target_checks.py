@@ -6,14 +6,14 @@ import inspect
 from typing import Any
 
 from torch import nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 # Names that end in "generate" but are no `generate()`.
 _NO_GENERATION = {"return_dict_in_generate", "can_generate"}
 
 
 def check_target(target: Any) -> None:
-    """Raise `TypeError` unless `target` is a model of transformers, and `ValueError` if it is an encoder-decoder."""
+    """Raise `TypeError` unless `target` is a model of transformers, and `ValueError` if it has an encoder."""
     name = type(target).__name__
     if not isinstance(target, nn.Module) or not hasattr(target, "config"):
         raise TypeError(
@@ -24,9 +24,11 @@ def check_target(target: Any) -> None:
 
 
 def check_decoder(config: PreTrainedConfig, name: str) -> None:
-    """Raise `ValueError` if the target `name` with this configuration is an encoder-decoder."""
-    if config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder; hf_specdec drafts for decoder-only models.")
+    """Raise `ValueError` if the target `name` with this configuration is an encoder-decoder, or an encoder."""
+    is_causal = getattr(config, "is_decoder", getattr(config, "causal", False))  # of a class that also fills masks
+    if config.is_encoder_decoder or (type(config) in MODEL_FOR_MASKED_LM_MAPPING and not is_causal):
+        kind = "encoder-decoder" if config.is_encoder_decoder else "encoder"
+        raise ValueError(f"{name} is an {kind}; hf_specdec drafts for decoder-only models.")
 
 
 def generating_model(target: PreTrainedModel) -> PreTrainedModel:

@@ -86,6 +86,7 @@ def _describe_module(name: str, purpose: str) -> str:
 def _why_not_target(name: str, is_loaded: bool) -> tuple[str, str | None]:
     """The class of the target `name`, and the reason why the static engine does not run it; None if it does."""
     from ..checkpoints.checkpoint import check_folder
+    from ..drafters.target_checks import check_decoder
     from ..hosting.equivalence import why_not_equivalent
     from ..loading import load_target
     from ..patching.support import why_not_supported
@@ -94,6 +95,7 @@ def _why_not_target(name: str, is_loaded: bool) -> tuple[str, str | None]:
     if is_loaded:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         target = load_target(name, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+        check_decoder(target.config, name)
         return type(target).__name__, why_not_supported(target) or why_not_equivalent(target, "static")
     try:
         with torch.device("meta"):
@@ -103,6 +105,7 @@ def _why_not_target(name: str, is_loaded: bool) -> tuple[str, str | None]:
             f"transformers makes no causal language model of {name} ({type(error).__name__}: {first_line(error)}); "
             "expected a decoder-only target."
         ) from error
+    check_decoder(target.config, name)
     return type(target).__name__, why_not_supported(target)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +24,10 @@ from ..calls.first_pass import REPLACED_INPUTS
 from ..calls.prompts import Prompts
 from ..calls.request import ContinuousBatching, Request
 from ..calls.transcript import end_tokens_of
-from ..config import check_int
+from ..config import check_int, check_types
 from ..drafters.attachment import Attachment
 from ..drafters.base import Drafter
-from ..host.generation import GenerationOutput, prepared_config
+from ..host.generation import GenerationOutput, WorkloadHints, prepared_config
 from ..host.generation import stopping_criteria as make_criteria
 from ..modules.patch import on_host
 from ..sampling.randomness import Randomness
@@ -37,7 +37,9 @@ from .validation import TOKEN_DTYPES, check_call, check_tokens
 
 logger = logging.getLogger(__name__)
 
-# Settings that are also model inputs.
+# Types of arguments, and settings that are also model inputs.
+_ARGUMENTS = {"generation_config": GenerationConfig | None, "workload_hints": WorkloadHints | None}
+_ARGUMENTS |= {"continuous_batching_config": ContinuousBatchingConfig | None}
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
@@ -77,13 +79,12 @@ def generate_batch(
         ValueError: a prompt is not a list of token ids, or continuous batching does not support the call.
         RuntimeError: a request of a call by an attachment has failed; a trainer would take its tokens for a text.
     """
+    check_types({"inputs": inputs}, {"inputs": Collection})
     if len(inputs) == 0:
         return {}
     prompts = [tokens_of(prompt, f"inputs[{index}]") for index, prompt in enumerate(inputs)]
     _check_inputs(model, kwargs)
-    check_length(model, generation_config, kwargs)
-    settings = continuous_batching_config or ContinuousBatchingConfig()
-    check_config(settings)
+    settings = checked_settings(model, kwargs, generation_config, None, continuous_batching_config)
     given = {name: kwargs.pop(name) for name in _OF_CALL if kwargs.get(name) is not None}
     config, unknown = prepared_config(model, generation_config, **kwargs)
     check_known(unknown, "generate_batch()")
@@ -218,13 +219,6 @@ def check_known(unknown: Mapping[str, Any], what: str) -> None:
         raise ValueError(f"{', '.join(names)} is no setting of {what}; expected settings of a generation config.")
 
 
-def check_config(settings: ContinuousBatchingConfig) -> None:
-    """Raise `ValueError` if `settings` ask for what continuous batching with a drafter does not support."""
-    check_int("max_queue_size", settings.max_queue_size, 0, ", which is any number")
-    if settings.max_requests_per_batch is not None:
-        check_int("max_requests_per_batch", settings.max_requests_per_batch, 1, ", or None")
-
-
 def tokens_of(prompt: Any, name: str) -> torch.Tensor:
     """`prompt`, which is the argument `name`, as `[length]` int64 on the host; raises `ValueError` if it is not one."""
     try:
@@ -250,8 +244,14 @@ def _check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         )
 
 
-def check_length(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
-    """Raise `ValueError` if a call limits texts including their prompts, since prompts differ in length."""
+def checked_settings(model: PreTrainedModel, kwargs: Mapping[str, Any], *given: Any) -> ContinuousBatchingConfig:
+    """The settings of continuous batching among the `given` values of `_ARGUMENTS`. Raises `ValueError` if one has
+    another type, or if texts are limited including their prompts, since prompts differ in length."""
+    check_types(dict(zip(_ARGUMENTS, given, strict=True)), _ARGUMENTS)
+    config, settings = given[0], given[2] or ContinuousBatchingConfig()
+    check_int("max_queue_size", settings.max_queue_size, 0, ", which is any number")
+    if settings.max_requests_per_batch is not None:
+        check_int("max_requests_per_batch", settings.max_requests_per_batch, 1, ", or None")
     places = [kwargs, *(vars(one) for one in (config, model.generation_config) if one is not None)]
     names = ("max_length", "max_new_tokens")
     longest, most_new = (next((one[name] for one in places if one.get(name) is not None), None) for name in names)
@@ -260,3 +260,4 @@ def check_length(model: PreTrainedModel, config: GenerationConfig | None, kwargs
             f"max_length is {longest}, which counts the tokens of a prompt, too, and max_new_tokens is not "
             "set; expected max_new_tokens, which holds for prompts of any length."
         )
+    return settings

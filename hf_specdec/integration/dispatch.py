@@ -25,7 +25,7 @@ from ..calls.call import Call
 from ..calls.first_pass import for_static_engine
 from ..calls.prompts import Prompts, read_prompts
 from ..calls.request import ContinuousBatching, Request
-from ..config import AUTO
+from ..config import AUTO, check_types
 from ..drafters.base import MATCH, Drafter
 from ..engine.continuous import check_continuous, decode_continuously
 from ..engine.static_engine import decode
@@ -115,6 +115,7 @@ def _rows_in_state(call: Call) -> AbstractContextManager[None]:
 
 def row_adapters(model: PreTrainedModel, names: Sequence[str] | None, count: int) -> list[str] | None:
     """`names_of_rows` of a call of `model`."""
+    check_types({"adapter_names": names}, {"adapter_names": list[str] | None})
     signature = signature_of(model)
     return names_of_rows(signature.adapters, signature.hooked, names, count)
 
@@ -291,7 +292,7 @@ def new_call(
     If one of `all_processors`, of the call and its requests, reads the text, drafts are chains, since a tree is not one
     text.
     """
-    tree = drafter.tree if tree is None else drafter.check_tree(tree)
+    tree = drafter.check_tree(drafter.tree if tree is None else tree)
     readers = [type(one).__name__ for one in all_processors if type(one) not in POINTWISE_PROCESSORS]
     asked = _num_draft_tokens(drafter, config, randomness, is_continuous)
     limit = drafter.most_draft_tokens

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TopHLogitsWarper
 
+from ..config import check_types
 from ..errors import first_line
 from ..host.generation import logits_processors
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
@@ -18,28 +19,31 @@ from .validation import vocabulary_of
 # Sampling settings that each request may have if `per_request_processors` is set.
 SAMPLING_OPTIONS = ("do_sample", "temperature", "top_k", "top_p")
 
-# Other settings of logits processors that each request may have then.
-PROCESSOR_OPTIONS = (
-    "bad_words_ids",
-    "begin_suppress_tokens",
+# Settings that are numbers, and other settings of logits processors that each request may have then.
+_NUMBERS = (
+    *SAMPLING_OPTIONS[1:],
     "encoder_no_repeat_ngram_size",
     "encoder_repetition_penalty",
     "epsilon_cutoff",
     "eta_cutoff",
-    "exponential_decay_length_penalty",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
     "min_length",
     "min_new_tokens",
     "min_p",
     "no_repeat_ngram_size",
-    "remove_invalid_values",
-    "renormalize_logits",
     "repetition_penalty",
-    "sequence_bias",
-    "suppress_tokens",
     "top_h",
     "typical_p",
+)
+PROCESSOR_OPTIONS = _NUMBERS[3:] + (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "remove_invalid_values",
+    "renormalize_logits",
+    "sequence_bias",
+    "suppress_tokens",
     "watermarking_config",
 )
 
@@ -58,6 +62,7 @@ def processors_of_prompt(
     Raises `ValueError` if a setting is wrong (including tokens without a score, which would fail in a round), or if a
     processor keeps state from one token to the next.
     """
+    check_types({name: getattr(config, name, None) for name in _NUMBERS}, dict.fromkeys(_NUMBERS, Real | None))
     try:
         found = logits_processors(model, config, prompt, max_new_tokens, ends, processors, prefix_allowed_tokens_fn)
     except (TypeError, AttributeError, RuntimeError) as error:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import get_type_hints
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..config import check_positive
+from ..config import check_positive, check_types
 from ..drafters.base import Drafter
 from ..drafters.none import NoDrafter
 from ..drafters.target_checks import generating_model
@@ -38,6 +39,7 @@ def score(
 ) -> torch.Tensor:
     """See `Drafter.score`."""
     model = generating_model(model)
+    check_types({"input_ids": input_ids, "attention_mask": attention_mask}, get_type_hints(score))
     ids, mask = input_ids.cpu(), None if attention_mask is None else attention_mask.cpu()
     texts = _texts(ids, mask)
     check_positive(temperature=temperature)

@@ -18,7 +18,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from ..drafters.attachment import Attachment
 from ..drafters.base import Drafter
 from ..host.generation import GenerationOutput, prepared_config
-from ..integration.continuous import check_config, check_known, check_length
+from ..integration.continuous import check_known, checked_settings
 from ..modules.patch import on_host
 from ..parallel.tensor_parallel import tensor_parallel_group
 from .manager_call import ManagedCall
@@ -74,11 +74,9 @@ class SpeculativeBatchingManager:
         tree: int | str | None = None,
         **kwargs: Any,
     ):
-        check_length(model, generation_config, kwargs)
-        self.model, self.drafter = model, drafter
-        hints, settings = workload_hints, continuous_batching_config or ContinuousBatchingConfig()
+        self.model, self.drafter, hints = model, drafter, workload_hints
+        settings = checked_settings(model, kwargs, generation_config, hints, continuous_batching_config)
         self.continuous_batching_config = settings
-        check_config(settings)
         self.generation_config, unknown = prepared_config(model, generation_config, **kwargs)
         check_known(unknown, "a manager")
         self._queue = RequestQueue(settings)

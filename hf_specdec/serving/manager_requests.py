@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Sequence
 from math import inf
 from numbers import Real
-from types import NoneType
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from transformers import (
 
 from ..calls.call import fitting_tokens, why_too_long
 from ..calls.request import Request
-from ..config import check_int, is_integer
+from ..config import check_int, check_types, is_integer
 from ..graphs.buckets import next_power_of_two
 from ..integration.continuous import asked_logprobs, tokens_of
 from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS, own_config
@@ -145,9 +144,8 @@ class RequestFactory:
         ]
 
     def _stop_strings(self, strings: str | list[str] | None, tokenizer: Any) -> StoppingCriteriaList | None:
+        check_types({"stop_strings": strings}, {"stop_strings": str | list[str] | None})
         found = [strings] if isinstance(strings, str) else strings
-        if not isinstance(found, (list, tuple, NoneType)) or not all(isinstance(one, str) for one in found or ()):
-            raise ValueError(f"stop_strings is {strings!r:.80}; expected a string or a list of them.")
         if not found:
             return None
         if tokenizer is None:

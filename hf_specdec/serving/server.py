@@ -506,6 +506,8 @@ def run_serve(arguments: argparse.Namespace) -> None:
         check_num_or_auto(number)
     if tree is not None:
         check_num_nodes(tree)
+    if arguments.drafter is None and (number, tree) != (None, None):
+        raise ValueError("--num-assistant-tokens and --tree have no effect without a drafter; pass --drafter, too.")
     for name in filter(None, (arguments.target, arguments.drafter)):
         check_folder(name)
 

@@ -210,6 +210,12 @@ def test_arguments(target, tmp_path):
     refuse(folder, target, "num_assistant_tokens is 0", num_assistant_tokens=0)
     refuse(folder, target, "engine is 'fast'", engine="fast")
     refuse(folder, target, "draft_probs is 'no'", draft_probs="no")
+    for wrong in (None, 5):
+        refuse(wrong, target, f"pretrained_model_name_or_path is {wrong}; expected str | Path.")
+    for wrong in (["cpu"], 1.5, True):
+        refuse(folder, target, f"device_map is {wrong}; expected str | int | device | Mapping.", device_map=wrong)
+    for wrong in ({}, 99, {"": 99}):
+        refuse(folder, target, "device_map, by default", f"is {wrong}, ", "devices with memory", device_map=wrong)
     refuse(folder, target, "unexpected keyword argument 'tap'", tap=[1], error=TypeError)
     with pytest.raises(TypeError, match="target"):
         AutoDrafter.from_pretrained(folder)

@@ -52,11 +52,11 @@ def test_drafting_attends_to_the_last_tokens(kind, engine, monkeypatch):
 def test_a_window_of_the_whole_text_changes_no_draft():
     target = tiny_target("llama")
     inputs, accepted, drafter = padded_prompts([90, 3]), {}, copy_of(target, noise=0.03)
-    for window in ("all", 64, 200):
+    for window in ("all", 64, 200, 2**70):
         drafter.configure(draft_window_size=window)
         greedy(target, inputs, drafter, 5, max_new_tokens=30)
         accepted[window] = [row.accepted_per_position for row in drafter.stats.rows]
-    assert accepted[200] == accepted["all"]
+    assert accepted[200] == accepted[2**70] == accepted["all"]
     assert accepted[64][1] == accepted["all"][1] and accepted[64][0] != accepted["all"][0]
 
 

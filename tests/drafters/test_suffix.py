@@ -145,8 +145,9 @@ def test_saved_and_loaded(tmp_path, capsys):
     main(["inspect", str(tmp_path), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["family"] == "suffix" and found["history_size"] == 50
-    with pytest.raises(ValueError, match="history_size is -1; expected at least 0"):
-        SuffixDrafter(target, history_size=-1)
+    for wrong in (-1, 2**62):
+        with pytest.raises(ValueError, match=f"history_size is {wrong}; expected at least 0, and less than"):
+            SuffixDrafter(target, history_size=wrong)
 
 
 def test_no_drafter_is_not_saved(tmp_path):

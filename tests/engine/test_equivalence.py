@@ -187,11 +187,10 @@ def test_something_for_each_row(engine):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("model_type", ["jamba", "bert", "mamba", "recurrent_gemma"])
+@pytest.mark.parametrize("model_type", ["jamba", "mamba", "recurrent_gemma"])
 def test_unsupported_targets_are_refused_before_generation(model_type):
     options = {
         "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, **STATE_SPACE, **MOE, "num_experts": 4},
-        "bert": {"is_decoder": False},
         "mamba": {"state_size": 8, "time_step_rank": 4},
         "recurrent_gemma": {"lru_width": 32, "num_hidden_layers": 3},
     }[model_type]

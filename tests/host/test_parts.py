@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from oracle import random_eagle3
-from targets import padded_prompts, tiny_target
+from targets import build_target, padded_prompts, tiny_target
 from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
@@ -193,6 +193,10 @@ def test_doctor_of_targets(tmp_path, capsys):
     assert cli.main(["doctor", str(tmp_path / "rwkv")]) == 1
     out = capsys.readouterr().out
     assert "RwkvForCausalLM: stock engine, since the target keeps its states in a cache of its own (`state`" in out
+    build_target("bert", is_decoder=False).save_pretrained(tmp_path / "bert")
+    for options in ([], ["--load"]):
+        assert cli.main(["doctor", str(tmp_path / "bert"), *options]) == 1
+        assert "bert is an encoder; hf_specdec drafts for decoder-only models" in capsys.readouterr().err
     random_eagle3(tiny_target("llama")).save_pretrained(tmp_path / "drafter")
     assert cli.main(["doctor", str(tmp_path / "drafter")]) == 1
     assert "drafter (ValueError: The checkpoint " in (error := capsys.readouterr().err)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from dialects import PEAGLE, Spec, make_weights, tiny_target, write, write_draft_model
 from safetensors.torch import load_file, save_file
-from transformers import T5Config, ViTConfig
+from transformers import BertConfig, DistilBertConfig, GPTNeoXConfig, T5Config, ViTConfig
 
 from hf_specdec import AutoDrafter
 from hf_specdec.cli import build_parser, main
@@ -89,6 +89,8 @@ def test_target_of_another_size(target_folder, tmp_path, capsys):
             T5Config(vocab_size=SPEC.vocab_size, d_model=SPEC.hidden_size, num_layers=8),
             "is an encoder-decoder; hf_spec",
         ),
+        (BertConfig(vocab_size=SPEC.vocab_size, hidden_size=SPEC.hidden_size), "is an encoder; hf_spec"),
+        (DistilBertConfig(vocab_size=SPEC.vocab_size, dim=SPEC.hidden_size), "is an encoder; hf_spec"),
         (ViTConfig(hidden_size=SPEC.hidden_size), "describes no model that can be built (AttributeError: "),
     ],
 )
@@ -98,6 +100,15 @@ def test_targets_that_say_no_text(config, reason, tmp_path, capsys):
     assert main(["inspect", str(folder), "--target", str(tmp_path / "target"), "--json"]) == 0
     fit = json.loads(capsys.readouterr().out)["target"]
     assert fit["fits"] is False and reason in fit["reason"]
+
+
+@pytest.mark.parametrize(("kind", "is_decoder"), [(BertConfig, True), (GPTNeoXConfig, False)])
+def test_decoders_of_classes_that_may_be_encoders(kind, is_decoder, tmp_path, capsys):
+    sizes = {"vocab_size": SPEC.vocab_size, "hidden_size": SPEC.hidden_size, "num_attention_heads": 4}
+    kind(**sizes, is_decoder=is_decoder).save_pretrained(tmp_path / "target")
+    folder = write("speculators", tmp_path / "drafter", SPEC, make_weights(SPEC))
+    assert main(["inspect", str(folder), "--target", str(tmp_path / "target"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["target"]["fits"] is True
 
 
 def test_devices_that_torch_cannot_use(target_folder, tmp_path, capsys):

@@ -710,7 +710,7 @@ WRONG = [
     ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; expected a token id or a list"),
     ({"eos_token_id": 2**63}, "eos_token_id is 9223372036854775808; expected a token id"),
     ({"request_id": [1]}, r"request_id is \[1\]; expected a str"),
-    ({"stop_strings": 5}, "stop_strings is 5; expected a string or a list of them"),
+    ({"stop_strings": 5}, "stop_strings is 5; expected str \\| list\\[str\\] \\| None"),
     ({"eos_token_id": list(range(17))}, "eos_token_id has 17 tokens; expected at most 16"),
     ({"seed": 0.5}, "seed is 0.5; expected an integer of 64 bits"),
     ({"stop_strings": "x"}, "stop_strings is 'x', but the request has no tokenizer"),
@@ -755,6 +755,9 @@ def test_what_is_not_supported_is_refused_at_once():
     wrong = [
         ({"nonsense": 3}, r"nonsense is no setting of a manager"),
         ({"num_beams": 2}, "works with greedy search and sampling"),
+        ({"min_new_tokens": "x", "eos_token_id": None}, "min_new_tokens is 'x'; expected Real"),
+        ({"min_p": "x"}, "min_p is 'x'; expected Real"),
+        ({"hints": "x"}, r"workload_hints is 'x'; expected WorkloadHints \| None"),
         ({"max_new_tokens": None, "max_length": 9}, "max_length is 9, which counts"),
         ({"config": {"max_requests_per_batch": 0}}, "max_requests_per_batch is 0"),
         ({"config": {"max_requests_per_batch": "all"}}, "max_requests_per_batch is 'all'; expected an int"),

@@ -99,6 +99,8 @@ def test_settings_of_the_models_generation_are_none_of_scores():
         ((torch.tensor([[1, 2]]), torch.tensor([[1]])), r"attention_mask has shape \[1, 1\] .*; expected the same"),
         ((torch.tensor([[1, 2]]), torch.tensor([[1, -1]])), "attention_mask holds -1; expected 0 for padding and 1"),
         ((torch.tensor([[1, 2, 3]]), torch.tensor([[1, 0, 1]])), "a gap in row 0"),
+        (([[1, 2]],), r"input_ids is \[\[1, 2\]\]; expected Tensor"),
+        ((torch.tensor([[1, 2]]), [[1, 1]]), r"attention_mask is \[\[1, 1\]\]; expected Tensor \| None"),
         ((torch.tensor([[1, 2]]), None, 0.0), "temperature is 0.0; expected a finite number above 0"),
         ((torch.tensor([[1, 2]]), None, True), "temperature is True"),
         ((torch.tensor([[1, 10**6]]),), "1000000"),

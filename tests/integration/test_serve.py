@@ -300,6 +300,8 @@ def test_what_cannot_be_served(monkeypatch, folders, capsys):
         (["--no-continuous-batching"], "and the option --continuous-batching"),
         (["-k", "0"], "num_assistant_tokens is 0"),
         (["--tree", "x"], "tree is 'x'; expected an int of 0"),
+        (["-k", "3"], "--num-assistant-tokens and --tree have no effect without a drafter; pass --drafter, too"),
+        (["--tree", "31"], "have no effect without a drafter"),
         (["--max-queue-size", "-1"], "--max-queue-size is -1; expected at least 0"),
         (["--longest", "-5"], "--longest is -5; expected at least 2"),
         (["--max-requests", "0"], "--max-requests is 0; expected at least 1"),

@@ -13,7 +13,7 @@ from case_counts import cases
 from lossless import PROMPTS
 from model_state import traces
 from oracle import RANDOM_DRAFTERS, SELDOM, OracleDrafter, copy_of, random_eagle3
-from targets import NUM_LAYERS, STOCK_FAMILY, padded_prompts, tiny_target
+from targets import NUM_LAYERS, STOCK_FAMILY, build_target, padded_prompts, tiny_target
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     Cache,
@@ -201,6 +201,9 @@ def test_other_settings(drafter):
         drafter.configure(draft_probs="yes")
     with pytest.raises(ValueError, match='verification is \'tree\'; expected "token", "block" or "match"'):
         drafter.configure(verification="tree")
+    for name in ("draft_probs", "engine", "verification", "compile_rounds", "batch_invariant", "kv_cache_dtype"):
+        with pytest.raises(ValueError, match=f"{name} is 'x'; expected "):
+            setattr(drafter, name, "x")
     assert drafter.engine == "auto" and drafter.draft_probs == "auto" and drafter.verification == "token"
     with pytest.raises(ValueError, match="draft_vocab_size is 200; expected 1 to vocab_size = 96"):
         DrafterConfig(vocab_size=96, draft_vocab_size=200)
@@ -228,6 +231,11 @@ def test_encoder_decoder(drafter):
     sizes = {"vocab_size": 96, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
     target = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
     refused(target, drafter, "T5ForConditionalGeneration is an encoder-decoder; hf_specdec drafts for decoder-only")
+
+
+@pytest.mark.core
+def test_encoder(drafter):
+    refused(build_target("bert", is_decoder=False), drafter, "BertLMHeadModel is an encoder; hf_specdec drafts for")
 
 
 @pytest.mark.core_for(engine=["static"])
