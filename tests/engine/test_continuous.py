@@ -385,6 +385,9 @@ def test_targets_of_the_stock_engine_are_refused():
 def test_wrong_prompts():
     target = tiny_target("llama")
     drafter = random_eagle3(target)
+    for inputs in (None, 5):
+        with pytest.raises(ValueError, match=f"inputs is {inputs}; expected Collection"):
+            target.generate_batch(inputs, assistant_model=drafter)
     wrong = {
         "inputs[1] has shape [0] and dtype torch.float32; expected token ids": [[5], []],
         "inputs[0] has shape [] and dtype torch.int64; expected token ids in one dimension": [5, 6],

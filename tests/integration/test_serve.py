@@ -738,7 +738,7 @@ def test_sigterm_ends_streams(folders, tmp_path):
         place.bind(("localhost", 0))
         port = place.getsockname()[1]
     folder, tokenizer = folders[2], folders[1]
-    command = [sys.executable, "-m", "hf_specdec.cli", "serve", str(folder / "target"), "--port", str(port), "-k", "1"]
+    command = [sys.executable, "-m", "hf_specdec.cli", "serve", str(folder / "target"), "--port", str(port)]
     options = ["--device", "cpu", "--dtype", "float32", "--max-length", "60000", "--shutdown-timeout", "1"]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen([*command, *options], stdout=log, stderr=log, cwd=Path(__file__).parents[2])
