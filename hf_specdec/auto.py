@@ -163,8 +163,8 @@ class AutoDrafter:
         if device_map is None and device.type != "cpu":
             device_map = {"": device}
         places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
-        count = torch.accelerator.device_count()
-        if not places or any(str(one) == "meta" or (isinstance(one, int) and one >= count) for one in places):
+        numbers = [one for one in places if isinstance(one, int)]
+        if not places or "meta" in map(str, places) or (numbers and max(numbers) >= torch.accelerator.device_count()):
             raise ValueError(
                 f"device_map, by default the device of the target's last layer, is {device_map!r}, where weights have "
                 "no values; expected devices with memory. Load the target's weights, or pass another device_map."
