@@ -15,7 +15,7 @@ from .checkpoints.checkpoint import Checkpoint, HubOptions, open_checkpoint
 from .checkpoints.detection import Published
 from .checkpoints.interpretation import Decision, Decisions, Overrides, check_rope_overrides, overridden, without_none
 from .checkpoints.tensors import plain_weight
-from .config import DrafterConfig, DraftLayersConfig, check_types
+from .config import DrafterConfig, DraftLayersConfig, check_type, check_types
 from .drafters.base import Drafter
 from .drafters.registry import find_family, has_no_weights, needed_by, registered_drafters
 from .drafters.target_checks import check_target
@@ -42,8 +42,7 @@ class CheckpointKeywords(HubOptions, Overrides, total=False):
     """Keywords of `AutoDrafter.from_pretrained` about the checkpoint: where it is, and how it is interpreted."""
 
 
-_KEYWORDS = get_type_hints(CheckpointKeywords) | {"pretrained_model_name_or_path": str | Path, "compile": bool}
-_KEYWORDS |= {"device_map": str | int | torch.device | Mapping}
+_TYPES = get_type_hints(CheckpointKeywords) | {"compile": bool, "device_map": str | int | torch.device | Mapping}
 
 
 def read_checkpoint(
@@ -151,11 +150,11 @@ class AutoDrafter:
             ValueError: the drafter is unsupported, damaged, or was not made for the target.
             TypeError: an unknown keyword, or a target that is no model.
         """
-        unknown = sorted(keywords.keys() - _KEYWORDS.keys())
+        unknown = sorted(keywords.keys() - _TYPES.keys())
         if unknown:
             raise TypeError(f"AutoDrafter.from_pretrained() got an unexpected keyword argument {unknown[0]!r}")
-        check_types({"pretrained_model_name_or_path": pretrained_model_name_or_path}, _KEYWORDS)
-        check_types(without_none({"compile": compile, "device_map": device_map, **keywords}), _KEYWORDS)
+        check_type("pretrained_model_name_or_path", pretrained_model_name_or_path, str | Path)
+        check_types(without_none({"compile": compile, "device_map": device_map, **keywords}), _TYPES)
         hub = {name: value for name, value in keywords.items() if name in HubOptions.__annotations__}
         overrides = {name: value for name, value in keywords.items() if name in Overrides.__annotations__}
         check_target(target)

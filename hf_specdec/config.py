@@ -181,12 +181,16 @@ class DrafterConfig(PreTrainedConfig):
 
 
 def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if one of `values` has another type than that of its name in `hints`."""
+    """`check_type` of each of `values`, by the type of its name in `hints`."""
     for name, value in values.items():
-        expected = hints[name]
-        if not any(_is_of(value, one) for one in get_args(expected) or (expected,)):
-            wanted = getattr(expected, "__name__", " | ".join(one.split(".")[-1] for one in str(expected).split(" | ")))
-            raise ValueError(f"{name} is {value!r:.200}; expected {wanted}.")
+        check_type(name, value, hints[name])
+
+
+def check_type(name: str, value: Any, expected: Any) -> None:
+    """Raise `ValueError` if `value` is not of the type `expected`, or of one of a union."""
+    if not any(_is_of(value, one) for one in get_args(expected) or (expected,)):
+        wanted = getattr(expected, "__name__", " | ".join(one.split(".")[-1] for one in str(expected).split(" | ")))
+        raise ValueError(f"{name} is {value!r:.200}; expected {wanted}.")
 
 
 def check_positive(**values: Any) -> None:

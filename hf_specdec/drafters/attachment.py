@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..config import check_types
+from ..config import check_type
 from ..memory.virtual_memory import total_bytes
 from ..modules.evaluation import Evaluation
 from ..modules.locks import lock_of
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 MODES = ("eval", "keep")
-_OPTIONS = {"memory": float, "strict": bool, "release_after_call": bool}
 
 _attachments: WeakKeyDictionary[PreTrainedModel, Attachment] = WeakKeyDictionary()
 # The attachments that calls of this thread ignore.
@@ -54,7 +53,9 @@ class Attachment:
     ):
         if mode not in MODES:
             raise ValueError(f'mode is {mode!r}; expected "eval" or "keep".')
-        check_types({"memory": memory, "strict": strict, "release_after_call": release_after_call}, _OPTIONS)
+        check_type("memory", memory, float)
+        check_type("strict", strict, bool)
+        check_type("release_after_call", release_after_call, bool)
         if not 0 <= memory <= 1:
             raise ValueError(f"memory is {memory!r}; expected a share of the device's memory, from 0 to 1.")
         target = innermost(model)

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..cache.layer_kinds import LayerKinds
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.tensors import KEY_MAPPING, check_tensors, is_plain, rename
-from ..config import AUTO, DrafterConfig, check_int, check_num_or_auto, check_types
+from ..config import AUTO, DrafterConfig, check_int, check_num_or_auto, check_type
 from ..kernels.types import MOST_WORDS, WORD_BITS, Proposal, VerificationResult
 from ..modules.hidden_states import num_decoder_layers
 from ..modules.locks import lock_of
@@ -39,9 +39,15 @@ ENGINES = ("auto", "static", "stock")
 MATCH = "match"
 VERIFICATIONS = ("token", "block", MATCH)
 KV_CACHE_DTYPES = {"auto": None, "fp8": FLOAT8}
-# Allowed values of settings, by attribute, in the order of `Drafter.configure`.
-_SETTINGS = {"draft_probs": (True, False, AUTO), "engine": ENGINES, "verification": VERIFICATIONS}
-_SETTINGS |= dict.fromkeys(("compile_rounds", "batch_invariant"), (True, False)) | {"kv_cache_dtype": KV_CACHE_DTYPES}
+# Allowed values of settings, by attribute.
+_SETTINGS = {
+    "draft_probs": (True, False, AUTO),
+    "engine": ENGINES,
+    "verification": VERIFICATIONS,
+    "compile_rounds": (True, False),
+    "batch_invariant": (True, False),
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+}
 ALL = "all"
 # The smallest `draft_window_size`: larger than the number of tokens that a round reads again or drafts.
 LEAST_WINDOW = 64
@@ -327,8 +333,16 @@ class Drafter(PreTrainedModel):
         Raises:
             ValueError: a value is none of those above.
         """
-        given = num_assistant_tokens, draft_probs, engine, verification, compile_rounds, batch_invariant, kv_cache_dtype
-        for name, value in zip(("num_assistant_tokens", *_SETTINGS), given, strict=True):
+        given = {
+            "num_assistant_tokens": num_assistant_tokens,
+            "draft_probs": draft_probs,
+            "engine": engine,
+            "verification": verification,
+            "compile_rounds": compile_rounds,
+            "batch_invariant": batch_invariant,
+            "kv_cache_dtype": kv_cache_dtype,
+        }
+        for name, value in given.items():
             if value is not None:
                 setattr(self, name, value)
         if draft_window_size is not None:
@@ -442,7 +456,7 @@ class Drafter(PreTrainedModel):
             ValueError: a name is unknown, a shape differs, a tensor of integers such as `d2t` would change, or the
                 drafter is quantised or sharded; its weights are then unchanged.
         """
-        check_types({"weights": weights}, {"weights": Mapping})
+        check_type("weights", weights, Mapping)
         own, problems = self.state_dict(keep_vars=True), []
         for name, tensor in weights.items():
             found = own.get(name)

@@ -88,12 +88,12 @@ def _why_not_target(name: str, is_loaded: bool) -> tuple[str, str | None]:
     from ..checkpoints.checkpoint import check_folder
     from ..drafters.target_checks import check_decoder
     from ..hosting.equivalence import why_not_equivalent
-    from ..loading import load_target
+    from ..loading import load_target, usable_device
     from ..patching.support import why_not_supported
 
     check_folder(name)
     if is_loaded:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = usable_device(None)
         target = load_target(name, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
         check_decoder(target.config, name)
         return type(target).__name__, why_not_supported(target) or why_not_equivalent(target, "static")

@@ -24,7 +24,7 @@ from ..calls.first_pass import REPLACED_INPUTS
 from ..calls.prompts import Prompts
 from ..calls.request import ContinuousBatching, Request
 from ..calls.transcript import end_tokens_of
-from ..config import check_int, check_types
+from ..config import check_int, check_type
 from ..drafters.attachment import Attachment
 from ..drafters.base import Drafter
 from ..host.generation import GenerationOutput, WorkloadHints, prepared_config
@@ -37,9 +37,7 @@ from .validation import TOKEN_DTYPES, check_call, check_tokens
 
 logger = logging.getLogger(__name__)
 
-# Types of arguments, and settings that are also model inputs.
-_ARGUMENTS = {"generation_config": GenerationConfig | None, "workload_hints": WorkloadHints | None}
-_ARGUMENTS |= {"continuous_batching_config": ContinuousBatchingConfig | None}
+# Settings that are also model inputs.
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
@@ -79,12 +77,12 @@ def generate_batch(
         ValueError: a prompt is not a list of token ids, or continuous batching does not support the call.
         RuntimeError: a request of a call by an attachment has failed; a trainer would take its tokens for a text.
     """
-    check_types({"inputs": inputs}, {"inputs": Collection})
+    check_type("inputs", inputs, Collection)
     if len(inputs) == 0:
         return {}
     prompts = [tokens_of(prompt, f"inputs[{index}]") for index, prompt in enumerate(inputs)]
     _check_inputs(model, kwargs)
-    settings = checked_settings(model, kwargs, generation_config, None, continuous_batching_config)
+    settings = checked_settings(model, kwargs, generation_config, continuous_batching_config)
     given = {name: kwargs.pop(name) for name in _OF_CALL if kwargs.get(name) is not None}
     config, unknown = prepared_config(model, generation_config, **kwargs)
     check_known(unknown, "generate_batch()")
@@ -244,11 +242,19 @@ def _check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         )
 
 
-def checked_settings(model: PreTrainedModel, kwargs: Mapping[str, Any], *given: Any) -> ContinuousBatchingConfig:
-    """The settings of continuous batching among the `given` values of `_ARGUMENTS`. Raises `ValueError` if one has
-    another type, or if texts are limited including their prompts, since prompts differ in length."""
-    check_types(dict(zip(_ARGUMENTS, given, strict=True)), _ARGUMENTS)
-    config, settings = given[0], given[2] or ContinuousBatchingConfig()
+def checked_settings(
+    model: PreTrainedModel,
+    kwargs: Mapping[str, Any],
+    generation_config: GenerationConfig | None,
+    continuous_batching_config: ContinuousBatchingConfig | None,
+    workload_hints: WorkloadHints | None = None,
+) -> ContinuousBatchingConfig:
+    """The settings of continuous batching of a call or a manager. Raises `ValueError` if an argument has another type,
+    or if texts are limited including their prompts, since prompts differ in length."""
+    check_type("generation_config", generation_config, GenerationConfig | None)
+    check_type("workload_hints", workload_hints, WorkloadHints | None)
+    check_type("continuous_batching_config", continuous_batching_config, ContinuousBatchingConfig | None)
+    config, settings = generation_config, continuous_batching_config or ContinuousBatchingConfig()
     check_int("max_queue_size", settings.max_queue_size, 0, ", which is any number")
     if settings.max_requests_per_batch is not None:
         check_int("max_requests_per_batch", settings.max_requests_per_batch, 1, ", or None")

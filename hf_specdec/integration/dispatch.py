@@ -25,7 +25,7 @@ from ..calls.call import Call
 from ..calls.first_pass import for_static_engine
 from ..calls.prompts import Prompts, read_prompts
 from ..calls.request import ContinuousBatching, Request
-from ..config import AUTO, check_types
+from ..config import AUTO, check_type
 from ..drafters.base import MATCH, Drafter
 from ..engine.continuous import check_continuous, decode_continuously
 from ..engine.static_engine import decode
@@ -115,7 +115,7 @@ def _rows_in_state(call: Call) -> AbstractContextManager[None]:
 
 def row_adapters(model: PreTrainedModel, names: Sequence[str] | None, count: int) -> list[str] | None:
     """`names_of_rows` of a call of `model`."""
-    check_types({"adapter_names": names}, {"adapter_names": list[str] | None})
+    check_type("adapter_names", names, list[str] | None)
     signature = signature_of(model)
     return names_of_rows(signature.adapters, signature.hooked, names, count)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TopHLogitsWarper
 
-from ..config import check_types
+from ..config import check_type
 from ..errors import first_line
 from ..host.generation import logits_processors
 from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
@@ -19,9 +19,8 @@ from .validation import vocabulary_of
 # Sampling settings that each request may have if `per_request_processors` is set.
 SAMPLING_OPTIONS = ("do_sample", "temperature", "top_k", "top_p")
 
-# Settings that are numbers, and other settings of logits processors that each request may have then.
+# Other settings of logits processors that each request may have then: numbers, and others.
 _NUMBERS = (
-    *SAMPLING_OPTIONS[1:],
     "encoder_no_repeat_ngram_size",
     "encoder_repetition_penalty",
     "epsilon_cutoff",
@@ -34,7 +33,8 @@ _NUMBERS = (
     "top_h",
     "typical_p",
 )
-PROCESSOR_OPTIONS = _NUMBERS[3:] + (
+PROCESSOR_OPTIONS = (
+    *_NUMBERS,
     "bad_words_ids",
     "begin_suppress_tokens",
     "exponential_decay_length_penalty",
@@ -62,7 +62,8 @@ def processors_of_prompt(
     Raises `ValueError` if a setting is wrong (including tokens without a score, which would fail in a round), or if a
     processor keeps state from one token to the next.
     """
-    check_types({name: getattr(config, name, None) for name in _NUMBERS}, dict.fromkeys(_NUMBERS, Real | None))
+    for name in ("temperature", "top_k", "top_p", *_NUMBERS):
+        check_type(name, getattr(config, name, None), Real | None)
     try:
         found = logits_processors(model, config, prompt, max_new_tokens, ends, processors, prefix_allowed_tokens_fn)
     except (TypeError, AttributeError, RuntimeError) as error:

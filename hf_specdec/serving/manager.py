@@ -75,7 +75,7 @@ class SpeculativeBatchingManager:
         **kwargs: Any,
     ):
         self.model, self.drafter, hints = model, drafter, workload_hints
-        settings = checked_settings(model, kwargs, generation_config, hints, continuous_batching_config)
+        settings = checked_settings(model, kwargs, generation_config, continuous_batching_config, hints)
         self.continuous_batching_config = settings
         self.generation_config, unknown = prepared_config(model, generation_config, **kwargs)
         check_known(unknown, "a manager")

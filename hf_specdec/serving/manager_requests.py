@@ -21,7 +21,7 @@ from transformers import (
 
 from ..calls.call import fitting_tokens, why_too_long
 from ..calls.request import Request
-from ..config import check_int, check_types, is_integer
+from ..config import check_int, check_type, is_integer
 from ..graphs.buckets import next_power_of_two
 from ..integration.continuous import asked_logprobs, tokens_of
 from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS, own_config
@@ -144,7 +144,7 @@ class RequestFactory:
         ]
 
     def _stop_strings(self, strings: str | list[str] | None, tokenizer: Any) -> StoppingCriteriaList | None:
-        check_types({"stop_strings": strings}, {"stop_strings": str | list[str] | None})
+        check_type("stop_strings", strings, str | list[str] | None)
         found = [strings] if isinstance(strings, str) else strings
         if not found:
             return None
