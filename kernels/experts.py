@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .linear_tiles import choose_stored_tiles
-from .stored_weight import SPLITS, stored_arguments, stored_sums
+from .stored_weight import DEPTHS, SPLITS, layout_of_tiles, stored_arguments, stored_sums
 from .types import StoredWeight
 
 # Pairs, and also blocks, of a program of the plan, and pairs that it compares them with at a time.
@@ -148,15 +148,15 @@ def _expert_linear_kernel(
                 inputs += IN_BLOCK
                 weight += IN_BLOCK * weight_strides[2]
         else:
-            split_row = tl.arange(0, SPLITS * ROWS) % ROWS
-            is_split_row = split_row < end - first
-            split_pair = tl.load(plan_ptr + first + split_row, mask=is_split_row, other=0)
+            tile_row = tl.arange(0, layout_of_tiles(FORM, IN_BLOCK)[3] * ROWS) % ROWS
+            is_tile_row = tile_row < end - first
+            tile_pair = tl.load(plan_ptr + first + tile_row, mask=is_tile_row, other=0)
             first_column = tl.program_id(0) * OUT_BLOCK
             sums = stored_sums(
                 weight_ptr + expert.to(tl.int64) * weight_strides[0] + first_column.to(tl.int64) * weight_strides[1],
                 (parts[0] + expert.to(tl.int64) * scales_strides[0], parts[1], parts[2], parts[3], parts[4]),
-                inputs_ptr + (split_pair // pairs_per_input).to(tl.int64) * IN,
-                is_split_row,
+                inputs_ptr + (tile_pair // pairs_per_input).to(tl.int64) * IN,
+                is_tile_row,
                 tl.minimum(column, OUT - 1) - first_column,
                 (0, first_column, OUT - 1),
                 IN,
@@ -219,7 +219,7 @@ def expert_linear(inputs, weight, bias, plan, rows, is_transposed):
         0 if bias is None else bias.stride(0),
         (0, 0) if stored is None else stored.scales.stride()[:2],
         **stored_arguments(inputs, stored, in_block),
-        IS_EVEN=size_in % (SPLITS.value * in_block) == 0,
+        IS_EVEN=size_in % (SPLITS.value * DEPTHS.value) == 0,
         NUM_EXPERTS=num_experts,
         IN=size_in,
         OUT=size_out,

@@ -17,12 +17,22 @@ import triton
 import triton.language as tl
 
 from .gated_activation import activate
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
-from .stored_weight import SPLITS, numbers_per_byte, size_of_split, stored_arguments, stored_sums
+from .launch import Unspecialised, dependent_launch, kernel, start_next, wait_for_inputs
+from .stored_weight import (
+    DEPTHS,
+    SPLITS,
+    layout_of_tiles,
+    numbers_per_byte,
+    size_of_split,
+    stored_arguments,
+    stored_sums,
+)
 from .types import LinearTiles, StoredWeight
 
 # Blocks of rows in a group of the swizzle: programs that start together share blocks in the L2 cache.
 GROUP = tl.constexpr(8)
+# Most programs of a kernel that run at once, three on each multiprocessor of an H100 or H200.
+_MOST_AT_ONCE = tl.constexpr(3 * 132)
 # 128-byte lines of each row of the weight that a program prefetches before the kernel before it has ended.
 _LINES = tl.constexpr(4)
 
@@ -85,15 +95,16 @@ def _linear_kernel(
     if PDL:
         stride_bytes = weight_stride * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
         # The sums of a stored weight begin at several places at once.
-        apart = 128 if FORM is None else size_of_split(size_in, DEPTH) // numbers_per_byte(FORM)
+        apart = 128 if FORM is None else size_of_split(size_in) // numbers_per_byte(FORM)
         request_lines(weight_ptr, stride_bytes, size_out - first, apart, OWN)
         if IS_GATED:
             other_half = weight_ptr + size_out.to(tl.int64) * weight_stride
             request_lines(other_half, stride_bytes, size_out - first, apart, OWN)
+    starts_next = tl.num_programs(0) * tl.num_programs(1) <= _MOST_AT_ONCE
     # Features beyond the last one repeat it and are not written.
     own_feature = (tl.minimum(feature, size_out - 1) - first + index % PARTS * size_out).to(tl.int64)
     if FORM is None:
-        wait_for_inputs(PDL)
+        wait_for_inputs(PDL, starts_next)
         weight = weight_ptr + own_feature[:, None] * weight_stride + depth[None, :]
         inputs = inputs_ptr + first_row * inputs_stride + row[:, None] * inputs_stride + depth[None, :]
         total = tl.zeros([FEATURES, ROWS], tl.float32)
@@ -107,12 +118,12 @@ def _linear_kernel(
                 x = tl.load(inputs + start, mask=is_row[:, None] & is_depth, other=0.0)
             total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
     else:
-        split_row = tl.arange(0, SPLITS * ROWS) % ROWS
+        tile_row = tl.arange(0, layout_of_tiles(FORM, DEPTH)[3] * ROWS) % ROWS
         total = stored_sums(
             weight_ptr,
             parts,
-            inputs_ptr + first_row * inputs_stride + split_row * inputs_stride,
-            split_row < num_rows - row_block * ROWS,
+            inputs_ptr + first_row * inputs_stride + tile_row * inputs_stride,
+            tile_row < num_rows - row_block * ROWS,
             own_feature,
             (size_out, first, size_out - 1),
             size_in,
@@ -121,7 +132,9 @@ def _linear_kernel(
             (PARTS, FEATURES, DEPTH),
             IS_EVEN,
             PDL,
+            starts_next,
         )
+    start_next(PDL)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + first + own_feature).to(tl.float32)[:, None]
     result = total.to(out_ptr.dtype.element_ty)
@@ -153,7 +166,7 @@ def linear(
     assert weight.shape[1] == size_in and inputs.stride(1) == values.stride(1) == 1, "rows must have unit stride"
     assert bias is None or bias.is_contiguous()
     assert stored is not None or inputs.dtype == values.dtype
-    assert stored is None or tiles.num_warps == SPLITS.value, "a split is a warp's"
+    assert stored is None or (tiles.num_warps == SPLITS.value and DEPTHS.value % tiles.depth == 0)
     assert activation is None or size_out % 2 == 0, "gate and up must have as many features each"
     out = inputs.new_empty(num_rows, size_out if activation is None else size_out // 2)
     _linear_kernel[(triton.cdiv(size_out, tiles.features), triton.cdiv(num_rows, tiles.rows))](
@@ -168,7 +181,7 @@ def linear(
         values.stride(0),
         0 if stored is None else stored.scales.stride(0),
         **stored_arguments(inputs, stored, tiles.depth),
-        IS_EVEN=size_in % (tiles.depth if stored is None else SPLITS.value * tiles.depth) == 0,
+        IS_EVEN=size_in % (tiles.depth if stored is None else SPLITS.value * DEPTHS.value) == 0,
         ROWS=tiles.rows,
         FEATURES=tiles.features,
         DEPTH=tiles.depth,

@@ -17,6 +17,8 @@ _MIN_FEATURES, _ALIGNMENT = 256, 8
 _ONE_WAVE = 264
 # Bytes of each row of a stored weight in a tile.
 _BYTES_OF_TILE = 64
+# Most input features of a tile of a stored weight for 8 rows: `stored_weight.DEPTHS`.
+_MOST_DEPTH = 128
 # Most rows for which stored weights use `linear`, and `linear_stored`, if the library has a product of its own.
 MAX_STORED_ROWS, MAX_WIDE_STORED_ROWS = 64, 256
 # Input features of a tile of `linear_stored`.
@@ -153,11 +155,11 @@ def choose_descriptor_tiles(rows: int, size_out: int, tiles: LinearTiles) -> Lin
 def choose_stored_tiles(rows: int, weight: StoredWeight) -> LinearTiles:
     """Tiles of `linear` for a stored weight and any number of rows.
 
-    Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6), the products of 32 layers of Llama-3.1-8B, ms at 1 / 8 /
-    32 / 128 rows: e4m3 with a scale for each row 2.25 / 2.33 / 3.61 / 8.85, each product by itself; in one CUDA graph,
-    before e4m3 was widened in fewer instructions, for blocks of 128 x 128 2.72 / 2.74 / 5.18 / 10.2, int8 2.73 / 2.74,
-    4 bits in groups of 128 2.36 / 2.40 / 5.12 / 14.6, with zero points 2.81 / 2.84, with a scale for each row 1.78 /
-    1.64; bfloat16 by `linear` and cuBLAS 3.63 / 3.58 / 4.01 / 4.31.
+    Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6) before threads read different banks, microseconds at one
+    row / by the bandwidth of a copy, for layers of 6144 x 4096, 4096 x 4096, 28672 x 4096 with their activation and
+    4096 x 14336: e4m3 with a scale for each row 8.8 / 6.2, 6.8 / 4.1, 31.8 / 28.9, 17.4 / 14.5; in blocks of 128 x 128
+    9.5, 7.2, 33.1, 19.7; 4 bits in groups of 128 8.9 / 3.1, 6.8 / 2.1, 27.2 / 14.5, 18.5 / 7.2. Tiles of half the depth
+    10.0, 7.1, 39.7, 20.2; sums in 8 instead of 4 splits 10.5, 7.9, 42.7, 17.9.
     """
     size_out, size_in = weight.shape[-2:]
     is_halves = weight.values.shape[-1] < size_in
@@ -165,9 +167,11 @@ def choose_stored_tiles(rows: int, weight: StoredWeight) -> LinearTiles:
     if weight.codes is None or weight.scales.dtype not in SCALES_OF_NUMBERS:
         depth = min(depth, weight.group)
     if rows <= 8:
-        if is_halves:
-            return LinearTiles(8, 32, depth, 4, 4)
-        return LinearTiles(8, 16, depth, 4, 4 if 4096 < size_out <= 8192 else 6)
+        is_deep = weight.group % _MOST_DEPTH == 0
+        depth = _MOST_DEPTH if is_deep else depth
+        if size_out > 8192 and (is_deep or is_halves):
+            return LinearTiles(8, 32, depth, 4, 4 if is_halves else 3)
+        return LinearTiles(8, 16, depth, 4, 4 if is_deep or is_halves else 6)
     if rows <= 16 or (rows <= 32 and (is_halves or size_out < 8192)):
         return LinearTiles(16, 32, depth, 4, 4)
     return LinearTiles(32, 32 if is_halves else 64, depth, 4, 3)
