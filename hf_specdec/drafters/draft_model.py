@@ -135,10 +135,6 @@ class DraftModelDrafter(CachedDrafter):
         return min(filter(None, windows), default=None)
 
     @property
-    def num_cached_layers(self) -> int:
-        return len(self.cached_layers)
-
-    @property
     def cached_layers(self) -> LayerKinds:
         return cache_layers(self.model)
 
