@@ -356,9 +356,7 @@ class CachedDrafter(Drafter):
 
     def draw(self, state: DecodeState, logits: torch.Tensor, first: int) -> Proposal:
         """Draft tokens `first` to `first + n - 1` of the round, from their logits `[B, n, V_d]`; or a tree of them."""
-        target_ids = self.target_ids
-        if state.is_sampling:
-            logits = self.add_noise(state, logits, first)
+        target_ids, logits = self.target_ids, self.add_noise(state, logits, first)
         if state.num_nodes:
             return tree_of_independent(logits, target_ids, state.num_nodes)
         if not state.draft_probs:
