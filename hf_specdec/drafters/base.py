@@ -76,8 +76,6 @@ class Drafter(PreTrainedModel):
     """
 
     config_class = DrafterConfig
-    base_model_prefix = ""
-    main_input_name = "input_ids"
     _supports_sdpa = True
     # Regular expressions in the names of published tensors, and their replacements in the drafter's own names.
     key_mapping = KEY_MAPPING
