@@ -21,7 +21,6 @@ from ..host.caches import cache_parameter
 from ..host.modeling import switches_experts
 from ..kernels.types import WORD_BITS, Columns, DraftInputs, Proposal, VerificationResult
 from ..modules.hidden_states import NUM_PROBE_TOKENS, check_aux_hidden_states
-from ..modules.stored_linear import keep_stored
 from ..patching.experts import original_experts_implementation
 from ..patching.support import registered_attention
 from ..state import DecodeState
@@ -29,7 +28,6 @@ from .cached import CachedDrafter, DraftMemory
 from .mtp_layers import MtpFrame, build_decoder
 from .none import no_drafts
 from .shared_weights import SharedWeight, embed, score
-from .target_checks import generating_model
 from .unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 
 
@@ -164,10 +162,8 @@ class MtpDrafter(CachedDrafter):
     def smallest_window(self) -> int | None:
         return getattr(self.decoder.config, "sliding_window", None)
 
-    @torch.inference_mode(False)  # it keeps gathered and dequantised weights
-    def bind(self, target: PreTrainedModel) -> None:
+    def _fit(self, target: PreTrainedModel) -> None:
         config, name = self.config, self.title
-        target = keep_stored(generating_model(target))
         config.check_fit(target.config, 0, name)
         shared = {}
         if not config.own_embedding:
@@ -179,7 +175,6 @@ class MtpDrafter(CachedDrafter):
         if switches_experts(self.decoder):
             self.decoder.set_experts_implementation(original_experts_implementation(target))
         self._shared_weights = shared
-        self._record_binding(target)
 
     def prefix_margin(self, num_draft_tokens: int, has_trees: bool = False) -> int | None:
         # Step k reads k + 1 tokens ahead; the first round reads hidden states at the slots that it runs again.

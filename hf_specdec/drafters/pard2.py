@@ -77,14 +77,14 @@ class Pard2Drafter(DraftModelDrafter):
         passes, reads = super().round_reads(num_draft_tokens)
         return passes, [*reads, (1, self.target_proj.parameters())]
 
-    def bind(self, target: PreTrainedModel) -> None:
+    def _fit(self, target: PreTrainedModel) -> None:
         config, name = self.config, self.title
         num_layers = len(decoder_layers(target))
         ids = config.check_fit(target.config, num_layers, name)
         ascending = sorted(ids)
         layer_ids, reads_last = [one for one in ascending if one < num_layers], num_layers in ids
         check_aux_hidden_states(target, layer_ids, reads_last, config.target_hidden_size, name)
-        super().bind(target)
+        super()._fit(target)
         self._layer_ids, self.reads_last_hidden_state = layer_ids, reads_last
         self._order = [ascending.index(one) for one in ids]
 
