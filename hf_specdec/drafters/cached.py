@@ -39,11 +39,6 @@ class DraftMemory:
         """All KV caches, which hold keys and values by slot."""
         return [self.cache]
 
-    def copy_rows(self, rows: torch.Tensor, source: DraftMemory, slots: int, source_rows: torch.Tensor) -> None:
-        """Copy rows from the memory of another generation. It takes the arguments of `DecodeState.copy_rows`."""
-        for cache, other in zip(self.caches, source.caches, strict=True):
-            cache.copy_rows(rows, other, slots, source_rows)
-
 
 class CachedDrafter(Drafter):
     """A drafter with a KV cache of its own.
@@ -212,7 +207,8 @@ class CachedDrafter(Drafter):
     def copy_rows(
         self, state: DecodeState, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor
     ) -> None:
-        state.memory.copy_rows(rows, source.memory, slots, source_rows)
+        for cache, other in zip(state.memory.caches, source.memory.caches, strict=True):
+            cache.copy_rows(rows, other, slots, source_rows)
 
     def prefix_margin(self, num_draft_tokens: int, has_trees: bool = False) -> int | None:
         # A slot may hold the token at the next position; the first round reads the hidden state before the last token.

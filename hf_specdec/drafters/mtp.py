@@ -51,11 +51,6 @@ class MtpMemory(DraftMemory):
     def caches(self) -> list[RaggedCache]:
         return [self.cache, *self.later_caches]
 
-    def copy_rows(self, rows: torch.Tensor, source: MtpMemory, slots: int, source_rows: torch.Tensor) -> None:
-        super().copy_rows(rows, source, slots, source_rows)
-        self.hidden[rows] = source.hidden[source_rows]
-        self.num_seen[rows] = source.num_seen[source_rows]
-
     def append(self, hidden: torch.Tensor, count: torch.Tensor, num_slots: torch.Tensor) -> None:
         """Append hidden states and drop as many of the oldest. Hidden states that were appended before are skipped.
 
@@ -194,6 +189,13 @@ class MtpDrafter(CachedDrafter):
             torch.zeros(batch, dtype=torch.int64, device=device),
             torch.full((batch,), width, dtype=torch.int64, device=device),
         )
+
+    def copy_rows(
+        self, state: DecodeState, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor
+    ) -> None:
+        super().copy_rows(state, rows, source, slots, source_rows)
+        state.memory.hidden[rows] = source.memory.hidden[source_rows]
+        state.memory.num_seen[rows] = source.memory.num_seen[source_rows]
 
     def _num_rerun(self, num_draft_tokens: int, has_trees: bool) -> int:
         """Number of slots that the first pass of each round runs, see the class."""
