@@ -110,9 +110,7 @@ class Teacher:
             learned = (logits[:, self.target_ids].float() / self.temperature).softmax(dim=-1)
             if self.greedy_share > 0:
                 likeliest = learned.argmax(dim=-1, keepdim=True)
-                learned.mul_(1 - self.greedy_share).scatter_add_(
-                    1, likeliest, torch.full_like(likeliest, self.greedy_share, dtype=learned.dtype)
-                )
+                learned.mul_(1 - self.greedy_share).scatter_(1, likeliest, self.greedy_share, reduce="add")
             probs.append(learned.to(logits.dtype))
         best = torch.cat(best)
         is_greedy = torch.zeros(batch.input_ids.numel(), dtype=torch.bool, device=best.device)
