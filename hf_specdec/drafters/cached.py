@@ -352,11 +352,15 @@ class CachedDrafter(Drafter):
 
     def draw(self, state: DecodeState, logits: torch.Tensor, first: int) -> Proposal:
         """Draft tokens `first` to `first + n - 1` of the round, from their logits `[B, n, V_d]`; or a tree of them."""
-        target_ids, logits = self.target_ids, self.add_noise(state, logits, first)
+        logits = self.add_noise(state, logits, first)
         if state.num_nodes:
-            return tree_of_independent(logits, target_ids, state.num_nodes)
+            return tree_of_independent(logits, self.target_ids, state.num_nodes)
         if not state.draft_probs:
-            return Proposal(ops.best_draft(logits, target_ids), None)
+            return Proposal(ops.best_draft(logits, self.target_ids), None)
         temperatures = state.temperature * state.row_temperatures
         index, probs = draw_draft(logits, temperatures, state.seeds, state.lengths, first)
-        return Proposal(index if target_ids is None else target_ids[index], probs)
+        return Proposal(self.target_tokens(index), probs)
+
+    def target_tokens(self, drafts: torch.Tensor) -> torch.Tensor:
+        """The target's tokens for `drafts` `[...]` int64 of the draft vocabulary."""
+        return drafts if self.target_ids is None else self.target_ids[drafts]

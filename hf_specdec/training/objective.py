@@ -167,11 +167,11 @@ class Objective(nn.Module):
         self, hidden: torch.Tensor, head: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The results of `_HeadLoss.forward`, with drafts in the target's vocabulary."""
-        device, ids = hidden.device.type, self.drafter.target_ids
+        device = hidden.device.type
         is_mixed = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_mixed else hidden.dtype
         losses, drafts, overlaps = _HeadLoss.apply(hidden, head, probs, dtype, self.row_losses)
-        return losses, drafts if ids is None else ids[drafts], overlaps
+        return losses, self.drafter.target_tokens(drafts), overlaps
 
 
 class BlockObjective(Objective):
