@@ -286,10 +286,8 @@ class CachedDrafter(Drafter):
         With `chains_passes` each pass runs its nodes one slot earlier than the pass before, and a node reads the output
         of that pass at the node before it. The first columns lack such outputs, and nothing is written for them.
 
-        Args:
-            logits, feedback: of the first pass: logits of its last column, and hidden states as `run_nodes` returns.
-            tokens, hidden: `[B, w]` and `[B, w, H]`, the inputs of the last columns.
-            least_passes: the smallest number of passes, the first one included.
+        `logits`, of one column, and `feedback` are results of the first pass, see `run_nodes`; `tokens` `[B, w]` and
+        `hidden` `[B, w, H]` are inputs of its last columns. `least_passes` counts the first pass.
         """
         depth, window = min(state.num_draft_tokens, state.num_nodes), tokens.shape[1]
         room = min(state.num_nodes, WORD_BITS * MOST_WORDS - window)
