@@ -104,6 +104,8 @@ class Drafter(PreTrainedModel):
     # Sizes and types of the layers whose keys and values are read in each pass of a round; None if there are none.
     attention_config: PreTrainedConfig | None = None
 
+    _layer_ids: Sequence[int] = ()  # see `aux_hidden_state_layer_ids`
+
     # Attributes that a captured round does not depend on: settings that every call reads, and results that it stores.
     # `_shared_weights` changes when a copy is refreshed. The copy keeps its memory; `bind` releases captured rounds.
     unread_attributes = frozenset(
@@ -225,7 +227,7 @@ class Drafter(PreTrainedModel):
     @property
     def aux_hidden_state_layer_ids(self) -> list[int]:
         """Layer ids of the auxiliary hidden states that the drafter reads (see `AuxHiddenStateRecorder`), ascending."""
-        return []
+        return list(self._layer_ids)
 
     @property
     def sharing_modules(self) -> list[nn.Module]:

@@ -34,7 +34,7 @@ class DraftLayersDrafter(CachedDrafter):
         super().__init__(config)
         # `[H]`, the hidden state of mask tokens, for which the target has none. None for zeros.
         self.register_buffer("mask_state", None, persistent=False)
-        self._layer_ids = config.aux_hidden_state_layer_ids
+        self._layer_ids = (config.use_aux_hidden_state and config.aux_hidden_state_layer_ids) or []
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
 
     def _add_head(self) -> None:
@@ -62,10 +62,6 @@ class DraftLayersDrafter(CachedDrafter):
                 f"make {num_angles} angles; expected {config.head_dim / 2:g} finite ones. Pass `rope_parameters=`."
             )
         super().check_checkpoint(checkpoint, config)
-
-    @property
-    def aux_hidden_state_layer_ids(self) -> list[int]:
-        return list(self._layer_ids) if self._layer_ids is not None and self.config.use_aux_hidden_state else []
 
     @property
     def reads_last_hidden_state(self) -> bool:

@@ -42,7 +42,6 @@ class Pard2Drafter(DraftModelDrafter):
             device=weight.device,
             dtype=self.model.dtype,
         )
-        self._layer_ids: list[int] = []
         self.reads_last_hidden_state = False
         # For each hidden state that `target_proj` reads, its index among the hidden states of ascending layers.
         self._order: list[int] = []
@@ -68,10 +67,6 @@ class Pard2Drafter(DraftModelDrafter):
         weights = checkpoint.only([f"{prefix}{name}" for name in module.state_dict()]).read()
         module.load_state_dict({name.removeprefix(prefix): weight for name, weight in weights.items()})
         return drafter
-
-    @property
-    def aux_hidden_state_layer_ids(self) -> list[int]:
-        return list(self._layer_ids)
 
     def round_reads(self, num_draft_tokens: int) -> Reads:
         passes, reads = super().round_reads(num_draft_tokens)
