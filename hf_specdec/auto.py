@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .checkpoints.checkpoint import Checkpoint, HubOptions, open_checkpoint
+from .checkpoints.checkpoint import Checkpoint, HubOptions, config_errors, open_checkpoint
 from .checkpoints.detection import Published
 from .checkpoints.interpretation import Decision, Decisions, Overrides, check_rope_overrides, overridden, without_none
 from .checkpoints.tensors import plain_weight
@@ -51,7 +51,7 @@ def read_checkpoint(
     """Detect the family of a checkpoint, convert its configuration to normal form, and check its tensors against that.
     Raises `ValueError` for checkpoints that are unsupported or contradict themselves."""
     found = read_config(checkpoint, target, overrides)
-    with checkpoint.config_errors():
+    with config_errors(checkpoint.name):
         found.family.check_checkpoint(checkpoint, found.config)
     return found
 
@@ -71,7 +71,7 @@ def read_config(
     given = without_none(overrides)
     check_rope_overrides(given)
     drafter = registered_drafters().get(checkpoint.config.get("model_type"))
-    with checkpoint.config_errors():
+    with config_errors(checkpoint.name):
         if drafter is not None:
             drafter.config_class.check_keywords(given, checkpoint.name)
             found = _read_normal_form(checkpoint, drafter, given)

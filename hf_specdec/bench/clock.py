@@ -61,20 +61,17 @@ class GpuClock(Clock):
         self._device = device
         activities = [torch.profiler.ProfilerActivity.CUDA]
         self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
-        self._runs = False
 
     def on_first(self) -> None:
         synchronize(self._device)  # the first round's drafting may still be running
         self._profiler.start()
-        self._runs = True
 
     def busy_seconds(self) -> float:
         """Seconds of kernels and copies since the first tokens, with gaps of up to `SHORT_GAP` between them. To be
         called once, after `generate()`."""
-        if not self._runs:
+        if self.first is None:
             return 0.0
         self._profiler.stop()
-        self._runs = False
         # Launches are excluded: they are host events that also report the time of their kernel.
         on_device = (event for event in self._profiler.events() if event.device_type == DeviceType.CUDA)
         return busy_time([(event.time_range.start, event.time_range.end) for event in on_device]) / 1e6

@@ -84,16 +84,7 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
     )
     add("--eos-token", help="the token that ends an answer, where the checkpoint names a wrong one")
     flag("--ignore-eos", help="let every answer become --max-new-tokens long")
-    _add_conditions(parser)
-    flag("--json", help="print one JSON object instead of the table")
-    add("--output", type=Path, help="JSON file for all figures")
-    add("--plots", type=Path, help="folder for pictures; needs matplotlib")
-    parser.set_defaults(run=run_bench)
-
-
-def _add_conditions(parser: argparse.ArgumentParser) -> None:
-    """Add the options that determine how every case is run."""
-    add, flag = parser.add_argument, partial(parser.add_argument, action="store_true")
+    # How every case is run.
     add("--dtype", choices=DTYPES, help="bfloat16 on a GPU, else float32, by default")
     add("--device", help="a GPU if there is one")
     add(
@@ -122,6 +113,11 @@ def _add_conditions(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="accept drafts by chance: so many tokens a round on average, or these shares by position",
     )
+    # What is shown.
+    flag("--json", help="print one JSON object instead of the table")
+    add("--output", type=Path, help="JSON file for all figures")
+    add("--plots", type=Path, help="folder for pictures; needs matplotlib")
+    parser.set_defaults(run=run_bench)
 
 
 def run_bench(arguments: argparse.Namespace) -> None:

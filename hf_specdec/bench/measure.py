@@ -235,7 +235,11 @@ class Bench:
                 self._measure(case, self.batches(case), drafter, options)
         except Exception as error:  # such as out of memory or an unsuitable drafter; the other cases are measured
             case.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        self._free_memory(drafter)
+        if drafter is not None:
+            drafter.release()  # the next case must not replay CUDA graphs of this one's context
+        if self.target.device.type == "cuda":  # the case still holds memory, also after an error
+            gc.collect()
+            torch.cuda.empty_cache()
         return case
 
     def _measure(self, case: Case, batches: list[Batch], drafter: Drafter | None, options: dict[str, Any]) -> None:
@@ -299,8 +303,13 @@ class Bench:
         prompts = _prompts_of(batches)
         config = ContinuousBatchingConfig(max_requests_per_batch=len(batches[0]["input_ids"]))
         torch.manual_seed(0)
-        run = self._run_manager if self.serve else self._run_bulk
-        seconds, results = run(prompts, config, self.options | options)
+        if self.serve:
+            seconds, results = self._run_manager(prompts, config, self.options | options)
+        else:
+            synchronize(self.target.device)
+            start = time.perf_counter()
+            results = list(self.target.generate_batch(prompts, None, config, **self.options, **options).values())
+            seconds = time.perf_counter() - start
         texts = [result.generated_tokens for result in results]
         return Run(
             seconds=seconds,
@@ -311,15 +320,6 @@ class Bench:
             stats=[drafter.stats],
             results=results if self.serve else [],
         )
-
-    def _run_bulk(
-        self, prompts: list[list[int]], config: ContinuousBatchingConfig, options: dict[str, Any]
-    ) -> tuple[float, list[GenerationOutput]]:
-        """Seconds and results of one call over all prompts."""
-        synchronize(self.target.device)
-        start = time.perf_counter()
-        out = self.target.generate_batch(prompts, None, config, **options)
-        return time.perf_counter() - start, list(out.values())
 
     def _run_manager(
         self, prompts: list[list[int]], config: ContinuousBatchingConfig, options: dict[str, Any]
@@ -385,14 +385,6 @@ class Bench:
         rounds = drafter.stats.num_rounds if drafter is not None else out.shape[1] - inputs["input_ids"].shape[1] - 1
         seconds = clock.busy_seconds()
         return 1e3 * seconds / rounds if rounds > 0 else None
-
-    def _free_memory(self, drafter: Drafter | None) -> None:
-        """Free the GPU memory that a case still holds, also after an error."""
-        if drafter is not None:
-            drafter.release()  # the next case must not replay CUDA graphs of this one's context
-        if self.target.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
 
 
 def _prompts_of(batches: list[Batch]) -> list[list[int]]:

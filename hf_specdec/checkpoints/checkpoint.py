@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypedDict
@@ -78,10 +78,6 @@ class Checkpoint:
     def only(self, names: Collection[str]) -> Checkpoint:
         """The checkpoint with only the tensors called `names`."""
         return replace(self, tensors={name: self.tensors[name] for name in names})
-
-    def config_errors(self) -> AbstractContextManager[None]:
-        """See the function `config_errors`."""
-        return config_errors(self.name)
 
     def check_loaded(self, info: Mapping[str, Any]) -> None:
         """Raise `ValueError` if transformers' loading `info` lists a tensor that was not loaded as it is."""

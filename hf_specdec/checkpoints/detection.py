@@ -74,14 +74,17 @@ class Published:
 class Signs(NamedTuple):
     """Signs of a family, any of which is enough: values of `speculators_model_type`, parts of architectures in lower
     case, keys of config.json or of `block_settings`, and parts of the names of tensors. If there is a
-    `speculators_model_type`, only that counts."""
+    `speculators_model_type`, only that counts. With `of_blocks` a block drafter is also needed."""
 
     speculators: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
+    of_blocks: bool = False
 
     def __call__(self, found: Published) -> bool:
+        if self.of_blocks and not is_block_drafter(found):
+            return False
         if found.speculators is not None:
             return found.speculators in self.speculators
         return (
@@ -95,8 +98,8 @@ _certainly_peagle = Signs(("peagle",), ("peagle",), tensors=("mask_hidden",))
 _has_block_name = Signs(
     ("dflash", "dflash2", "dspark"), ("dflash", "dspark", "dspine", "domino", "museglimmerassistant")
 )
-_has_conv = Signs(("dflash2",), ("dflash2",), ("conv_kernel_size", "selector_rank"), ("candidate_selector.",))
-_has_injection = Signs(names=("dspine",), keys=("dspine_config",), tensors=("transfer_codes", "injection.readouts."))
+is_dflash2 = Signs(("dflash2",), ("dflash2",), ("conv_kernel_size", "selector_rank"), ("candidate_selector.",), True)
+is_dspine = Signs((), ("dspine",), ("dspine_config",), ("transfer_codes", "injection.readouts."), of_blocks=True)
 _has_medusa = Signs(keys=("medusa_num_heads",), tensors=("parallel_draft_heads.", "medusa_"))
 _is_deepseek_dspark = Signs(
     ("dsv4_dspark",), keys=("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids")
@@ -145,16 +148,6 @@ def is_domino(found: Published) -> bool:
         or bool(projectors & set(_DOMINO_PROJECTORS))
         or any(rename(name).startswith("prefix_gru.") for name in found.tensors)
     )
-
-
-def is_dflash2(found: Published) -> bool:
-    """Whether a block drafter has convolutions or a candidate selector, by its name, config.json or tensors."""
-    return is_block_drafter(found) and _has_conv(found)
-
-
-def is_dspine(found: Published) -> bool:
-    """Whether tokens of a block drafter send messages to the next token, by its name, config.json or tensors."""
-    return is_block_drafter(found) and _has_injection(found)
 
 
 def is_dspark(found: Published) -> bool:

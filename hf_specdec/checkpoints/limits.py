@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from itertools import repeat
 from typing import Any
 
 # Far above every published model: a larger value means a damaged file. Lists and loops of this length, and a few tables
@@ -49,24 +50,18 @@ def check_settings(config: Mapping[str, Any], name: str) -> None:
     architectures = config.get("architectures") or []
     if not all(isinstance(one, str) for one in architectures):
         raise ValueError(f"{name} has architectures {architectures!r} in its config.json; expected a list of strings.")
-    _check_values(config, (), name)
+    _check_values(config, "", 0, name)
 
 
-def _check_values(value: Any, path: tuple[str, ...], name: str) -> None:
-    if len(path) > MAX_DEPTH:
+def _check_values(value: Any, key: str, depth: int, name: str) -> None:
+    if depth > MAX_DEPTH:
         raise ValueError(f"{name} has a config.json of more than {MAX_DEPTH} levels of nesting; expected fewer.")
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            _check_values(inner, (*path, key), name)
-    elif isinstance(value, list):
-        key = path[-1] if path else ""
-        for inner in value:
-            # Elements of a list are checked as values of its key. A list counts as a level, which bounds nested lists.
-            _check_values(inner, (*path, key), name)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        problem = _problem(path[-1], value)
-        if problem is not None:
-            raise ValueError(f"{name} has {path[-1]} {value!r} in its config.json; expected {problem}.")
+    if isinstance(value, Mapping | list):
+        # Elements of a list are checked as values of its key. A list counts as a level, which bounds nested lists.
+        for own_key, inner in value.items() if isinstance(value, Mapping) else zip(repeat(key), value):
+            _check_values(inner, own_key, depth + 1, name)
+    elif isinstance(value, int | float) and not isinstance(value, bool) and (problem := _problem(key, value)):
+        raise ValueError(f"{name} has {key} {value!r} in its config.json; expected {problem}.")
 
 
 def _problem(key: str, value: float) -> str | None:

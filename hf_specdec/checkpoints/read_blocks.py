@@ -330,8 +330,6 @@ class DSpineReader(DFlashReader):
         return super()._head(fields) | {"selector_top_k": top_k}
 
     def _causal(self, layer_types: list[str] | None) -> list[bool]:
-        if "causal" in self.given:
-            return super()._causal(layer_types)
         return self._decide("causal", [True] * self._num_layers(), "DSpine's layers are causal inside of a block")
 
 

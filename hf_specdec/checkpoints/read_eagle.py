@@ -29,6 +29,7 @@ class Eagle3Reader(LayersReader):
     nested_settings = staticmethod(eagle_settings)
 
     def _fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        depth = self._setting("ttt_length") if self.dialect == DEEPSPEC else speculators_depth(self.top)
         return {
             "norm_before_residual": self._norm_before_residual(),
             "norm_output": self._norm_output(),
@@ -36,7 +37,7 @@ class Eagle3Reader(LayersReader):
             "use_aux_hidden_state": self._agreed("use_aux_hidden_state", self._reads_aux_hidden_states(), "fc.weight"),
             "norm_before_fc": self._agreed("norm_before_fc", self._flag("norm_before_fc"), "input_norm.weight"),
             "fc_norm": self._agreed("fc_norm", self._flag("fc_norm"), "fc_norm.0.weight"),
-            "num_assistant_tokens": self._trained_depth() or Eagle3Config.num_assistant_tokens,
+            "num_assistant_tokens": depth or Eagle3Config.num_assistant_tokens,
         }
 
     def _reads_aux_hidden_states(self) -> bool:
@@ -110,9 +111,6 @@ class Eagle3Reader(LayersReader):
         if self.dialect == MODELOPT and stated is not None:
             return self._decide("final_norm", self._agreed("use_last_layernorm", stated, "norm.weight"), "config.json")
         return self._decide("final_norm", True, "the family has a norm before its head")
-
-    def _trained_depth(self) -> int | None:
-        return self._setting("ttt_length") if self.dialect == DEEPSPEC else speculators_depth(self.top)
 
 
 class PEagleReader(Eagle3Reader):

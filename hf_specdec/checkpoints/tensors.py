@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..config import DrafterConfig
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, config_errors
 from .weight_files import check_not_quantised
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def check_tensors(checkpoint: Checkpoint, family: type[nn.Module], config: Draft
     No weights but `d2t` are loaded. Raises `ValueError` for differences, which it names, for quantised tensors that
     `with_scales` does not read, and for a `d2t` without offsets.
     """
-    with checkpoint.config_errors(), torch.device("meta"):
+    with config_errors(checkpoint.name), torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in family(config).state_dict().items()}
     names = [rename(name, family.key_mapping) for name in checkpoint.tensors]
     stored = dict(zip(names, (tensor.shape for tensor in checkpoint.tensors.values()), strict=True))

@@ -20,12 +20,13 @@ from ..config import AUTO, DrafterConfig, check_int, check_num_or_auto, check_ty
 from ..kernels.types import MOST_WORDS, WORD_BITS, Proposal, VerificationResult
 from ..modules.hidden_states import num_decoder_layers
 from ..modules.locks import lock_of
+from ..modules.stored_linear import keep_stored
 from ..modules.weights import num_bytes
 from ..ops import FLOAT8
 from ..state import DecodeState, Shape
 from .attachment import Attachment
 from .shared_weights import SharedWeight
-from .target_checks import check_target
+from .target_checks import check_target, generating_model
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +77,6 @@ class Drafter(PreTrainedModel):
     """
 
     config_class = DrafterConfig
-    base_model_prefix = ""
-    main_input_name = "input_ids"
     _supports_sdpa = True
     # Regular expressions in the names of published tensors, and their replacements in the drafter's own names.
     key_mapping = KEY_MAPPING
@@ -104,6 +103,8 @@ class Drafter(PreTrainedModel):
     packs_prompts = False
     # Sizes and types of the layers whose keys and values are read in each pass of a round; None if there are none.
     attention_config: PreTrainedConfig | None = None
+
+    _layer_ids: Sequence[int] = ()  # see `aux_hidden_state_layer_ids`
 
     # Attributes that a captured round does not depend on: settings that every call reads, and results that it stores.
     # `_shared_weights` changes when a copy is refreshed. The copy keeps its memory; `bind` releases captured rounds.
@@ -226,7 +227,7 @@ class Drafter(PreTrainedModel):
     @property
     def aux_hidden_state_layer_ids(self) -> list[int]:
         """Layer ids of the auxiliary hidden states that the drafter reads (see `AuxHiddenStateRecorder`), ascending."""
-        return []
+        return list(self._layer_ids)
 
     @property
     def sharing_modules(self) -> list[nn.Module]:
@@ -433,14 +434,21 @@ class Drafter(PreTrainedModel):
         """
         return self._score(model, input_ids, attention_mask, temperature)
 
+    @torch.inference_mode(False)  # tensors that the drafter keeps are created outside of it
     def bind(self, target: PreTrainedModel) -> None:
         """Bind the drafter to `target`: check that it fits, and share the embedding and head that the drafter lacks.
 
-        Tensors that the drafter keeps are created outside of inference mode, even if the caller is in it.
+        A family implements it, and calls `_record_binding` at its end; or implements `_fit`.
 
         Raises:
             ValueError: the drafter does not fit `target`; both are left as they were.
         """
+        target = keep_stored(generating_model(target))
+        self._fit(target)
+        self._record_binding(target)
+
+    def _fit(self, target: PreTrainedModel) -> None:
+        """Check that the drafter fits `target`, the model that generates, and keep what it shares with it."""
         raise NotImplementedError(f"{type(self).__name__} does not implement bind().")
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:

@@ -18,7 +18,6 @@ from ..config import CacheReaderConfig
 from ..host.modeling import sliding_window_bidirectional_overlay
 from ..kernels.types import Columns, Proposal, VerificationResult
 from ..modules.hidden_states import decoder_layers
-from ..modules.stored_linear import keep_stored
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.attention import set_ragged_attention
 from ..patching.mask_rules import MaskRule
@@ -28,7 +27,6 @@ from .cached import CachedDrafter
 from .draft_model import WITHOUT_WEIGHTS, load_language_model
 from .none import no_drafts
 from .shared_weights import SharedWeight, score
-from .target_checks import generating_model
 
 _building = threading.RLock()
 
@@ -122,12 +120,9 @@ class CacheReaderDrafter(CachedDrafter):
         with sharing_all_layers(config.model_config):
             return cls(config, load_language_model(checkpoint, config, **options))
 
-    @torch.inference_mode(False)  # it keeps tensors that it creates
     @torch.no_grad()
-    def bind(self, target: PreTrainedModel) -> None:
-        own, text = self.model.config, self.model.config.get_text_config()
-        name = self.title
-        target = keep_stored(generating_model(target))
+    def _fit(self, target: PreTrainedModel) -> None:
+        own, text, name = self.model.config, self.model.config.get_text_config(), self.title
         self.config.check_fit(target.config, 0, name)
         if tensor_parallel_group(target) is not None:
             raise ValueError(
@@ -141,7 +136,6 @@ class CacheReaderDrafter(CachedDrafter):
         self.embedding_scale = _scale_of(embedding, shared.weight, name).to(self.device)
         self._shared_weights = {"embedding": shared}
         self._layers_read = layers_read
-        self._record_binding(target)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The target's embeddings `[..., Ht]` of `tokens` `[...]` int64, scaled as its decoder reads them."""

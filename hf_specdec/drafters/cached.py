@@ -39,11 +39,6 @@ class DraftMemory:
         """All KV caches, which hold keys and values by slot."""
         return [self.cache]
 
-    def copy_rows(self, rows: torch.Tensor, source: DraftMemory, slots: int, source_rows: torch.Tensor) -> None:
-        """Copy rows from the memory of another generation. It takes the arguments of `DecodeState.copy_rows`."""
-        for cache, other in zip(self.caches, source.caches, strict=True):
-            cache.copy_rows(rows, other, slots, source_rows)
-
 
 class CachedDrafter(Drafter):
     """A drafter with a KV cache of its own.
@@ -212,7 +207,8 @@ class CachedDrafter(Drafter):
     def copy_rows(
         self, state: DecodeState, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor
     ) -> None:
-        state.memory.copy_rows(rows, source.memory, slots, source_rows)
+        for cache, other in zip(state.memory.caches, source.memory.caches, strict=True):
+            cache.copy_rows(rows, other, slots, source_rows)
 
     def prefix_margin(self, num_draft_tokens: int, has_trees: bool = False) -> int | None:
         # A slot may hold the token at the next position; the first round reads the hidden state before the last token.
@@ -290,10 +286,8 @@ class CachedDrafter(Drafter):
         With `chains_passes` each pass runs its nodes one slot earlier than the pass before, and a node reads the output
         of that pass at the node before it. The first columns lack such outputs, and nothing is written for them.
 
-        Args:
-            logits, feedback: of the first pass: logits of its last column, and hidden states as `run_nodes` returns.
-            tokens, hidden: `[B, w]` and `[B, w, H]`, the inputs of the last columns.
-            least_passes: the smallest number of passes, the first one included.
+        `logits`, of one column, and `feedback` are results of the first pass, see `run_nodes`; `tokens` `[B, w]` and
+        `hidden` `[B, w, H]` are inputs of its last columns. `least_passes` counts the first pass.
         """
         depth, window = min(state.num_draft_tokens, state.num_nodes), tokens.shape[1]
         room = min(state.num_nodes, WORD_BITS * MOST_WORDS - window)
@@ -356,13 +350,15 @@ class CachedDrafter(Drafter):
 
     def draw(self, state: DecodeState, logits: torch.Tensor, first: int) -> Proposal:
         """Draft tokens `first` to `first + n - 1` of the round, from their logits `[B, n, V_d]`; or a tree of them."""
-        target_ids = self.target_ids
-        if state.is_sampling:
-            logits = self.add_noise(state, logits, first)
+        logits = self.add_noise(state, logits, first)
         if state.num_nodes:
-            return tree_of_independent(logits, target_ids, state.num_nodes)
+            return tree_of_independent(logits, self.target_ids, state.num_nodes)
         if not state.draft_probs:
-            return Proposal(ops.best_draft(logits, target_ids), None)
+            return Proposal(ops.best_draft(logits, self.target_ids), None)
         temperatures = state.temperature * state.row_temperatures
         index, probs = draw_draft(logits, temperatures, state.seeds, state.lengths, first)
-        return Proposal(index if target_ids is None else target_ids[index], probs)
+        return Proposal(self.target_tokens(index), probs)
+
+    def target_tokens(self, drafts: torch.Tensor) -> torch.Tensor:
+        """The target's tokens for `drafts` `[...]` int64 of the draft vocabulary."""
+        return drafts if self.target_ids is None else self.target_ids[drafts]

@@ -10,12 +10,10 @@ from .. import ops
 from ..checkpoints.checkpoint import Checkpoint
 from ..config import DraftLayersConfig
 from ..modules.hidden_states import check_aux_hidden_states, decoder_layers
-from ..modules.stored_linear import keep_stored
 from .base import Reads
 from .cached import CachedDrafter
 from .layers import rotary_embedding
 from .shared_weights import SharedWeight, embed, score
-from .target_checks import generating_model
 
 
 class DraftLayersDrafter(CachedDrafter):
@@ -36,7 +34,7 @@ class DraftLayersDrafter(CachedDrafter):
         super().__init__(config)
         # `[H]`, the hidden state of mask tokens, for which the target has none. None for zeros.
         self.register_buffer("mask_state", None, persistent=False)
-        self._layer_ids = config.aux_hidden_state_layer_ids
+        self._layer_ids = (config.use_aux_hidden_state and config.aux_hidden_state_layer_ids) or []
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
 
     def _add_head(self) -> None:
@@ -66,17 +64,11 @@ class DraftLayersDrafter(CachedDrafter):
         super().check_checkpoint(checkpoint, config)
 
     @property
-    def aux_hidden_state_layer_ids(self) -> list[int]:
-        return list(self._layer_ids) if self._layer_ids is not None and self.config.use_aux_hidden_state else []
-
-    @property
     def reads_last_hidden_state(self) -> bool:
         return not self.config.use_aux_hidden_state
 
-    @torch.inference_mode(False)  # it keeps tensors that it creates
-    def bind(self, target: PreTrainedModel) -> None:
+    def _fit(self, target: PreTrainedModel) -> None:
         config, name = self.config, self.title
-        target = keep_stored(generating_model(target))
         layer_ids = config.check_fit(target.config, len(decoder_layers(target)), name)
         target_ids = None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
         shared = {}
@@ -90,7 +82,6 @@ class DraftLayersDrafter(CachedDrafter):
         self._shared_weights = shared
         self.target_ids = target_ids
         self._layer_ids = layer_ids
-        self._record_binding(target)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeddings `[..., H]` of `[...]` int64 target tokens."""

@@ -33,7 +33,6 @@ from ..patching.support import (
 from ..state import DecodeState
 from .base import Reads
 from .cached import CachedDrafter
-from .target_checks import generating_model
 from .unrolled import UNROLLED_NAME, UnrolledAttention
 
 # Largest difference of logits, relative to their spread, if attention takes a mask; rounding in any dtype is below.
@@ -135,10 +134,6 @@ class DraftModelDrafter(CachedDrafter):
         return min(filter(None, windows), default=None)
 
     @property
-    def num_cached_layers(self) -> int:
-        return len(self.cached_layers)
-
-    @property
     def cached_layers(self) -> LayerKinds:
         return cache_layers(self.model)
 
@@ -152,13 +147,10 @@ class DraftModelDrafter(CachedDrafter):
         passes = self.num_passes(num_draft_tokens)
         return passes, [(passes, [*decoder, *self.model.get_output_embeddings().parameters()])]
 
-    def bind(self, target: PreTrainedModel) -> None:
-        name = self.title
-        target = keep_stored(generating_model(target))
-        DraftModelConfig.check_fit(self.config, target.config, 0, name)  # PARD-2 has already checked its layers
+    def _fit(self, target: PreTrainedModel) -> None:
+        DraftModelConfig.check_fit(self.config, target.config, 0, self.title)  # PARD-2 has already checked its layers
         self.config.vocab_size = target.config.get_text_config().vocab_size
         self.config.draft_vocab_size = min(self.config.vocab_size, self._num_embeddings)
-        self._record_binding(target)
 
     def model_inputs(self, tokens: torch.Tensor, hidden: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """The model's inputs for `tokens` `[B, n]` int64 and, for PARD-2, their hidden states `[B, n, H]`."""

@@ -57,14 +57,6 @@ class MarkovHead(nn.Module):
         return output.tanh(), keep * memory + (1 - keep) * new.tanh()
 
 
-class ConfidenceHead(nn.Module):
-    """The layer of `DSparkDrafter.confidence`, under its published name."""
-
-    def __init__(self, config: DSparkConfig):
-        super().__init__()
-        self.proj = nn.Linear(config.hidden_size + config.markov_rank, 1)
-
-
 class DSparkDrafter(WalkingDrafter):
     """DSpark drafter: DFlash's pass over a block, then one small step for each draft token, left to right.
 
@@ -78,7 +70,9 @@ class DSparkDrafter(WalkingDrafter):
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
         self.markov_head = MarkovHead(config)
-        self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
+        self.confidence_head = None
+        if config.confidence_head:  # under its published name
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(config.hidden_size + config.markov_rank, 1)})
         self.post_init()
 
     def num_read(self, num_draft_tokens: int) -> int:
@@ -111,7 +105,7 @@ class DSparkDrafter(WalkingDrafter):
             return None
         hidden = self.begin(before[..., :1], normed)[0]
         inputs = torch.cat([hidden, self.markov_head.markov_w1(before)], dim=-1).detach()
-        return self.confidence_head.proj(inputs)[..., 0]
+        return self.confidence_head["proj"](inputs)[..., 0]
 
     def head_inputs(self, normed: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         normed, memory = self.begin(before[..., :1], normed)

@@ -122,9 +122,9 @@ class PEagleDrafter(Eagle3Drafter):
         super().__init__(config)
         self.mask_hidden = nn.Parameter(torch.zeros(config.mask_hidden_shape))
 
-    def bind(self, target: PreTrainedModel) -> None:
-        super().bind(target)
-        with torch.inference_mode(False), torch.no_grad():
+    def _fit(self, target: PreTrainedModel) -> None:
+        super()._fit(target)
+        with torch.no_grad():
             self.mask_state = self.project_mask()
 
     def update_derived(self) -> None:

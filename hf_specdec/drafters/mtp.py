@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..cache.ragged_cache import RaggedCache
-from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.checkpoint import Checkpoint, config_errors
 from ..checkpoints.mtp_layouts import missing_experts, module_tensors, needed_tensors
 from ..checkpoints.weight_files import check_not_quantised
 from ..config import MtpConfig
@@ -21,7 +21,6 @@ from ..host.caches import cache_parameter
 from ..host.modeling import switches_experts
 from ..kernels.types import WORD_BITS, Columns, DraftInputs, Proposal, VerificationResult
 from ..modules.hidden_states import NUM_PROBE_TOKENS, check_aux_hidden_states
-from ..modules.stored_linear import keep_stored
 from ..patching.experts import original_experts_implementation
 from ..patching.support import registered_attention
 from ..state import DecodeState
@@ -29,7 +28,6 @@ from .cached import CachedDrafter, DraftMemory
 from .mtp_layers import MtpFrame, build_decoder
 from .none import no_drafts
 from .shared_weights import SharedWeight, embed, score
-from .target_checks import generating_model
 from .unrolled import UNROLLED_NAME, UnrolledAttention, shift_left
 
 
@@ -52,11 +50,6 @@ class MtpMemory(DraftMemory):
     @property
     def caches(self) -> list[RaggedCache]:
         return [self.cache, *self.later_caches]
-
-    def copy_rows(self, rows: torch.Tensor, source: MtpMemory, slots: int, source_rows: torch.Tensor) -> None:
-        super().copy_rows(rows, source, slots, source_rows)
-        self.hidden[rows] = source.hidden[source_rows]
-        self.num_seen[rows] = source.num_seen[source_rows]
 
     def append(self, hidden: torch.Tensor, count: torch.Tensor, num_slots: torch.Tensor) -> None:
         """Append hidden states and drop as many of the oldest. Hidden states that were appended before are skipped.
@@ -127,7 +120,7 @@ class MtpDrafter(CachedDrafter):
         check_not_quantised(checkpoint.tensors, checkpoint.name, "MTP modules")
         experts = missing_experts(module_tensors(checkpoint.config, checkpoint.tensors))
         checkpoint.check_differences(missing=experts)
-        with checkpoint.config_errors(), torch.device("meta"):
+        with config_errors(checkpoint.name), torch.device("meta"):
             weights = {name: torch.empty(one.shape, dtype=torch.bfloat16) for name, one in checkpoint.tensors.items()}
             cls.load_checkpoint(checkpoint, config, weights, device_map="meta", ignore_mismatched_sizes=True)
 
@@ -164,10 +157,8 @@ class MtpDrafter(CachedDrafter):
     def smallest_window(self) -> int | None:
         return getattr(self.decoder.config, "sliding_window", None)
 
-    @torch.inference_mode(False)  # it keeps gathered and dequantised weights
-    def bind(self, target: PreTrainedModel) -> None:
+    def _fit(self, target: PreTrainedModel) -> None:
         config, name = self.config, self.title
-        target = keep_stored(generating_model(target))
         config.check_fit(target.config, 0, name)
         shared = {}
         if not config.own_embedding:
@@ -179,7 +170,6 @@ class MtpDrafter(CachedDrafter):
         if switches_experts(self.decoder):
             self.decoder.set_experts_implementation(original_experts_implementation(target))
         self._shared_weights = shared
-        self._record_binding(target)
 
     def prefix_margin(self, num_draft_tokens: int, has_trees: bool = False) -> int | None:
         # Step k reads k + 1 tokens ahead; the first round reads hidden states at the slots that it runs again.
@@ -199,6 +189,13 @@ class MtpDrafter(CachedDrafter):
             torch.zeros(batch, dtype=torch.int64, device=device),
             torch.full((batch,), width, dtype=torch.int64, device=device),
         )
+
+    def copy_rows(
+        self, state: DecodeState, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor
+    ) -> None:
+        super().copy_rows(state, rows, source, slots, source_rows)
+        state.memory.hidden[rows] = source.memory.hidden[source_rows]
+        state.memory.num_seen[rows] = source.memory.num_seen[source_rows]
 
     def _num_rerun(self, num_draft_tokens: int, has_trees: bool) -> int:
         """Number of slots that the first pass of each round runs, see the class."""

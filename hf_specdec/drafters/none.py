@@ -10,10 +10,8 @@ from transformers import PreTrainedModel
 from ..checkpoints.checkpoint import Checkpoint
 from ..config import DrafterConfig
 from ..kernels.types import Proposal, VerificationResult
-from ..modules.stored_linear import keep_stored
 from ..state import DecodeState
 from .base import Drafter
-from .target_checks import generating_model
 
 
 class WeightlessDrafter(Drafter):
@@ -34,11 +32,9 @@ class WeightlessDrafter(Drafter):
     def load_checkpoint(cls, checkpoint: Checkpoint, config: DrafterConfig, *weights: Any, **options: Any) -> Drafter:
         return cls(config)
 
-    def bind(self, target: PreTrainedModel) -> None:
-        target = keep_stored(generating_model(target))
+    def _fit(self, target: PreTrainedModel) -> None:
         self._device = target.device
         self.config.vocab_size = self.config.draft_vocab_size = target.config.get_text_config().vocab_size
-        self._record_binding(target)
 
     def sync_with(self, target: PreTrainedModel) -> None:
         super().sync_with(target)

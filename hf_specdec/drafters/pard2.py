@@ -42,7 +42,6 @@ class Pard2Drafter(DraftModelDrafter):
             device=weight.device,
             dtype=self.model.dtype,
         )
-        self._layer_ids: list[int] = []
         self.reads_last_hidden_state = False
         # For each hidden state that `target_proj` reads, its index among the hidden states of ascending layers.
         self._order: list[int] = []
@@ -69,22 +68,18 @@ class Pard2Drafter(DraftModelDrafter):
         module.load_state_dict({name.removeprefix(prefix): weight for name, weight in weights.items()})
         return drafter
 
-    @property
-    def aux_hidden_state_layer_ids(self) -> list[int]:
-        return list(self._layer_ids)
-
     def round_reads(self, num_draft_tokens: int) -> Reads:
         passes, reads = super().round_reads(num_draft_tokens)
         return passes, [*reads, (1, self.target_proj.parameters())]
 
-    def bind(self, target: PreTrainedModel) -> None:
+    def _fit(self, target: PreTrainedModel) -> None:
         config, name = self.config, self.title
         num_layers = len(decoder_layers(target))
         ids = config.check_fit(target.config, num_layers, name)
         ascending = sorted(ids)
         layer_ids, reads_last = [one for one in ascending if one < num_layers], num_layers in ids
         check_aux_hidden_states(target, layer_ids, reads_last, config.target_hidden_size, name)
-        super().bind(target)
+        super()._fit(target)
         self._layer_ids, self.reads_last_hidden_state = layer_ids, reads_last
         self._order = [ascending.index(one) for one in ids]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -92,12 +93,7 @@ def register_drafter(
     if (detect is None) != (read is None):
         raise ValueError("register_drafter was given one of detect and read; expected both, or none.")
     if cls is None:
-        return lambda one: _register(Family(one, detect, read))
-    return _register(Family(cls, detect, read))
-
-
-def _register(family: Family) -> type[Drafter]:
-    cls = family.drafter
+        return partial(register_drafter, detect=detect, read=read)
     config_class = getattr(cls, "config_class", None)
     if not (isinstance(cls, type) and issubclass(cls, Drafter)):
         raise TypeError(f"register_drafter got {cls!r}; expected a subclass of hf_specdec.Drafter.")
@@ -109,7 +105,7 @@ def _register(family: Family) -> type[Drafter]:
             f"The model type {config_class.model_type!r} of {cls.__name__} is already registered for {taken.__name__}."
         )
     if taken is None:
-        _registered.append(family)
+        _registered.append(Family(cls, detect, read))
     return cls
 
 

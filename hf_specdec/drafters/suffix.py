@@ -44,13 +44,11 @@ class SuffixDrafter(WeightlessDrafter):
         if not is_config:
             self.bind(target)
 
-    def bind(self, target: PreTrainedModel) -> None:
-        config, vocab_size = self._target_config, self._bound_vocab_size
-        super().bind(target)
-        is_same = self._target_config is config and self._bound_vocab_size == vocab_size
-        with torch.inference_mode(False):
-            empty = torch.full((self.config.history_size,), NO_TOKEN, device=self.device)
-            self._history = self._history.to(self.device) if is_same else empty
+    def _fit(self, target: PreTrainedModel) -> None:
+        super()._fit(target)
+        is_same = self._target_config is target.config and self._bound_vocab_size == self.config.vocab_size
+        empty = torch.full((self.config.history_size,), NO_TOKEN, device=self.device)
+        self._history = self._history.to(self.device) if is_same else empty
 
     def observe(self, prompt: torch.Tensor, tokens: Sequence[int] | torch.Tensor) -> None:
         history = self._history

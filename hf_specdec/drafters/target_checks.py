@@ -59,6 +59,5 @@ def generating_model(target: PreTrainedModel) -> PreTrainedModel:
         )
     if "super" in names:
         return target
-    parts = ((name, part) for name, part in target.named_children() if name in names)
-    is_inside = (part for _, part in parts if isinstance(part, PreTrainedModel) and isinstance(part, GenerationMixin))
-    return next(is_inside, target)
+    parts = (part for name, part in target.named_children() if name in names and isinstance(part, PreTrainedModel))
+    return next((part for part in parts if isinstance(part, GenerationMixin)), target)

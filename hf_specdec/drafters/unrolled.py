@@ -46,10 +46,8 @@ class UnrolledAttention:
         if window is not None or not is_fused:
             return explicit_chain_attention(query, keys, values, window).transpose(1, 2)
         if len(written) == 1:
-            is_square = query.shape[2] == keys[0].shape[2]
-            mask = None if is_square else causal_lower_right(query.shape[2], keys[0].shape[2])
-            out = F.scaled_dot_product_attention(query, keys[0], values[0], attn_mask=mask, is_causal=is_square)
-            return out.transpose(1, 2)
+            mask = causal_lower_right(query.shape[2], keys[0].shape[2])  # `is_causal` where both lengths are the same
+            return F.scaled_dot_product_attention(query, keys[0], values[0], attn_mask=mask).transpose(1, 2)
         return _ChainAttention.apply(query, *keys, *values).transpose(1, 2)
 
 

@@ -105,13 +105,10 @@ class WalkingDrafter(DFlashDrafter):
 
         def most_likely(logits: torch.Tensor) -> torch.Tensor:
             steps.append(logits.squeeze(-2))
-            return self._target_tokens(logits.argmax(-1))
+            return self.target_tokens(logits.argmax(-1))
 
         self._walk(anchors[..., None], normed, most_likely)
         return steps
-
-    def _target_tokens(self, index: torch.Tensor) -> torch.Tensor:
-        return index if self.target_ids is None else self.target_ids[index]
 
     def _head_logits(self, normed: torch.Tensor) -> torch.Tensor:
         return self.logits(normed[..., : self.config.hidden_size])
@@ -140,7 +137,7 @@ class WalkingDrafter(DFlashDrafter):
         logits = self._head_logits(normed)
         count = min(self.num_candidates or MOST_CHILDREN, logits.shape[-1])
         values, candidates = ops.likeliest_tokens(self.add_noise(state, logits, first=0), None, count)
-        tokens, logits = self._target_tokens(candidates), logits.gather(-1, candidates).float()
+        tokens, logits = self.target_tokens(candidates), logits.gather(-1, candidates).float()
         places = Places(0, logits, candidates, self.read(normed, candidates))
         # The tokens that are no candidates keep their total probability by the head.
         others = (-torch.expm1(values.logsumexp(-1, keepdim=True)).clamp(max=0.0)).log()

@@ -143,8 +143,7 @@ def _score(
     steps = drafter(text.to(device), aux_hidden_states.to(device), num_steps=num_steps)
     hits = []
     for step, logits in enumerate(steps):
-        drafted = logits[0].argmax(-1)
-        drafted = drafted if drafter.target_ids is None else drafter.target_ids[drafted]
+        drafted = drafter.target_tokens(logits[0].argmax(-1))
         # At step s slot p drafts the token at position p + 2 + s, the target's choice at position p + 1 + s.
         targets = choices[step + 1 :].to(device)
         hits.append((drafted[: len(targets)] == targets).cpu())

@@ -110,9 +110,7 @@ class Teacher:
             learned = (logits[:, self.target_ids].float() / self.temperature).softmax(dim=-1)
             if self.greedy_share > 0:
                 likeliest = learned.argmax(dim=-1, keepdim=True)
-                learned.mul_(1 - self.greedy_share).scatter_add_(
-                    1, likeliest, torch.full_like(likeliest, self.greedy_share, dtype=learned.dtype)
-                )
+                learned.mul_(1 - self.greedy_share).scatter_(1, likeliest, self.greedy_share, reduce="add")
             probs.append(learned.to(logits.dtype))
         best = torch.cat(best)
         is_greedy = torch.zeros(batch.input_ids.numel(), dtype=torch.bool, device=best.device)
@@ -169,11 +167,11 @@ class Objective(nn.Module):
         self, hidden: torch.Tensor, head: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The results of `_HeadLoss.forward`, with drafts in the target's vocabulary."""
-        device, ids = hidden.device.type, self.drafter.target_ids
+        device = hidden.device.type
         is_mixed = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_mixed else hidden.dtype
         losses, drafts, overlaps = _HeadLoss.apply(hidden, head, probs, dtype, self.row_losses)
-        return losses, drafts if ids is None else ids[drafts], overlaps
+        return losses, self.drafter.target_tokens(drafts), overlaps
 
 
 class BlockObjective(Objective):
