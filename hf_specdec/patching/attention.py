@@ -34,53 +34,37 @@ def ragged_attention_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    indices: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention interface over a `RaggedCache`.
 
-    `attention_mask` is `RaggedCache.attention_mask`: positions, int64, which every layer gets unchanged. A call with
-    any
-    other mask, or with none, does not come from an engine: it runs the attention that the module has otherwise.
+    With `RaggedCache.attention_mask`, which every layer gets unchanged, it attends by positions. With any other mask,
+    such as `slot_mask` or one of a call that does not come from an engine, or with none, it runs the attention that the
+    module has otherwise.
 
     Args:
         query: `[B, heads, n, head_dim]`.
         key, value: `[B, kv_heads, slots, head_dim]`, as `RaggedLayer.update` returns them.
-        attention_mask: `[B, 1, n, 0, 1, 2 or 2 + W]` int64, or `[1, 2, n, 1]` of a `PackedCache`.
+        attention_mask: positions `[B, 1, n, 0, 1, 2 or 2 + W]` int64, or `[1, 2, n, 1]` of a `PackedCache`; another
+            mask is bool, or added to scores.
+        indices: `[B, n, k]`, the slots that an indexer chose; another mask is changed to hide all others.
         options: see `_attend`; others are ignored.
 
     Returns:
         `[B, n, heads, head_dim]`, and None instead of attention weights.
     """
     if attention_mask is None or attention_mask.dtype != torch.int64:
+        if indices is not None and attention_mask is not None:
+            is_chosen = torch.zeros(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
+            is_chosen.scatter_(-1, indices.long(), True)
+            hidden = False if attention_mask.dtype == torch.bool else torch.finfo(attention_mask.dtype).min
+            attention_mask = attention_mask.masked_fill(~is_chosen[:, None], hidden)
         return _original_attention(module)(_Original(module), query, key, value, attention_mask, **options)
     rule = vars(module).get(_RULE)
     if rule is not None:
         options |= {"sliding_window": rule.window, "chunk": rule.chunk}
     return _attend(query, key, value, attention_mask, **options), None
-
-
-def masked_attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    indices: torch.Tensor | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`ragged_attention_forward` for models that get masks: it runs the attention that the module has otherwise.
-
-    Args:
-        attention_mask: `[B, 1, n, slots]`, to be added to scores, see `slot_mask`; bool in passes of other code that
-            made its masks before the target was patched.
-        indices: `[B, n, k]`, the slots that an indexer chose; others are not seen.
-    """
-    if indices is not None and attention_mask is not None:
-        is_chosen = torch.zeros(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
-        is_chosen.scatter_(-1, indices.long(), True)
-        hidden = False if attention_mask.dtype == torch.bool else torch.finfo(attention_mask.dtype).min
-        attention_mask = attention_mask.masked_fill(~is_chosen[:, None], hidden)
-    return ragged_attention_forward(module, query, key, value, attention_mask, **options)
 
 
 def _attend(
@@ -218,7 +202,7 @@ def slot_mask(
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, original_mask)
 # Models with their own attention may contain others, e.g. in vision towers.
-ALL_ATTENTION_FUNCTIONS.register(MASKED_NAME, masked_attention_forward)
+ALL_ATTENTION_FUNCTIONS.register(MASKED_NAME, ragged_attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(MASKED_NAME, eager_mask_over_slots)
 
 
