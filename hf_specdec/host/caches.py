@@ -77,12 +77,6 @@ def cache_parameter(function: Callable) -> str | None:
     return next((name for name in CACHE_NAMES if name in parameters), None)
 
 
-def cache_argument(function: Callable, value: Any) -> dict[str, Any]:
-    """`value` as the cache keyword argument of `function`; empty if it has no such parameter."""
-    name = cache_parameter(function)
-    return {} if name is None else {name: value}
-
-
 def given_cache(arguments: Mapping[str, Any]) -> Any:
     """The cache among keyword arguments of a model, a layer or a function of transformers; None if there is none."""
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)

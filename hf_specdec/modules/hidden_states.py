@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..host.modeling import accelerate_hook
-from .patch import current_engine, this_thread
+from ..host.modeling import HOOK_OF_ACCELERATE
+from .patch import this_thread
 
 
 def modules_of(*models: nn.Module) -> list[nn.Module]:
@@ -83,7 +83,7 @@ def device_of_last_layer(target: PreTrainedModel) -> torch.device:
     layers = find_decoder_layers(target)
     last = target if layers is None else layers[-1]
     for module in last.modules():
-        device = getattr(accelerate_hook(module), "execution_device", None)
+        device = getattr(getattr(module, HOOK_OF_ACCELERATE, None), "execution_device", None)
         if device is not None:
             return torch.device(device)
     return next(last.parameters()).device
@@ -132,7 +132,7 @@ class AuxHiddenStateRecorder:
         return torch.cat(recorded, dim=-1) if len(recorded) > 1 else recorded[0]
 
     def __enter__(self) -> AuxHiddenStateRecorder:
-        self._engine = current_engine()
+        self._engine = this_thread.engine
         if self._last_hidden_state:
             decoder = decoder_of(self._target)
             self._handles.append(self._register_hook(decoder, LAST_HIDDEN_STATE))

@@ -236,4 +236,4 @@ def test_caches_by_every_name():
     assert caches.model_cache_name(LlamaForCausalLM) == caches.OUTPUT_NAME
     assert caches.model_cache_name(transformers.MambaForCausalLM) in ("cache", "cache_params")
     assert caches.model_cache_name(transformers.xLSTMForCausalLM) is None
-    assert caches.cache_argument(torch.nn.Linear.forward, cache) == {}
+    assert caches.cache_parameter(torch.nn.Linear.forward) is None
