@@ -246,7 +246,11 @@ class ReplayCache(DynamicCache):
         if tokens_to_remove < 0:
             for layer, saved in zip(self.layers, self._snapshot, strict=True):
                 layer.__dict__.update(_copy_state(saved))
-            self._target(**_shorten(self._inputs, -tokens_to_remove))
+            kept = self._inputs | {"logits_to_keep": 1}
+            for name in ("input_ids", "position_ids", "attention_mask", "cache_position"):
+                if kept.get(name) is not None:
+                    kept[name] = kept[name][..., :tokens_to_remove]
+            self._target(**kept)
         super().crop(0)
 
     def _remember(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -289,16 +293,6 @@ def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
         else value
         for name, value in state.items()
     }
-
-
-def _shorten(inputs: dict[str, Any], by: int) -> dict[str, Any]:
-    """The keyword arguments of a forward pass without its last `by` tokens."""
-    kept = dict(inputs)
-    for name in ("input_ids", "position_ids", "attention_mask", "cache_position"):
-        if kept.get(name) is not None:
-            kept[name] = kept[name][..., :-by]
-    kept["logits_to_keep"] = 1
-    return kept
 
 
 def assist(
