@@ -212,9 +212,6 @@ class LayerKinds:
     def __len__(self) -> int:
         return len(self.layers)
 
-    def __bool__(self) -> bool:
-        return bool(self.layers)
-
     def __iter__(self) -> Iterator[LayerKind]:
         return iter(self.layers)
 
