@@ -211,7 +211,8 @@ def test_modules_that_cannot_be_imported(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(parts, "PARTS", [*parts.PARTS])
     parts.named_in("modeling_broken", "_private", why="of a feature", is_needed=False)
-    assert parts.part("modeling_broken", "name", why="of a feature", is_needed=False) is None
+    with pytest.raises(ImportError, match="`modeling_broken` has no `name`"):
+        parts.lazy_part("modeling_broken", "name", why="of a feature")()
     assert cli.main(["doctor"]) == 0
     assert "`modeling_broken` has no `_private` (of a feature)" in capsys.readouterr().out
 
