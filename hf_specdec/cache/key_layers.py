@@ -12,14 +12,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..host.caches import (
-    Cache,
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from ..host.caches import KEYED_LAYERS, Cache, CacheLayerMixin
 from ..host.modeling import LAYER_TYPES
 from ..modules.deferred import Stored, store_kv
 from .layer_kinds import LayerKind, LayerKinds, LayerMemory, register
@@ -178,7 +171,7 @@ class Keys(LayerKind):
     """Keys and values by slot."""
 
     layer_types = frozenset(LAYER_TYPES["keys"])
-    sources = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+    sources = KEYED_LAYERS
     obstacles = {}
     stores_keys = True
     layer_class = RaggedLayer

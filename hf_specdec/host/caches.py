@@ -14,22 +14,25 @@ from .parts import about, any_of, attribute, in_modeling_files, part, uses
 _FILE = "transformers.cache_utils"
 
 
-def _class(name: str, why: str = "kinds of layers that can be copied to and from the engine's cache") -> Any:
-    return part(_FILE, name, why=why)
+def _layers(*names: str) -> tuple[Any, ...]:
+    why = "kinds of layers that can be copied to and from the engine's cache"
+    return tuple(part(_FILE, name, why=why) for name in names)
 
 
-Cache = _class("Cache", "base class of the engine's cache")
-CacheLayerMixin = _class("CacheLayerMixin", "base class of the engine's layers with keys and values")
-DynamicLayer = _class("DynamicLayer")
-DynamicSlidingWindowLayer = _class("DynamicSlidingWindowLayer")
-LinearAttentionAndFullAttentionLayer = _class("LinearAttentionAndFullAttentionLayer")
-LinearAttentionAndSlidingWindowAttentionLayer = _class("LinearAttentionAndSlidingWindowAttentionLayer")
-LinearAttentionAndStaticFullAttentionLayer = _class("LinearAttentionAndStaticFullAttentionLayer")
-LinearAttentionAndStaticSlidingWindowAttentionLayer = _class("LinearAttentionAndStaticSlidingWindowAttentionLayer")
-LinearAttentionCacheLayerMixin = _class("LinearAttentionCacheLayerMixin", "base class of the engine's recurrent layers")
-LinearAttentionLayer = _class("LinearAttentionLayer")
-StaticLayer = _class("StaticLayer")
-StaticSlidingWindowLayer = _class("StaticSlidingWindowLayer")
+Cache = part(_FILE, "Cache", why="base class of the engine's cache")
+CacheLayerMixin = part(_FILE, "CacheLayerMixin", why="base class of the engine's layers with keys and values")
+LinearAttentionCacheLayerMixin = part(
+    _FILE, "LinearAttentionCacheLayerMixin", why="base class of the engine's recurrent layers"
+)
+KEYED_LAYERS = _layers("StaticLayer", "StaticSlidingWindowLayer", "DynamicLayer", "DynamicSlidingWindowLayer")
+StaticLayer, *_ = KEYED_LAYERS
+RECURRENT_LAYERS = _layers(
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "LinearAttentionAndStaticFullAttentionLayer",
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer",
+)
 
 
 is_of_caller = attribute(
