@@ -92,7 +92,10 @@ def _attend(
         is_plain = s_aux is None and softcap is None and position_bias is None
         is_causal = is_plain and min(sizes, default=live) >= live
         if is_causal and not ops.is_batch_invariant():
-            return _causal_attention(query, *_dequantised(key, value, scales, live), scaling)
+            key, value = _dequantised(key, value, scales, live)  # torch's function is for long prompts
+            mask, has_groups = causal_lower_right(num_queries, live), query.shape[1] > key.shape[1]
+            out = scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=has_groups)
+            return out.transpose(1, 2)
         positions = torch.arange(live - num_queries, live, device=query.device).expand(len(query), -1)
     elif mask.shape[1] == 2:
         positions, starts = mask[..., 0].unbind(1)
@@ -117,14 +120,6 @@ def _dequantised(
     if scales is None:
         return key, value
     return ops.dequantise(key, scales[:, :, :live, 0]), ops.dequantise(value, scales[:, :, :live, 1])
-
-
-def _causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Attention of `[B, heads, n, D]` queries at the last n slots by torch's function, which is for long prompts."""
-    mask = causal_lower_right(query.shape[2], key.shape[2])
-    groups = query.shape[1] // key.shape[1]
-    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=groups > 1)
-    return out.transpose(1, 2)
 
 
 class _Original:
