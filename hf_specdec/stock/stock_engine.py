@@ -274,17 +274,6 @@ def _prepares_rest(model: PreTrainedModel, cached: int) -> Callable:
     return prepare_rest
 
 
-def _crop_without(cache: Cache, fixed: set[int]) -> Callable[[int], None]:
-    """`crop` of `cache`, except for the layers `fixed`."""
-
-    def crop(tokens_to_remove: int) -> None:
-        for index, layer in enumerate(cache.layers):
-            if index not in fixed:
-                layer.crop(tokens_to_remove)
-
-    return crop
-
-
 def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
     # Attention layers replace their tensors at every update; recurrent layers write into the tensors in their dicts.
     return {
@@ -354,7 +343,13 @@ def _assist_row(
         # Keys of cross-attention belong to images, not to tokens that may be rejected.
         fixed = set(getattr(model.config.get_text_config(), "cross_attention_layers", None) or ())
         if fixed and cache is not None:
-            stack.enter_context(replaced("crop", [(cache, _crop_without(cache, fixed))]))
+
+            def crop(tokens_to_remove: int) -> None:
+                for index, layer in enumerate(cache.layers):
+                    if index not in fixed:
+                        layer.crop(tokens_to_remove)
+
+            stack.enter_context(replaced("crop", [(cache, crop)]))
         if cached := call.prompts.cached:
             prepare_rest = _prepares_rest(model, cached)
             stack.enter_context(replaced("prepare_inputs_for_generation", [(model, prepare_rest)]))
