@@ -83,11 +83,9 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
         """Keys and values of the cache's `span`, `[B, kv_heads, span, head_dim]`: views, see `update`."""
         span = self._cache.span
         keys, values = self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
-        return (
-            (keys, values)
-            if self.scales is None
-            else Stored(keys, values, self.scales[:, :span].transpose(1, 2)).shown()
-        )
+        if self.scales is None:
+            return keys, values
+        return Stored(keys, values, self.scales[:, :span].transpose(1, 2)).shown()
 
     def copy_rows(self, rows: torch.Tensor, source: RaggedLayer, taken: slice | torch.Tensor, slots: int) -> None:
         if slots and source.is_initialized:  # not if no attention uses the layer

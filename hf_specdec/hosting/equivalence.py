@@ -89,7 +89,6 @@ class ScriptedDrafter(Drafter):
     """
 
     config_class = DrafterConfig
-    packs_prompts = False
 
     def __init__(
         self, target: PreTrainedModel, answers: torch.Tensor, lengths: Sequence[int], packs_prompts: bool = False

@@ -148,11 +148,8 @@ def few_tokens(model: PreTrainedModel, is_padded: bool = True) -> tuple[Inputs, 
     is_token = batch["attention_mask"][-1].bool()
     if not is_padded:
         batch, is_token = {name: tensor[:, is_token] for name, tensor in batch.items()}, is_token[is_token]
-    first, last = (
-        {name: tensor[:1] for name, tensor in batch.items()},
-        {name: tensor[-1:, is_token] for name, tensor in batch.items()},
-    )
-    return batch, first, last
+    first = {name: tensor[:1] for name, tensor in batch.items()}
+    return batch, first, {name: tensor[-1:, is_token] for name, tensor in batch.items()}
 
 
 def why_not_separate_rows(model: PreTrainedModel, is_padded: bool = True) -> str | None:
