@@ -187,12 +187,10 @@ def check_aux_hidden_states(
         target(input_ids=tokens, use_cache=False)
         found = {layer_id: tuple(recorded.shape) for layer_id, recorded in recorder.recorded.items()}
     wrong = {layer_id: shape for layer_id, shape in found.items() if shape != expected}
-    missing = set(layer_ids) - found.keys() if layer_ids else set()
+    missing = set(layer_ids) - found.keys()
     if wrong or missing:
-        names = {layer_id: f"at layer id {layer_id}" for layer_id in wrong} | {
-            LAST_HIDDEN_STATE: "after the last layer"
-        }
-        what = ", ".join(f"{list(shape)} {names[layer_id]}" for layer_id, shape in sorted(wrong.items()))
+        places = {LAST_HIDDEN_STATE: "after the last layer"}
+        what = ", ".join(f"{list(shape)} {places.get(at, f'at layer id {at}')}" for at, shape in sorted(wrong.items()))
         raise ValueError(
             f"{name} reads hidden states of {type(target).__name__}, but over {NUM_PROBE_TOKENS} tokens its layers "
             f"return {what or f'nothing at the layer ids {sorted(missing)}'}; expected {list(expected)} everywhere. "
