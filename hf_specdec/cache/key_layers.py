@@ -52,10 +52,6 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
         self.keys, self.values, self.scales, self.is_initialized = keys, values, scales, True
 
     @property
-    def is_allocated(self) -> bool:
-        return self.is_initialized
-
-    @property
     def slot_buffers(self) -> Sequence[torch.Tensor]:
         if not self.is_initialized:
             return ()

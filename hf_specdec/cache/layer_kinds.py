@@ -106,11 +106,6 @@ class LayerMemory:
         self._cache = cache
 
     @property
-    def is_allocated(self) -> bool:
-        """Whether a pass has allocated its buffers."""
-        return False
-
-    @property
     def slot_buffers(self) -> Sequence[torch.Tensor]:
         """Buffers `[B, slots, heads, width]` that store a token at its slot; empty before the first pass."""
         return ()

@@ -294,10 +294,6 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
             )
         return recurrent_states
 
-    @property
-    def is_allocated(self) -> bool:
-        return bool(self._inputs)
-
     def restart(self) -> None:
         for state in self.recurrent_states.values():
             state.restart()
