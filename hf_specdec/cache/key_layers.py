@@ -127,9 +127,6 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
     def get_seq_length(self) -> int:
         return 0
 
-    def get_max_length(self) -> int:
-        return self._cache.slots
-
 
 class PackedLayer(RaggedLayer):
     """Keys and values of `layer`, of a cache with `batch` rows, as one row: `[1, B * slots, kv_heads, head_dim]`."""

@@ -105,6 +105,9 @@ class LayerMemory:
     def __init__(self, cache: Cache, kind: LayerKind):
         self._cache = cache
 
+    def get_max_length(self) -> int:
+        return self._cache.slots
+
     @property
     def slot_buffers(self) -> Sequence[torch.Tensor]:
         """Buffers `[B, slots, heads, width]` that store a token at its slot; empty before the first pass."""
