@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache as cached
 from typing import Any
@@ -47,16 +48,15 @@ def rounds_keys(part_of_cache: Any) -> bool:
 
 
 @uses(f"{_FILE}:DynamicSlidingWindowLayer", "record_past", why="set by assisted generation, restored after a call")
-def recording_layers(cache: Any) -> dict[Any, bool]:
-    """The layers of a cache that can keep tokens which have left their window, and whether they do."""
-    layers = getattr(cache, "layers", ())
-    return {layer: layer.record_past for layer in layers if hasattr(layer, "record_past")}
-
-
-def set_recording(layers: dict[Any, bool]) -> None:
-    """Set whether `layers` keep tokens that have left their window."""
-    for layer, is_recording in layers.items():
-        layer.record_past = is_recording
+@contextmanager
+def recording_restored(cache: Any) -> Iterator[None]:
+    """Context after which layers of `cache` keep tokens that have left their window, or not, as before."""
+    before = [(layer, layer.record_past) for layer in getattr(cache, "layers", ()) if hasattr(layer, "record_past")]
+    try:
+        yield
+    finally:
+        for layer, is_recording in before:
+            layer.record_past = is_recording
 
 
 (STORE_COMPRESSED,) = in_modeling_files("store_compression_weights", why="tells layers with keys of windows of tokens")

@@ -28,8 +28,7 @@ from ..host.caches import (
     StaticLayer,
     given_cache,
     is_of_caller,
-    recording_layers,
-    set_recording,
+    recording_restored,
 )
 from ..host.generation import CandidateGenerator, assisted_decoding
 from ..kernels.types import VerificationResult
@@ -339,7 +338,7 @@ def _assist_row(
             stack.enter_context(patch)
         cache = given_cache(model_kwargs)
         # The loop makes sliding-window layers keep tokens that have left their window.
-        stack.callback(set_recording, recording_layers(cache))
+        stack.enter_context(recording_restored(cache))
         # Keys of cross-attention belong to images, not to tokens that may be rejected.
         fixed = set(getattr(model.config.get_text_config(), "cross_attention_layers", None) or ())
         if fixed and cache is not None:
