@@ -35,9 +35,7 @@ NUM_PROBE_TOKENS = 3
 @functools.cache
 def _undecorated(kind: type[nn.Module]) -> Callable | None:
     """`forward` of a class without `dynamic_rope_update`; None if not decorated, or if it does not read frequencies."""
-    forward = kind.forward
-    while hasattr(forward, "__wrapped__") and forward.__globals__ is not dynamic_rope_update.__globals__:
-        forward = forward.__wrapped__
+    forward = inspect.unwrap(kind.forward, stop=lambda one: one.__globals__ is dynamic_rope_update.__globals__)
     if not hasattr(forward, "__wrapped__"):
         return None
     forward = inspect.unwrap(forward)
