@@ -6,7 +6,6 @@ Which slots attention sees is a rule of attention, see `mask_rules`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -142,7 +141,6 @@ class PackedLayer(RaggedLayer):
 
 
 @register
-@dataclass(frozen=True)
 class Empty(LayerKind):
     """Layers that compute without memory, or read the keys and values of another layer."""
 
@@ -157,7 +155,6 @@ class Empty(LayerKind):
 
 
 @register
-@dataclass(frozen=True)
 class Keys(LayerKind):
     """Keys and values by slot."""
 

@@ -156,6 +156,7 @@ class LayerKind(PlugIn):
     """A kind of memory; its fields are what distinguishes layers of the kind.
 
     Attributes:
+        layer_class: the class of its layers of a `RaggedCache`.
         layer_types: entries of `layer_types` in configurations for layers of the kind.
         sources: classes of transformers' cache layers (not subclasses) that can be read when a call continues a cache.
         is_written: whether its contents can be written to transformers' cache layers; else the model has to fill them.
@@ -166,6 +167,7 @@ class LayerKind(PlugIn):
         window: tokens of the windows that it summarises; 0 without windows.
     """
 
+    layer_class: ClassVar[type[LayerMemory]]
     layer_types: ClassVar[frozenset[str]] = frozenset()
     sources: ClassVar[tuple[type, ...]] = ()
     is_written: ClassVar[bool] = True
@@ -181,10 +183,6 @@ class LayerKind(PlugIn):
     def detect(cls, layer: Any) -> LayerKind | None:
         """The kind of a layer of transformers' cache, if it is this kind; else None."""
         raise NotImplementedError(f"{cls.__name__} does not implement detect().")
-
-    @property
-    def layer_class(self) -> type[LayerMemory]:
-        raise NotImplementedError(f"{type(self).__name__} does not implement layer_class.")
 
 
 # Why a use is not allowed for attention of a modeling file that adds a mask to its scores.

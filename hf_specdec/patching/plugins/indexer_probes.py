@@ -7,7 +7,6 @@ once on a `RaggedCache` in two passes.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -131,7 +130,6 @@ def _random_inputs(module: nn.Module, kind: PooledIndexer, count: int) -> dict[s
 
 
 @register
-@dataclass(frozen=True)
 class Indexed(Keys):
     """Keys and values by slot, and keys of an indexer that chooses which slots a query sees."""
 
