@@ -61,13 +61,11 @@ class CompressedWindows:
     def store(self, entries: torch.Tensor, numbers: torch.Tensor) -> None:
         """Store `entries` `[B, W, D]` of those windows among `numbers` `[B, W]` int64 that are complete."""
         if self.entries is None:
-            self._allocate_entries(entries, len(entries))
+            slots = self._cache.slots // self.rate + 1
+            self.entries = entries.new_zeros(len(entries), slots, entries.shape[-1])
         is_complete = (numbers + 1) * self.rate <= self._cache.block.last + 1
         rows = torch.arange(len(entries), device=entries.device)[:, None]
         self.entries[rows, torch.where(is_complete, numbers, self.entries.shape[1] - 1)] = entries
-
-    def _allocate_entries(self, like: torch.Tensor, batch: int) -> None:
-        self.entries = like.new_zeros(batch, self._cache.slots // self.rate + 1, like.shape[-1])
 
     def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The entries of the cache's `span`, `[B, S, D]`, and whether a query may see them, `[B, n, S]` bool."""
@@ -77,9 +75,6 @@ class CompressedWindows:
         return self.entries[:, :count], is_seen
 
     def copy_rows(self, rows: torch.Tensor, source: CompressedWindows, taken: slice | torch.Tensor, slots: int) -> None:
-        if self.ring is None:
-            self.ring = source.ring.new_zeros(self._cache.batch, *source.ring.shape[1:])
-            self._allocate_entries(source.entries, self._cache.batch)
         count = slots // self.rate
         self.ring[rows] = source.ring[taken]
         self.entries[rows, :count] = source.entries[taken, :count]
@@ -101,4 +96,4 @@ class CompressedLayer(RaggedLayer):
     def copy_rows(self, rows: torch.Tensor, source: CompressedLayer, taken: slice | torch.Tensor, slots: int) -> None:
         super().copy_rows(rows, source, taken, slots)
         for name, windows in source._windows.items():
-            self.windows(name, windows.rate, windows.overlaps).copy_rows(rows, windows, taken, slots)
+            self._windows[name].copy_rows(rows, windows, taken, slots)

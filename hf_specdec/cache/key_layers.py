@@ -6,20 +6,12 @@ Which slots attention sees is a rule of attention, see `mask_rules`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .. import ops
-from ..host.caches import (
-    Cache,
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from ..host.caches import KEYED_LAYERS, Cache, CacheLayerMixin
 from ..host.modeling import LAYER_TYPES
 from ..modules.deferred import Stored, store_kv
 from .layer_kinds import LayerKind, LayerKinds, LayerMemory, register
@@ -59,10 +51,6 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
         self.keys, self.values, self.scales, self.is_initialized = keys, values, scales, True
 
     @property
-    def is_allocated(self) -> bool:
-        return self.is_initialized
-
-    @property
     def slot_buffers(self) -> Sequence[torch.Tensor]:
         if not self.is_initialized:
             return ()
@@ -90,11 +78,9 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
         """Keys and values of the cache's `span`, `[B, kv_heads, span, head_dim]`: views, see `update`."""
         span = self._cache.span
         keys, values = self.keys[:, :span].transpose(1, 2), self.values[:, :span].transpose(1, 2)
-        return (
-            (keys, values)
-            if self.scales is None
-            else Stored(keys, values, self.scales[:, :span].transpose(1, 2)).shown()
-        )
+        if self.scales is None:
+            return keys, values
+        return Stored(keys, values, self.scales[:, :span].transpose(1, 2)).shown()
 
     def copy_rows(self, rows: torch.Tensor, source: RaggedLayer, taken: slice | torch.Tensor, slots: int) -> None:
         if slots and source.is_initialized:  # not if no attention uses the layer
@@ -140,9 +126,6 @@ class RaggedLayer(LayerMemory, CacheLayerMixin):
     def get_seq_length(self) -> int:
         return 0
 
-    def get_max_length(self) -> int:
-        return self._cache.slots
-
 
 class PackedLayer(RaggedLayer):
     """Keys and values of `layer`, of a cache with `batch` rows, as one row: `[1, B * slots, kv_heads, head_dim]`."""
@@ -158,7 +141,6 @@ class PackedLayer(RaggedLayer):
 
 
 @register
-@dataclass(frozen=True)
 class Empty(LayerKind):
     """Layers that compute without memory, or read the keys and values of another layer."""
 
@@ -173,12 +155,11 @@ class Empty(LayerKind):
 
 
 @register
-@dataclass(frozen=True)
 class Keys(LayerKind):
     """Keys and values by slot."""
 
     layer_types = frozenset(LAYER_TYPES["keys"])
-    sources = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+    sources = KEYED_LAYERS
     obstacles = {}
     stores_keys = True
     layer_class = RaggedLayer

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..memory.virtual_memory import RowMemory, aligned
+from ..memory.virtual_memory import RowMemory
 from .ragged_cache import RaggedCache
 
 
@@ -42,7 +42,7 @@ class KeyLayout(NamedTuple):
             nonlocal size
             heads, dim = buffer.shape[2:]
             placed = _Part(size, heads, dim, buffer.dtype)
-            size += aligned(heads * dim * buffer.dtype.itemsize)
+            size += 16 * -(-heads * dim * buffer.dtype.itemsize // 16)  # kernels load 16 bytes at once
             return placed
 
         layers = [[[part(buffer) for buffer in layer.slot_buffers] for layer in cache.layers] for cache in caches]

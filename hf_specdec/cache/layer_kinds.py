@@ -105,10 +105,8 @@ class LayerMemory:
     def __init__(self, cache: Cache, kind: LayerKind):
         self._cache = cache
 
-    @property
-    def is_allocated(self) -> bool:
-        """Whether a pass has allocated its buffers."""
-        return False
+    def get_max_length(self) -> int:
+        return self._cache.slots
 
     @property
     def slot_buffers(self) -> Sequence[torch.Tensor]:
@@ -158,6 +156,7 @@ class LayerKind(PlugIn):
     """A kind of memory; its fields are what distinguishes layers of the kind.
 
     Attributes:
+        layer_class: the class of its layers of a `RaggedCache`.
         layer_types: entries of `layer_types` in configurations for layers of the kind.
         sources: classes of transformers' cache layers (not subclasses) that can be read when a call continues a cache.
         is_written: whether its contents can be written to transformers' cache layers; else the model has to fill them.
@@ -168,6 +167,7 @@ class LayerKind(PlugIn):
         window: tokens of the windows that it summarises; 0 without windows.
     """
 
+    layer_class: ClassVar[type[LayerMemory]]
     layer_types: ClassVar[frozenset[str]] = frozenset()
     sources: ClassVar[tuple[type, ...]] = ()
     is_written: ClassVar[bool] = True
@@ -183,10 +183,6 @@ class LayerKind(PlugIn):
     def detect(cls, layer: Any) -> LayerKind | None:
         """The kind of a layer of transformers' cache, if it is this kind; else None."""
         raise NotImplementedError(f"{cls.__name__} does not implement detect().")
-
-    @property
-    def layer_class(self) -> type[LayerMemory]:
-        raise NotImplementedError(f"{type(self).__name__} does not implement layer_class.")
 
 
 # Why a use is not allowed for attention of a modeling file that adds a mask to its scores.
@@ -211,9 +207,6 @@ class LayerKinds:
 
     def __len__(self) -> int:
         return len(self.layers)
-
-    def __bool__(self) -> bool:
-        return bool(self.layers)
 
     def __iter__(self) -> Iterator[LayerKind]:
         return iter(self.layers)

@@ -102,10 +102,6 @@ class RaggedCache(Cache):
         return self.slots - 1
 
     @property
-    def is_allocated(self) -> bool:
-        return any([layer.is_allocated for layer in self.layers])
-
-    @property
     def block(self) -> ops.PassPositions:
         if self._block is None:
             self._block = ops.PassPositions.of(self.positions, self.dummy_slot)

@@ -294,10 +294,6 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
             )
         return recurrent_states
 
-    @property
-    def is_allocated(self) -> bool:
-        return bool(self._inputs)
-
     def restart(self) -> None:
         for state in self.recurrent_states.values():
             state.restart()
@@ -305,6 +301,7 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
             inputs.ring.fill_(inputs.fill)
 
     def copy_rows(self, rows: torch.Tensor, source: RecurrentLayer, taken: slice | torch.Tensor, slots: int) -> None:
+        super().copy_rows(rows, source, taken, slots)
         for index, state in source.recurrent_states.items():
             self.recurrent_states[index].copy_rows(rows, state, taken)
         for index, theirs in source._inputs.items():
@@ -366,22 +363,12 @@ class RecurrentLayer(LayerMemory, LinearAttentionCacheLayerMixin):
 
         return write
 
-    def get_max_length(self) -> int:
-        return self._cache.slots
-
 
 class KeyedRecurrentLayer(RecurrentLayer, RaggedLayer):
     """A layer with keys and values besides recurrent states."""
 
     lazy_initialization = RaggedLayer.lazy_initialization
-    get_max_length = RaggedLayer.get_max_length
 
     def __init__(self, cache: Cache, kind: LayerKind):
         RaggedLayer.__init__(self, cache, kind)
         RecurrentLayer.__init__(self, cache, kind)
-
-    def copy_rows(
-        self, rows: torch.Tensor, source: KeyedRecurrentLayer, taken: slice | torch.Tensor, slots: int
-    ) -> None:
-        RaggedLayer.copy_rows(self, rows, source, taken, slots)
-        RecurrentLayer.copy_rows(self, rows, source, taken, slots)

@@ -27,7 +27,7 @@ from ..host.caches import CACHE_NAMES
 from ..host.generation import ModelOutput, inputs_after
 from ..host.modeling import ROPE_DELTAS
 from ..modules.hidden_states import AuxHiddenStateRecorder, modules_of, text_decoder
-from ..modules.patch import current_engine, engine, user_code
+from ..modules.patch import engine, this_thread, user_code
 from ..modules.signature import fact
 from ..patching.mask_rules import ordinary_prompts
 from ..patching.support import cache_layers, cache_name, configured_layers
@@ -235,10 +235,10 @@ def bounds_steps(model: PreTrainedModel) -> bool:
 @contextmanager
 def _recorded_inputs(decoder: nn.Module) -> Iterator[dict[str, Any]]:
     """Context in which forward passes of `decoder`, if run by this engine, record their keyword arguments."""
-    found, ours = {}, current_engine()
+    found, ours = {}, this_thread.engine
 
     def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if current_engine() is ours:
+        if this_thread.engine is ours:
             found.update(kwargs)
 
     handle = decoder.register_forward_pre_hook(record, with_kwargs=True)

@@ -18,7 +18,7 @@ from ..drafters.base import Drafter
 from ..host.generation import keeps_logits
 from ..kernels.types import Nodes
 from ..modules.hidden_states import AuxHiddenStateRecorder
-from ..modules.patch import Patch, current_engine, engine, replaced
+from ..modules.patch import Patch, engine, replaced, this_thread
 from ..op_choice import without_dispatch_modes
 from ..parallel.all_reduce import symmetric_memory_all_reduce
 from ..parallel.tensor_parallel import local_linears
@@ -145,7 +145,7 @@ def patched_target(
     `known` are the `Target.patches` of an earlier context of the same `Hosting`; if empty, patches are looked up.
     """
     with ExitStack() as stack:
-        if current_engine() is None:
+        if this_thread.engine is None:
             stack.enter_context(engine())
         refusals = [(one, functools.partial(_refuse_copies, one)) for one in (model, drafter)]
         stack.enter_context(replaced("__reduce_ex__", refusals))

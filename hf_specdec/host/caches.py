@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache as cached
 from typing import Any
@@ -14,22 +15,25 @@ from .parts import about, any_of, attribute, in_modeling_files, part, uses
 _FILE = "transformers.cache_utils"
 
 
-def _class(name: str, why: str = "kinds of layers that can be copied to and from the engine's cache") -> Any:
-    return part(_FILE, name, why=why)
+def _layers(*names: str) -> tuple[Any, ...]:
+    why = "kinds of layers that can be copied to and from the engine's cache"
+    return tuple(part(_FILE, name, why=why) for name in names)
 
 
-Cache = _class("Cache", "base class of the engine's cache")
-CacheLayerMixin = _class("CacheLayerMixin", "base class of the engine's layers with keys and values")
-DynamicLayer = _class("DynamicLayer")
-DynamicSlidingWindowLayer = _class("DynamicSlidingWindowLayer")
-LinearAttentionAndFullAttentionLayer = _class("LinearAttentionAndFullAttentionLayer")
-LinearAttentionAndSlidingWindowAttentionLayer = _class("LinearAttentionAndSlidingWindowAttentionLayer")
-LinearAttentionAndStaticFullAttentionLayer = _class("LinearAttentionAndStaticFullAttentionLayer")
-LinearAttentionAndStaticSlidingWindowAttentionLayer = _class("LinearAttentionAndStaticSlidingWindowAttentionLayer")
-LinearAttentionCacheLayerMixin = _class("LinearAttentionCacheLayerMixin", "base class of the engine's recurrent layers")
-LinearAttentionLayer = _class("LinearAttentionLayer")
-StaticLayer = _class("StaticLayer")
-StaticSlidingWindowLayer = _class("StaticSlidingWindowLayer")
+Cache = part(_FILE, "Cache", why="base class of the engine's cache")
+CacheLayerMixin = part(_FILE, "CacheLayerMixin", why="base class of the engine's layers with keys and values")
+LinearAttentionCacheLayerMixin = part(
+    _FILE, "LinearAttentionCacheLayerMixin", why="base class of the engine's recurrent layers"
+)
+KEYED_LAYERS = _layers("StaticLayer", "StaticSlidingWindowLayer", "DynamicLayer", "DynamicSlidingWindowLayer")
+StaticLayer, *_ = KEYED_LAYERS
+RECURRENT_LAYERS = _layers(
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "LinearAttentionAndStaticFullAttentionLayer",
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer",
+)
 
 
 is_of_caller = attribute(
@@ -44,16 +48,15 @@ def rounds_keys(part_of_cache: Any) -> bool:
 
 
 @uses(f"{_FILE}:DynamicSlidingWindowLayer", "record_past", why="set by assisted generation, restored after a call")
-def recording_layers(cache: Any) -> dict[Any, bool]:
-    """The layers of a cache that can keep tokens which have left their window, and whether they do."""
-    layers = getattr(cache, "layers", ())
-    return {layer: layer.record_past for layer in layers if hasattr(layer, "record_past")}
-
-
-def set_recording(layers: dict[Any, bool]) -> None:
-    """Set whether `layers` keep tokens that have left their window."""
-    for layer, is_recording in layers.items():
-        layer.record_past = is_recording
+@contextmanager
+def recording_restored(cache: Any) -> Iterator[None]:
+    """Context after which layers of `cache` keep tokens that have left their window, or not, as before."""
+    before = [(layer, layer.record_past) for layer in getattr(cache, "layers", ()) if hasattr(layer, "record_past")]
+    try:
+        yield
+    finally:
+        for layer, is_recording in before:
+            layer.record_past = is_recording
 
 
 (STORE_COMPRESSED,) = in_modeling_files("store_compression_weights", why="tells layers with keys of windows of tokens")
@@ -75,12 +78,6 @@ def cache_parameter(function: Callable) -> str | None:
     """The cache parameter of `function`, one of `CACHE_NAMES`; None if it has none of them."""
     parameters = inspect.signature(inspect.unwrap(function)).parameters
     return next((name for name in CACHE_NAMES if name in parameters), None)
-
-
-def cache_argument(function: Callable, value: Any) -> dict[str, Any]:
-    """`value` as the cache keyword argument of `function`; empty if it has no such parameter."""
-    name = cache_parameter(function)
-    return {} if name is None else {name: value}
 
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import nn
-
 from .parts import attribute, in_modeling_files, lazy_part, method, named_in, part
 
 _MODEL = "transformers:PreTrainedModel"
@@ -171,8 +167,3 @@ switches_experts = method(
 apply_gate = method("transformers.integrations.moe", "_apply_gate", why="gated activation of experts")
 # Takes a class of models, a configuration and a `dtype`.
 with_random_weights = method(_MODEL, "_from_config", why="drafters with random weights")
-
-
-def accelerate_hook(module: nn.Module) -> Any:
-    """The hook with which accelerate moves a module between devices; None without one."""
-    return getattr(module, HOOK_OF_ACCELERATE, None)

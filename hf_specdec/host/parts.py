@@ -59,26 +59,25 @@ def any_of(names: tuple[str, ...] | list[str]) -> str:
 
 
 def _owner(where: str) -> Any:
-    module, _, path = where.partition(":")
-    found = importlib.import_module(module)
-    for name in filter(None, path.split(".")):
-        found = getattr(found, name)
-    return found
+    """The module, or the class in it; None if it is missing."""
+    module, _, kind = where.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except Exception:  # a module whose packages are not installed may raise anything
+        return None
+    return getattr(found, kind, None) if kind else found
 
 
 def _look_up(where: str, names: tuple[str, ...]) -> Any:
-    try:
-        owner = _owner(where)
-    except Exception:  # a module whose packages are not installed may raise anything
-        return None
+    owner = _owner(where)
     return next((getattr(owner, name) for name in names if hasattr(owner, name)), None) if names else owner
 
 
-def part(where: str, *names: str, why: str, since: str = "", is_needed: bool = True) -> Any:
+def part(where: str, *names: str, why: str) -> Any:
     """Declare a class, function, method or module of transformers, and return it; None if it is missing."""
     found = _look_up(where, names)
     is_found = found is not None
-    PARTS.append(Part(where, names, why, since, is_needed, lambda: is_found))
+    PARTS.append(Part(where, names, why, is_found=lambda: is_found))
     return found
 
 
@@ -113,19 +112,17 @@ def named_in(where: str, name: str, *, why: str, since: str = "", is_needed: boo
     """Declare the name of an attribute, and return it. If only instances have it, the code there must mention it."""
 
     def is_found() -> bool:
-        try:
-            owner = _owner(where)
-        except Exception:  # a module whose packages are not installed may raise anything
-            return False
-        return hasattr(owner, name) or any(name in (*code.co_names, *code.co_consts) for code in _code_of(owner))
+        owner = _owner(where)
+        codes = () if owner is None else _code_of(owner)
+        return hasattr(owner, name) or any(name in (*code.co_names, *code.co_consts) for code in codes)
 
     PARTS.append(Part(where, (name,), why, since, is_needed, is_found))
     return name
 
 
-def uses(where: str, name: str, *, why: str, since: str = "", is_needed: bool = True) -> Callable[[_F], _F]:
+def uses(where: str, name: str, *, why: str, is_needed: bool = True) -> Callable[[_F], _F]:
     """Decorator of a function that reads or calls an attribute; declares the attribute, see `named_in`."""
-    named_in(where, name, why=why, since=since, is_needed=is_needed)
+    named_in(where, name, why=why, is_needed=is_needed)
     return lambda function: function
 
 

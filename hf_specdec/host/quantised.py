@@ -18,7 +18,7 @@ FP8_INPUTS = named_in(f"{_FILE}:FP8Linear", "activation_scheme", why=_WHY, is_ne
 
 _MXFP4 = "experts in MXFP4 that stay as they are in the file"
 register_quantizer = part("transformers.quantizers.auto", "register_quantizer", why=_MXFP4)
-Mxfp4Quantizer = part("transformers.quantizers.quantizer_mxfp4", "Mxfp4HfQuantizer", why=_MXFP4)
+HfQuantizer = part("transformers.quantizers.base", "HfQuantizer", why=_MXFP4)
 QuantizationMethod = part("transformers.utils.quantization_config", "QuantizationMethod", why=_MXFP4)
 IS_INITIALIZED = named_in("transformers:PreTrainedModel", "_is_hf_initialized", why=_MXFP4)
 should_convert_module = part("transformers.quantizers.quantizers_utils", "should_convert_module", why=_MXFP4)

@@ -94,11 +94,6 @@ def empty_attentions(model: PreTrainedModel, config: GenerationConfig) -> tuple 
         attentions = getattr(output, "attentions", None) or ()
         if not any(isinstance(weights, torch.Tensor) for weights in attentions):
             return attentions
-    _check_attention_windows(model, config)
-    return None
-
-
-def _check_attention_windows(model: PreTrainedModel, config: GenerationConfig) -> None:
     # Beyond a sliding window a block of tokens reads other numbers of keys than a single token, and transformers'
     # assisted generation, which splits the weights of a block into those of its tokens, takes wrong columns.
     window = min(filter(None, cache_windows(model)), default=None)
@@ -108,6 +103,7 @@ def _check_attention_windows(model: PreTrainedModel, config: GenerationConfig) -
             f"of {type(model).__name__}, where the attention weights of single tokens cannot be told from those of a "
             "block of drafts. Drop output_attentions or assistant_model, or lower max_new_tokens."
         )
+    return None
 
 
 def _why_not_call(

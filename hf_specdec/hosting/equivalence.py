@@ -26,7 +26,7 @@ from ..config import DrafterConfig
 from ..drafters.base import Drafter
 from ..drafters.none import NoDrafter
 from ..engine.static_engine import decode
-from ..errors import first_line
+from ..errors import failure_of
 from ..graphs.buckets import useful_drafts
 from ..graphs.cuda_graphs import on_device
 from ..host.caches import OUTPUT_NAME, given_cache, is_of_caller
@@ -89,7 +89,6 @@ class ScriptedDrafter(Drafter):
     """
 
     config_class = DrafterConfig
-    packs_prompts = False
 
     def __init__(
         self, target: PreTrainedModel, answers: torch.Tensor, lengths: Sequence[int], packs_prompts: bool = False
@@ -165,10 +164,8 @@ def _difference(
     """`difference_of` an engine's output and what is `expected`, or the error that the engine raises."""
     try:
         generated = _generate(model, inputs, expected.tokens.shape[1], drafter, engine, by_target)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a model may raise anything
-        return f"{type(error).__name__}: {first_line(error)}"
+    except Exception as error:
+        return failure_of(error)
     return difference_of(generated, expected, is_exact_arithmetic(model, expected.logits))
 
 
@@ -295,10 +292,8 @@ def why_not_equivalent_with(
             # There are no more drafts than the text has tokens left.
             count = max(NUM_NEW_TOKENS[engine], most_drafts)
             expected = generate_greedily(model, _given_again(call, model_kwargs), count)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a model may raise anything
-            raise PlainFails(f"{what}, on which plain generate() fails", error) from error
+        except Exception as error:
+            raise PlainFails(f"{what}, on which plain generate() fails ({failure_of(error)})") from error
         if read:
             return f"{what}, of which {', '.join(read)} {_GIVEN_WITH_EVERY_TOKEN}"
         drafter = ScriptedDrafter(model, expected.tokens, call.prompts.lengths)

@@ -322,11 +322,6 @@ class RowMemory:
                 _count(self._device, -piece.size)
 
 
-def aligned(size: int) -> int:
-    """`size` bytes, rounded up to a multiple of what kernels load at once."""
-    return 16 * -(-size // 16)
-
-
 def slots_in_memory(longest: int, device: torch.device) -> int:
     """Slots of a `RowMemory` on `device` for texts of up to `longest` tokens."""
     unit = slot_unit(device)

@@ -78,7 +78,8 @@ class Adapters:
         active = [one if isinstance(one, str) else tuple(one) for one in active]
         state = tuple([(one, layer._disable_adapters) for one, layer in zip(active, layers, strict=True)])
         names = tuple(sorted(set(chain.from_iterable(layer._modules["lora_A"]._modules for layer in layers))))
-        reason, head = f"it has layers of the class {others[0]}" if others else None, _head_of(modules[0])
+        reason = f"it has layers of the class {others[0]}" if others else None
+        head = getattr(modules[0], "get_output_embeddings", lambda: None)()
         if len(names) > MOST_ADAPTERS:
             reason = f"it has {len(names)} adapters, more than {MOST_ADAPTERS}"
         elif len(set(state)) > 1:
@@ -110,11 +111,6 @@ class Adapters:
 
 
 _NONE = Adapters()
-
-
-def _head_of(model: nn.Module) -> nn.Module | None:
-    get = getattr(model, "get_output_embeddings", None)
-    return None if get is None else get()
 
 
 def _why_not_plain(layer: nn.Module) -> str | None:

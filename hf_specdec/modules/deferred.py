@@ -173,8 +173,7 @@ def read_by_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The computed query, and keys, values and scales for attention: as stored if nothing has read them before."""
-    if isinstance(query, Deferred):
-        query = plain(query)
+    query = plain(query)
     if not (isinstance(key, Deferred) or isinstance(value, Deferred)):
         return query, key, value, None
     pending = key.pending if isinstance(key, Deferred) else None

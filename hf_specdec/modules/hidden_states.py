@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..host.modeling import accelerate_hook
-from .patch import current_engine, this_thread
+from ..host.modeling import HOOK_OF_ACCELERATE
+from .patch import this_thread
 
 
 def modules_of(*models: nn.Module) -> list[nn.Module]:
@@ -83,7 +83,7 @@ def device_of_last_layer(target: PreTrainedModel) -> torch.device:
     layers = find_decoder_layers(target)
     last = target if layers is None else layers[-1]
     for module in last.modules():
-        device = getattr(accelerate_hook(module), "execution_device", None)
+        device = getattr(getattr(module, HOOK_OF_ACCELERATE, None), "execution_device", None)
         if device is not None:
             return torch.device(device)
     return next(last.parameters()).device
@@ -132,7 +132,7 @@ class AuxHiddenStateRecorder:
         return torch.cat(recorded, dim=-1) if len(recorded) > 1 else recorded[0]
 
     def __enter__(self) -> AuxHiddenStateRecorder:
-        self._engine = current_engine()
+        self._engine = this_thread.engine
         if self._last_hidden_state:
             decoder = decoder_of(self._target)
             self._handles.append(self._register_hook(decoder, LAST_HIDDEN_STATE))
@@ -187,12 +187,10 @@ def check_aux_hidden_states(
         target(input_ids=tokens, use_cache=False)
         found = {layer_id: tuple(recorded.shape) for layer_id, recorded in recorder.recorded.items()}
     wrong = {layer_id: shape for layer_id, shape in found.items() if shape != expected}
-    missing = set(layer_ids) - found.keys() if layer_ids else set()
+    missing = set(layer_ids) - found.keys()
     if wrong or missing:
-        names = {layer_id: f"at layer id {layer_id}" for layer_id in wrong} | {
-            LAST_HIDDEN_STATE: "after the last layer"
-        }
-        what = ", ".join(f"{list(shape)} {names[layer_id]}" for layer_id, shape in sorted(wrong.items()))
+        places = {LAST_HIDDEN_STATE: "after the last layer"}
+        what = ", ".join(f"{list(shape)} {places.get(at, f'at layer id {at}')}" for at, shape in sorted(wrong.items()))
         raise ValueError(
             f"{name} reads hidden states of {type(target).__name__}, but over {NUM_PROBE_TOKENS} tokens its layers "
             f"return {what or f'nothing at the layer ids {sorted(missing)}'}; expected {list(expected)} everywhere. "

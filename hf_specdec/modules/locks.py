@@ -13,18 +13,18 @@ from transformers import PreTrainedModel
 
 
 class TargetLock:
-    """A reentrant lock that threads get in the order in which they ask for it."""
+    """A reentrant lock that threads get in the order in which they ask for it.
+
+    Attributes:
+        guard: what threads run before they wait for the lock, which may raise an error; None for nothing.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
         self._owner: int | None = None
         self._depth = 0
-        self._guard: Callable[[], None] | None = None
-
-    def set_guard(self, guard: Callable[[], None] | None) -> None:
-        """Set a function that threads run before they wait for the lock, which may raise an error; None for none."""
-        self._guard = guard
+        self.guard: Callable[[], None] | None = None
 
     @property
     def is_mine(self) -> bool:
@@ -35,8 +35,8 @@ class TargetLock:
         return bool(self._waiting)
 
     def __enter__(self) -> TargetLock:
-        if self._guard is not None:
-            self._guard()
+        if self.guard is not None:
+            self.guard()
         self._acquire(1)
         return self
 

@@ -24,18 +24,13 @@ ABSENT = object()
 
 
 class _Thread(threading.local):
-    engine: object | None = None
+    engine: object | None = None  # identifies the innermost `engine` context
     is_inference = False
     default_device = _HOST
 
 
-# State of this thread. Code that runs in every layer reads `engine` itself, see `runs_engine`.
+# State of this thread.
 this_thread = _Thread()
-
-
-def current_engine() -> object | None:
-    """An object that identifies the innermost `engine` context of this thread; None outside of any."""
-    return this_thread.engine
 
 
 def runs_engine() -> bool:

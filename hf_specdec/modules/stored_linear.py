@@ -50,11 +50,6 @@ class StoredLinear(nn.Linear):
         return F.linear(inputs, ops.dequantise_weight(stored, dtype).to(inputs.dtype), self.bias)
 
 
-@register_weight_kind("hf_specdec.StoredLinear")
-def _of_layer(layer: StoredLinear) -> StoredWeight:
-    return _stored(layer, *layer.form)
-
-
 def _stored(layer: nn.Linear, rows: int, group: int, rounds_inputs: bool, codes: str | None) -> StoredWeight:
     parts = layer._parameters
     values = parts["weight_packed"].view(torch.uint8) if "weight_packed" in parts else parts["weight"]
@@ -62,6 +57,9 @@ def _stored(layer: nn.Linear, rows: int, group: int, rounds_inputs: bool, codes:
     if scales.dtype == torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)
     return StoredWeight(values, scales, None, rows, group, rounds_inputs, codes, parts.get(_DIVISOR))
+
+
+register_weight_kind("hf_specdec.StoredLinear")(lambda layer: _stored(layer, *layer.form))
 
 
 def keep_stored(model: PreTrainedModel) -> PreTrainedModel:

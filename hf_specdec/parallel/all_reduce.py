@@ -149,7 +149,11 @@ def _set_up(model: PreTrainedModel, group: dist.ProcessGroup) -> SymmetricMemory
         logger.info(f"{type(model).__name__} is split over hosts: its all-reduces go through the process group.")
         return None
     for step in steps:
-        failure = _failure_of(step)
+        failure = None
+        try:
+            step()
+        except Exception as error:  # torch and drivers raise errors of many types here
+            failure = f"{type(error).__name__}: {first_line(error)}"
         if find_differences(model, {"has failed": failure is not None}) or failure is not None:
             logger.warning(
                 f"All-reduces of {type(model).__name__} go through the process group, which is slower than symmetric "
@@ -157,14 +161,6 @@ def _set_up(model: PreTrainedModel, group: dist.ProcessGroup) -> SymmetricMemory
             )
             return None
     return made[0]
-
-
-def _failure_of(step: Callable[[], Any]) -> str | None:
-    try:
-        step()
-    except Exception as error:  # torch and drivers raise errors of many types here
-        return f"{type(error).__name__}: {first_line(error)}"
-    return None
 
 
 def _buffer_of(group_name: str) -> SymmetricMemoryBuffer:

@@ -34,53 +34,37 @@ def ragged_attention_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    indices: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention interface over a `RaggedCache`.
 
-    `attention_mask` is `RaggedCache.attention_mask`: positions, int64, which every layer gets unchanged. A call with
-    any
-    other mask, or with none, does not come from an engine: it runs the attention that the module has otherwise.
+    With `RaggedCache.attention_mask`, which every layer gets unchanged, it attends by positions. With any other mask,
+    such as `slot_mask` or one of a call that does not come from an engine, or with none, it runs the attention that the
+    module has otherwise.
 
     Args:
         query: `[B, heads, n, head_dim]`.
         key, value: `[B, kv_heads, slots, head_dim]`, as `RaggedLayer.update` returns them.
-        attention_mask: `[B, 1, n, 0, 1, 2 or 2 + W]` int64, or `[1, 2, n, 1]` of a `PackedCache`.
+        attention_mask: positions `[B, 1, n, 0, 1, 2 or 2 + W]` int64, or `[1, 2, n, 1]` of a `PackedCache`; another
+            mask is bool, or added to scores.
+        indices: `[B, n, k]`, the slots that an indexer chose; another mask is changed to hide all others.
         options: see `_attend`; others are ignored.
 
     Returns:
         `[B, n, heads, head_dim]`, and None instead of attention weights.
     """
     if attention_mask is None or attention_mask.dtype != torch.int64:
+        if indices is not None and attention_mask is not None:
+            is_chosen = torch.zeros(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
+            is_chosen.scatter_(-1, indices.long(), True)
+            hidden = False if attention_mask.dtype == torch.bool else torch.finfo(attention_mask.dtype).min
+            attention_mask = attention_mask.masked_fill(~is_chosen[:, None], hidden)
         return _original_attention(module)(_Original(module), query, key, value, attention_mask, **options)
     rule = vars(module).get(_RULE)
     if rule is not None:
         options |= {"sliding_window": rule.window, "chunk": rule.chunk}
     return _attend(query, key, value, attention_mask, **options), None
-
-
-def masked_attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    indices: torch.Tensor | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`ragged_attention_forward` for models that get masks: it runs the attention that the module has otherwise.
-
-    Args:
-        attention_mask: `[B, 1, n, slots]`, to be added to scores, see `slot_mask`; bool in passes of other code that
-            made its masks before the target was patched.
-        indices: `[B, n, k]`, the slots that an indexer chose; others are not seen.
-    """
-    if indices is not None and attention_mask is not None:
-        is_chosen = torch.zeros(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
-        is_chosen.scatter_(-1, indices.long(), True)
-        hidden = False if attention_mask.dtype == torch.bool else torch.finfo(attention_mask.dtype).min
-        attention_mask = attention_mask.masked_fill(~is_chosen[:, None], hidden)
-    return ragged_attention_forward(module, query, key, value, attention_mask, **options)
 
 
 def _attend(
@@ -108,7 +92,10 @@ def _attend(
         is_plain = s_aux is None and softcap is None and position_bias is None
         is_causal = is_plain and min(sizes, default=live) >= live
         if is_causal and not ops.is_batch_invariant():
-            return _causal_attention(query, *_dequantised(key, value, scales, live), scaling)
+            key, value = _dequantised(key, value, scales, live)  # torch's function is for long prompts
+            mask, has_groups = causal_lower_right(num_queries, live), query.shape[1] > key.shape[1]
+            out = scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=has_groups)
+            return out.transpose(1, 2)
         positions = torch.arange(live - num_queries, live, device=query.device).expand(len(query), -1)
     elif mask.shape[1] == 2:
         positions, starts = mask[..., 0].unbind(1)
@@ -133,14 +120,6 @@ def _dequantised(
     if scales is None:
         return key, value
     return ops.dequantise(key, scales[:, :, :live, 0]), ops.dequantise(value, scales[:, :, :live, 1])
-
-
-def _causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Attention of `[B, heads, n, D]` queries at the last n slots by torch's function, which is for long prompts."""
-    mask = causal_lower_right(query.shape[2], key.shape[2])
-    groups = query.shape[1] // key.shape[1]
-    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=groups > 1)
-    return out.transpose(1, 2)
 
 
 class _Original:
@@ -218,7 +197,7 @@ def slot_mask(
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ragged_attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, original_mask)
 # Models with their own attention may contain others, e.g. in vision towers.
-ALL_ATTENTION_FUNCTIONS.register(MASKED_NAME, masked_attention_forward)
+ALL_ATTENTION_FUNCTIONS.register(MASKED_NAME, ragged_attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(MASKED_NAME, eager_mask_over_slots)
 
 

@@ -122,15 +122,11 @@ def _over_dims(values: torch.Tensor, dim: Sequence[int] | None, keepdim: bool, d
     dims = sorted(one % values.dim() for one in (dim or range(values.dim())))
     if not dims or dims != list(range(dims[0], dims[-1] + 1)):
         return NotImplemented
-    before, size, after = (
-        values.shape[: dims[0]],
-        math.prod(values.shape[one] for one in dims),
-        values.shape[dims[-1] + 1 :],
-    )
+    before, over, after = values.shape[: dims[0]], values.shape[dims[0] : dims[-1] + 1], values.shape[dims[-1] + 1 :]
     shape = (*before, *([1] * len(dims) if keepdim else []), *after)
     if not values.numel():
         return values.new_zeros(shape, dtype=dtype)
-    return row_sum(values.reshape(math.prod(before), size, math.prod(after)), dtype).view(shape)
+    return row_sum(values.reshape(before.numel(), over.numel(), after.numel()), dtype).view(shape)
 
 
 def _softmax(values: torch.Tensor, dim: int, half_to_float: bool, is_log: bool = False) -> torch.Tensor:

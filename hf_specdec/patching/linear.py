@@ -130,10 +130,8 @@ def patched_linear(*models: nn.Module) -> Replacements:
     heads = {id(module.get_output_embeddings()) for module in modules if isinstance(module, PreTrainedModel)}
 
     def own_forward(module: nn.Module) -> Callable | None:
-        if not isinstance(module, nn.Linear) or not is_unpatched(module, _linear, _stored_linear):
-            return None
-        weight = weight_of(module)
-        if weight is None:
+        is_own = isinstance(module, nn.Linear) and is_unpatched(module, _linear, _stored_linear)
+        if not is_own or (weight := weight_of(module)) is None:
             return None
         policy = policy_of(module.weight.device)
         if isinstance(weight, StoredWeight):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..errors import first_line
+from ..errors import failure_of
 from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from ..modules.signature import fact
 from .support import cache_windows, registered_attention
@@ -155,10 +155,8 @@ def _rules(model: PreTrainedModel) -> tuple[_Rules | str, _Rules | str]:
         with torch.no_grad(), registered_attention(model, PROBE_NAME):
             model(**ordinary_prompts(model), use_cache=False)
         calls = _probe.calls
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a model may raise anything
-        return (f"its masks cannot be told ({type(error).__name__}: {first_line(error)})",) * 2
+    except Exception as error:
+        return (f"its masks cannot be told ({failure_of(error)})",) * 2
     finally:
         vars(_probe).clear()
     return _rules_of(model, calls, is_causal=True), _rules_of(model, calls, is_causal=False)

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from ..cache.layer_kinds import patches_of
 from ..cache.ragged_cache import RaggedCache
-from ..errors import first_line
+from ..errors import failure_of
+from ..modules.evaluation import Evaluation
 from .attention import ragged_attention
 from .mask_rules import ordinary_tokens
 from .support import cache_layers, cache_name, difference_of_logits, parts, stated_positions
@@ -30,16 +31,11 @@ NUM_TOKENS = 64
 def why_not_masked(model: PreTrainedModel, limit: float) -> str | None:
     """The reason why the attention of the unpatched `model` does not follow a mask over slots; None if it does. Logits
     of a few tokens may differ by `limit`, relative to their spread."""
-    is_training = model.training
-    model.eval()
     try:
-        return _compare(model, limit)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a model may raise anything
-        return f"its own attention does not take a mask over slots ({type(error).__name__}: {first_line(error)})"
-    finally:
-        model.train(is_training)
+        with Evaluation(model):
+            return _compare(model, limit)
+    except Exception as error:
+        return f"its own attention does not take a mask over slots ({failure_of(error)})"
 
 
 def _compare(model: PreTrainedModel, limit: float) -> str | None:

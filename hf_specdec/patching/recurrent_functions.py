@@ -31,17 +31,7 @@ from ..cache.recurrent_layers import (
     RecurrentState,
     StateForm,
 )
-from ..host.caches import (
-    Cache,
-    CacheLayerMixin,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionAndStaticFullAttentionLayer,
-    LinearAttentionAndStaticSlidingWindowAttentionLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-    given_cache,
-)
+from ..host.caches import RECURRENT_LAYERS, Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, given_cache
 from ..host.modeling import ACT2FN, LAYER_TYPES, RECURRENCES, RECURRENT_MASK, UPDATE_CONV_STATE
 from ..host.parts import any_of
 from ..modules.hidden_states import modules_of
@@ -277,13 +267,13 @@ def _token_mask(function: Callable, *args: Any, **kwargs: Any) -> torch.Tensor |
     return cache.positions < cache.dummy_slot
 
 
-_MASKS: dict[str, Callable] = {RECURRENT_MASK: _token_mask}
+_FUNCTIONS = _REPLACEMENTS | {RECURRENT_MASK: _token_mask}
 
 
 def recurrent_functions(*models: nn.Module) -> Replacements:
     """Context in which recurrent layers of `models` run on a `RaggedCache`; other models are not affected."""
-    functions, modules = _REPLACEMENTS | _MASKS, modules_of(*models)
-    replaced, methods = replacing_functions(functions, _over_original, *models), former_inputs(functions, *models)
+    modules = modules_of(*models)
+    replaced, methods = replacing_functions(_FUNCTIONS, _over_original, *models), former_inputs(_FUNCTIONS, *models)
     forwards = methods.pop("forward", [])
     taken = {id(module) for module, _ in forwards}
     forwards += [(module, _running_layer) for module in modules if _is_stateless(type(module))]
@@ -293,7 +283,7 @@ def recurrent_functions(*models: nn.Module) -> Replacements:
 
 
 def _over_original(name: str, file: ModuleType) -> Callable:
-    return _over((_REPLACEMENTS | _MASKS)[name], original(file, name))
+    return _over(_FUNCTIONS[name], original(file, name))
 
 
 @functools.cache
@@ -316,13 +306,7 @@ class Recurrent(LayerKind):
     stores_keys: bool = False
 
     layer_types = frozenset(LAYER_TYPES["recurrent"])
-    sources = (
-        LinearAttentionLayer,
-        LinearAttentionAndFullAttentionLayer,
-        LinearAttentionAndSlidingWindowAttentionLayer,
-        LinearAttentionAndStaticFullAttentionLayer,
-        LinearAttentionAndStaticSlidingWindowAttentionLayer,
-    )
+    sources = RECURRENT_LAYERS
     keeps_states = True
     is_by_slot = False
     obstacles = {

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..host.quantised import (
     IS_INITIALIZED,
-    Mxfp4Quantizer,
+    HfQuantizer,
     QuantizationMethod,
     register_quantizer,
     should_convert_module,
@@ -63,18 +63,15 @@ def _store(experts: nn.Module) -> None:
 
 
 @register_quantizer(_QUANTIZER)
-class _StoredMxfp4Quantizer(Mxfp4Quantizer):
-    serialized_names: dict[str, list[str]] = {}
+class _StoredMxfp4Quantizer(HfQuantizer):
+    is_trainable = False
 
     def __init__(self, quantization_config: transformers.Mxfp4Config, **kwargs: Any):
         quantization_config.quant_method = QuantizationMethod.MXFP4  # the name that is saved with the model
         super().__init__(quantization_config, **kwargs)
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: no kernels or other packages are needed."""
-
-    def param_needs_quantization(self, *args: Any, **kwargs: Any) -> bool:
-        return False
+    def is_serializable(self) -> bool:
+        return True
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         excluded = self.get_modules_to_not_convert(model, self.quantization_config.modules_to_not_convert)
@@ -83,12 +80,3 @@ class _StoredMxfp4Quantizer(Mxfp4Quantizer):
                 should_convert_module(name, excluded)
             ):
                 _store(module)
-
-    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict]:
-        return None, {}
-
-    def get_load_operations(self) -> dict:
-        return {}
-
-    def get_weight_conversions(self) -> list:
-        return []

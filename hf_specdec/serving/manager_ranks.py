@@ -70,7 +70,7 @@ class SplitRoundThread(RoundThread):
         self._is_told, self._news = False, _News()
         self._expected.clear()
         self._ranks = RankAgreement(self._call.model, self._timeout)
-        lock_of(self._call.model).set_guard(self._check_caller)
+        lock_of(self._call.model).guard = self._check_caller
         return super().start()
 
     @property
@@ -121,7 +121,7 @@ class SplitRoundThread(RoundThread):
         try:
             super()._work()
         finally:
-            lock_of(self._call.model).set_guard(None)
+            lock_of(self._call.model).guard = None
             self._ranks.close()
 
     def _tell_of_error(self) -> None:

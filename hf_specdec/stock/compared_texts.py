@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from .. import ops
 from ..calls.first_pass import kept_rope_deltas
-from ..errors import first_line
+from ..errors import failure_of
 from ..host.generation import GenerationMixin, default_settings
 from ..modules.module_hooks import without_hooks
 from ..modules.signature import keep, looked_at_once, signature_of
@@ -32,9 +32,6 @@ Inputs = dict[str, torch.Tensor]
 
 class PlainFails(Exception):
     """Plain `generate()` raised an error. This outcome is not kept: the next time it may succeed."""
-
-    def __init__(self, what: str, error: Exception):
-        super().__init__(f"{what} ({type(error).__name__}: {first_line(error)})")
 
 
 def outcome_of(
@@ -111,10 +108,8 @@ def plain_texts(model: PreTrainedModel, count: int, *inputs: Inputs) -> list[Gen
     """The output of plain `generate()` after each of `inputs`; raises `PlainFails` for any error in it."""
     try:
         return [generate_greedily(model, one, count) for one in inputs]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a model may raise anything
-        raise PlainFails("plain generate() fails on a few tokens", error) from error
+    except Exception as error:
+        raise PlainFails(f"plain generate() fails on a few tokens ({failure_of(error)})") from error
 
 
 def limit_of(alone: Generated, batch: Generated, is_exact: bool) -> float:
@@ -153,11 +148,8 @@ def few_tokens(model: PreTrainedModel, is_padded: bool = True) -> tuple[Inputs, 
     is_token = batch["attention_mask"][-1].bool()
     if not is_padded:
         batch, is_token = {name: tensor[:, is_token] for name, tensor in batch.items()}, is_token[is_token]
-    first, last = (
-        {name: tensor[:1] for name, tensor in batch.items()},
-        {name: tensor[-1:, is_token] for name, tensor in batch.items()},
-    )
-    return batch, first, last
+    first = {name: tensor[:1] for name, tensor in batch.items()}
+    return batch, first, {name: tensor[-1:, is_token] for name, tensor in batch.items()}
 
 
 def why_not_separate_rows(model: PreTrainedModel, is_padded: bool = True) -> str | None:

@@ -32,16 +32,6 @@ from ..sampling.randomness import Randomness
 from .compared_texts import why_not_padded_rows, why_not_separate_rows
 
 
-class _Ended(StoppingCriteria):
-    """Ends each row at its own length: `lengths` `[B]` int64, padding included."""
-
-    def __init__(self, lengths: torch.Tensor):
-        self._lengths = lengths
-
-    def __call__(self, input_ids: torch.LongTensor, scores: tuple[torch.Tensor] | None, **kwargs) -> torch.BoolTensor:
-        return self._lengths.to(input_ids.device) <= input_ids.shape[1]
-
-
 def why_not_separate(call: Call, model_kwargs: dict[str, Any]) -> str | None:
     """The reason why the rows of `call` cannot run one after the other; None if they can."""
     batch, prompts = call.batch, call.prompts
@@ -165,8 +155,12 @@ def join_rows(
     texts = [output if isinstance(output, torch.Tensor) else output.sequences for output in outputs]
     new = [text[0, prompts.width :].tolist() for text in texts]
     rules = [rule for rule in call.criteria if not _is_of_row(rule, call) and type(rule) is not MaxTimeCriteria]
-    ended = _Ended(prompts.width + torch.tensor(list(map(len, new))))
-    transcript = call.transcript(StoppingCriteriaList([*rules, ended]))
+    lengths = prompts.width + torch.tensor(list(map(len, new)))
+
+    def has_ended(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return lengths.to(input_ids.device) <= input_ids.shape[1]
+
+    transcript = call.transcript(StoppingCriteriaList([*rules, has_ended]))
     for row, (tokens, output) in enumerate(zip(new, outputs, strict=True)):
         added = [tokens if other == row else [] for other in range(call.batch)]
         records = {name: torch.cat(output[name])[None].expand(call.batch, -1, -1) for name in kept}

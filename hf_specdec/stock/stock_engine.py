@@ -28,8 +28,7 @@ from ..host.caches import (
     StaticLayer,
     given_cache,
     is_of_caller,
-    recording_layers,
-    set_recording,
+    recording_restored,
 )
 from ..host.generation import CandidateGenerator, assisted_decoding
 from ..kernels.types import VerificationResult
@@ -246,7 +245,11 @@ class ReplayCache(DynamicCache):
         if tokens_to_remove < 0:
             for layer, saved in zip(self.layers, self._snapshot, strict=True):
                 layer.__dict__.update(_copy_state(saved))
-            self._target(**_shorten(self._inputs, -tokens_to_remove))
+            kept = self._inputs | {"logits_to_keep": 1}
+            for name in ("input_ids", "position_ids", "attention_mask", "cache_position"):
+                if kept.get(name) is not None:
+                    kept[name] = kept[name][..., :tokens_to_remove]
+            self._target(**kept)
         super().crop(0)
 
     def _remember(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -270,17 +273,6 @@ def _prepares_rest(model: PreTrainedModel, cached: int) -> Callable:
     return prepare_rest
 
 
-def _crop_without(cache: Cache, fixed: set[int]) -> Callable[[int], None]:
-    """`crop` of `cache`, except for the layers `fixed`."""
-
-    def crop(tokens_to_remove: int) -> None:
-        for index, layer in enumerate(cache.layers):
-            if index not in fixed:
-                layer.crop(tokens_to_remove)
-
-    return crop
-
-
 def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
     # Attention layers replace their tensors at every update; recurrent layers write into the tensors in their dicts.
     return {
@@ -289,16 +281,6 @@ def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
         else value
         for name, value in state.items()
     }
-
-
-def _shorten(inputs: dict[str, Any], by: int) -> dict[str, Any]:
-    """The keyword arguments of a forward pass without its last `by` tokens."""
-    kept = dict(inputs)
-    for name in ("input_ids", "position_ids", "attention_mask", "cache_position"):
-        if kept.get(name) is not None:
-            kept[name] = kept[name][..., :-by]
-    kept["logits_to_keep"] = 1
-    return kept
 
 
 def assist(
@@ -356,11 +338,17 @@ def _assist_row(
             stack.enter_context(patch)
         cache = given_cache(model_kwargs)
         # The loop makes sliding-window layers keep tokens that have left their window.
-        stack.callback(set_recording, recording_layers(cache))
+        stack.enter_context(recording_restored(cache))
         # Keys of cross-attention belong to images, not to tokens that may be rejected.
         fixed = set(getattr(model.config.get_text_config(), "cross_attention_layers", None) or ())
         if fixed and cache is not None:
-            stack.enter_context(replaced("crop", [(cache, _crop_without(cache, fixed))]))
+
+            def crop(tokens_to_remove: int) -> None:
+                for index, layer in enumerate(cache.layers):
+                    if index not in fixed:
+                        layer.crop(tokens_to_remove)
+
+            stack.enter_context(replaced("crop", [(cache, crop)]))
         if cached := call.prompts.cached:
             prepare_rest = _prepares_rest(model, cached)
             stack.enter_context(replaced("prepare_inputs_for_generation", [(model, prepare_rest)]))

@@ -51,10 +51,6 @@ class RaggedSumLayer(LayerMemory):
         super().__init__(cache, kind)
         self.by_slot = None
 
-    @property
-    def is_allocated(self):
-        return self.by_slot is not None
-
     def allocate(self, like, batch):
         if self.by_slot is None:
             self.by_slot = like.new_zeros(batch, self._cache.slots, like.shape[-1])

@@ -211,7 +211,8 @@ def test_modules_that_cannot_be_imported(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(parts, "PARTS", [*parts.PARTS])
     parts.named_in("modeling_broken", "_private", why="of a feature", is_needed=False)
-    assert parts.part("modeling_broken", "name", why="of a feature", is_needed=False) is None
+    with pytest.raises(ImportError, match="`modeling_broken` has no `name`"):
+        parts.lazy_part("modeling_broken", "name", why="of a feature")()
     assert cli.main(["doctor"]) == 0
     assert "`modeling_broken` has no `_private` (of a feature)" in capsys.readouterr().out
 
@@ -236,4 +237,4 @@ def test_caches_by_every_name():
     assert caches.model_cache_name(LlamaForCausalLM) == caches.OUTPUT_NAME
     assert caches.model_cache_name(transformers.MambaForCausalLM) in ("cache", "cache_params")
     assert caches.model_cache_name(transformers.xLSTMForCausalLM) is None
-    assert caches.cache_argument(torch.nn.Linear.forward, cache) == {}
+    assert caches.cache_parameter(torch.nn.Linear.forward) is None

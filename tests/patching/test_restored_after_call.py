@@ -73,7 +73,7 @@ def check(before, *models):
     now = snapshot(*models)
     if now != before:
         raise AssertionError(f"changed: {first_difference(before, now)}")
-    assert not patch._replaced and patch.current_engine() is None
+    assert not patch._replaced and patch.this_thread.engine is None
 
 
 def first_difference(one, other, path=""):

@@ -7,7 +7,6 @@ once on a `RaggedCache` in two passes.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ...cache.indexed_layers import IndexedLayer
 from ...cache.key_layers import Keys
 from ...cache.layer_kinds import LayerKinds, Use, register
 from ...cache.ragged_cache import RaggedCache
-from ...host.caches import cache_argument
+from ...host.caches import cache_parameter
 from ...host.modeling import LAYER_TYPES, UPDATE_INDEXER
 from ...modules.hidden_states import modules_of
 from ...modules.patch import Replacements, bound, is_unpatched
@@ -89,7 +88,7 @@ def _probe(module: nn.Module, kind: PooledIndexer) -> Form | None:
     size = getattr(module, kind.size)
     count = _NUM_POOLS * size + size // 2
     given = _random_inputs(module, kind, count)
-    found = type(module).forward(module, **given, **cache_argument(type(module).forward, None))
+    found = type(module).forward(module, **given, **{cache_parameter(type(module).forward): None})
     if found.dim() == 3:
         form, expected = "indices", visible_slots(found, count)
     elif found.dtype == torch.bool:
@@ -131,7 +130,6 @@ def _random_inputs(module: nn.Module, kind: PooledIndexer, count: int) -> dict[s
 
 
 @register
-@dataclass(frozen=True)
 class Indexed(Keys):
     """Keys and values by slot, and keys of an indexer that chooses which slots a query sees."""
 

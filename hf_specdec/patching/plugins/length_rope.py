@@ -35,9 +35,7 @@ NUM_PROBE_TOKENS = 3
 @functools.cache
 def _undecorated(kind: type[nn.Module]) -> Callable | None:
     """`forward` of a class without `dynamic_rope_update`; None if not decorated, or if it does not read frequencies."""
-    forward = kind.forward
-    while hasattr(forward, "__wrapped__") and forward.__globals__ is not dynamic_rope_update.__globals__:
-        forward = forward.__wrapped__
+    forward = inspect.unwrap(kind.forward, stop=lambda one: one.__globals__ is dynamic_rope_update.__globals__)
     if not hasattr(forward, "__wrapped__"):
         return None
     forward = inspect.unwrap(forward)
@@ -117,13 +115,13 @@ class _Frequencies:
 
 # Frequencies of rotary embeddings, by what they are computed from. Captured graphs read them at the same addresses in
 # later calls.
-_frequencies: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.device, _Frequencies, _Frequencies | None]]]
+_frequencies: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[_Frequencies, _Frequencies | None]]]
 _frequencies = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
-def _frequencies_of(module: nn.Module) -> tuple[torch.device, _Frequencies, _Frequencies | None]:
-    """The device of a module; its frequencies for short texts, and for long ones, or None if it has none."""
+def _frequencies_of(module: nn.Module) -> tuple[_Frequencies, _Frequencies | None]:
+    """The frequencies of a module for short texts, and for long ones, or None if it has none."""
     kinds = _types_of(module)
     prefixes = {layer_type: "" if layer_type is None else f"{layer_type}_" for layer_type in kinds}
     device = getattr(module, f"{next(iter(prefixes.values()))}inv_freq").device
@@ -139,8 +137,11 @@ def _frequencies_of(module: nn.Module) -> tuple[torch.device, _Frequencies, _Fre
             limit = _limit(module, layer_type, kind)
             options = {} if layer_type is None else {"layer_type": layer_type}
             long[name], _ = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=limit + 1, **options)
-    found = device, _Frequencies(module, short), _Frequencies(module, short | long) if long else None
-    return keep(known, key, found)
+    return keep(known, key, (_Frequencies(module, short), _Frequencies(module, short | long) if long else None))
+
+
+def _rotating(module: nn.Module) -> Callable[..., Any]:
+    return functools.partial(_rotate, module, *_frequencies_of(module))
 
 
 def _rotate(module, short, long, x, position_ids, *args, **kwargs):
@@ -168,12 +169,7 @@ def _chosen(is_long: torch.Tensor, long: torch.Tensor, short: torch.Tensor) -> t
 def length_rope(*models: nn.Module) -> Replacements:
     """Context in which length-dependent RoPE of `models` takes position ids from `mark_long`."""
     chosen = (module for module in modules_of(*models) if _undecorated(type(module)) is not None and _types_of(module))
-    return Replacements({"forward": [(module, _make_forward) for module in chosen]})
-
-
-def _make_forward(module: nn.Module) -> Callable[..., Any]:
-    _, short, long = _frequencies_of(module)
-    return functools.partial(_rotate, module, short, long)
+    return Replacements({"forward": [(module, _rotating) for module in chosen]})
 
 
 def mark_long(
