@@ -35,8 +35,9 @@ from .groups import Groups
 from .hosted_target import HostedTarget
 from .lease import SessionLease, can_grow, layout_of, shape_of
 from .prefix_cache import Prefix, can_copy_rows, copy_prefixes, copy_texts, margin_of, spans_after
+from .rounds import RoundReport
 from .run import Run
-from .runner import FirstTokens, Runner
+from .runner import Runner
 from .session_prefill import can_pack
 from .sessions import sessions_of, settled_on_error
 
@@ -397,7 +398,7 @@ class ContinuousRunner(Runner):
             copy_prefixes(state, self._call.drafter, prefixes, margin)
             lease.prefill.start_rows(spans, self._entering)
 
-    def prefill_next(self) -> FirstTokens | None:
+    def prefill_next(self) -> RoundReport | None:
         with settled_on_error(self.session):
             if self._groups is not None:
                 if not self._groups.prefill_next():

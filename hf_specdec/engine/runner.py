@@ -24,9 +24,6 @@ from .sessions import Session, sessions_of
 
 _T = TypeVar("_T")
 
-# The first tokens of rows, and the scores and logits that the caller may keep of them.
-FirstTokens = tuple[RoundReport, dict[str, torch.Tensor | None]]
-
 
 class Runner:
     """A session on which a `Run` prefills requests and runs rounds. It does not know which request is in which row.
@@ -86,16 +83,15 @@ class Runner:
         """Begin to prefill `requests`, each in the row of its prefix, beside the `running` requests."""
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill.")
 
-    def prefill_next(self) -> FirstTokens | None:
+    def prefill_next(self) -> RoundReport | None:
         """Run the next part of the prefill; returns the first tokens if it is complete, else None.
 
         A prefill may be abandoned: the next one starts afresh.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill_next.")
 
-    def _commit_first_tokens(self, rows: torch.Tensor | slice, known: torch.Tensor | None = None) -> FirstTokens:
-        result, logprobs, _, scores, logits = commit_first_token(self.state, self._process, rows, known)
-        return RoundReport(result, logprobs, self.state.logprobs), {"scores": scores, "logits": logits}
+    def _commit_first_tokens(self, rows: torch.Tensor | slice, known: torch.Tensor | None = None) -> RoundReport:
+        return RoundReport(commit_first_token(self.state, self._process, rows, known), self.state.logprobs)
 
     def finish(self, rows: Sequence[int]) -> None:
         """Mark `rows` as finished: later rounds commit nothing to them."""

@@ -32,8 +32,9 @@ from .hosted_target import HostedTarget
 from .lease import SessionLease, shape_of
 from .prefill import prefill_drafter, run_to_ends
 from .prefix_cache import Prefix, can_copy_rows, copy_prefixes, depends_on_tokens_only, margin_of
+from .rounds import RoundReport
 from .run import Run
-from .runner import FirstTokens, Runner
+from .runner import Runner
 from .session_prefill import can_pack
 from .sessions import sessions_of, settled_on_error
 
@@ -186,7 +187,7 @@ class Lockstep(Runner):
         while not prefill.run_next():
             pass
 
-    def prefill_next(self) -> FirstTokens:
+    def prefill_next(self) -> RoundReport:
         self._first_pass = None
         return self._commit_first_tokens(self._entering)
 
