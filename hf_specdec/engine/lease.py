@@ -118,7 +118,7 @@ def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
 
 def round_times(call: Call, target: HostedTarget, shape: Shape) -> RoundTimes:
     """The times of rounds of `call` on buffers of `shape`."""
-    times = target.costs.times(shape)
+    times = target.costs().times(shape)
     if times.expected is None:
         times.expected = ExpectedCosts(shape.batch, call.device, *passes_of(call))
     return times
@@ -310,7 +310,7 @@ class SessionLease:
     def keep(self) -> None:
         """Return the session to the pool if sessions are kept, else free its rows. Save the costs of rounds."""
         if self._call.is_auto:
-            self._target.costs.save()
+            self._target.costs().save()
         if self._target.is_captured:
             if self._taken_before is not None:
                 self.session.num_bytes = max(taken_bytes(self._target.model.device) - self._taken_before, 0)

@@ -44,14 +44,13 @@ class Hosting:
         fingerprint: of target and drafter.
         patches: of target and drafter; empty if not known.
         layouts: layouts of keys and values in a `RowMemory`, by K; None where there is none.
-        costs: costs of rounds, looked up on demand; `costs_alone` are those without the drafter.
+        costs: costs of rounds, looked up on demand: those with the drafter (False) and without it (True).
     """
 
     fingerprint: Fingerprint
     patches: Sequence[Patch] = ()
     layouts: dict[int, KeyLayout | None] = field(default_factory=dict)
-    costs: CostTable | None = None
-    costs_alone: CostTable | None = None
+    costs: dict[bool, CostTable] = field(default_factory=dict)
 
 
 class SessionKey(NamedTuple):
