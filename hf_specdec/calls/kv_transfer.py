@@ -273,18 +273,15 @@ class DeferredCache(DynamicCache):
         if call is not None:
             with lock_of(call.model):  # other threads may read it, or need the buffers or the modes of modules
                 if self._call is not None and not self._is_busy:
-                    self._finish()
+                    self.take_over()
+                    with self._busy(), _unchanged_on_error(self):
+                        call.complete(self)
+                    self._call = None
         return self._layers
 
     @layers.setter
     def layers(self, layers: list) -> None:
         self._layers = layers
-
-    def _finish(self) -> None:
-        self.take_over()
-        with self._busy(), _unchanged_on_error(self):
-            self._call.complete(self)
-        self._call = None
 
     @contextmanager
     def _busy(self) -> Iterator[None]:

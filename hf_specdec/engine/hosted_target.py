@@ -125,4 +125,3 @@ def _why_not_captured(model: PreTrainedModel, has_hooks: bool, kept: Sequence[st
         logger.warning_once(f"Rounds of {name} run eagerly: {reason}. Remove the hooks to have rounds captured.")
         return reason
     return None
-

@@ -212,7 +212,8 @@ class RoundReport:
         parts = (result.tokens, result.accepted[:, None], result.committed[:, None], *(walk or ()))
         packed = torch.cat(parts, dim=1)
         if packed.is_cuda:
-            self._packed, *logprobs = map(_copy_to_host, (packed, *logprobs))
+            # Without waiting: torch copies to pinned memory.
+            self._packed, *logprobs = [one.to("cpu", non_blocking=True) for one in (packed, *logprobs)]
             self._arrived = torch.cuda.current_stream(packed.device).record_event()
         else:
             self._packed, logprobs, self._arrived = packed, [one.clone() for one in logprobs], None
@@ -237,7 +238,3 @@ def _rejected(path: list[int], parents: list[int], accepted: int) -> list[int]:
     """The number of siblings before each accepted node of `path`, then that of the children of the last node."""
     found = [parents[:node].count(parent) for parent, node in itertools.pairwise(path[: accepted + 1])]
     return [*found, parents.count(path[accepted])]
-
-
-def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

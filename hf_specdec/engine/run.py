@@ -297,17 +297,9 @@ class Run:
             self._withdraw(request, error)
         if withdrawn:
             self._waiting = deque(one for one in self._waiting if not one.is_over)
-            self._give_up()
-
-    def _give_up(self) -> None:
-        """Abandon the prefill if all its requests are withdrawn."""
-        if self._entering and all(one.is_over for _, one in self._entering):
-            rows = [row for row, _ in self._entering]
-            self._runner.finish(rows)
-            for row in rows:
-                self._free_row(row)
-            self._empty(rows)
-            self._entering = []
+            if self._entering and all(one.is_over for _, one in self._entering):  # the prefill is abandoned
+                self._clear([row for row, _ in self._entering])
+                self._entering = []
 
     def _leave_all(self) -> None:
         """Drop all requests, so that the run is complete."""
@@ -397,10 +389,15 @@ class Run:
         if len(self._occupied) == 1 and not self._entering:
             self._withdraw(request, _no_memory(request))
             return
-        self._runner.finish([row])
-        self._free_row(row)
-        self._empty([row])
+        self._clear([row])
         self._requeue([request])
+
+    def _clear(self, rows: Sequence[int]) -> None:
+        """Free `rows`, whose requests do not go on in them, and drop what they hold."""
+        self._runner.finish(rows)
+        for row in rows:
+            self._free_row(row)
+        self._empty(rows)
 
     # Rounds.
 
