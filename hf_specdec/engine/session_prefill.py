@@ -83,7 +83,7 @@ class SessionPrefill:
         start_prefill(state, drafter)
         bring_cached()
         self._target()  # patches the drafter, too
-        prompts = PromptBuffers.of(state)
+        prompts = PromptBuffers(state)
         chunks = self._eager_chunks(max(span.end - span.begin for span in spans))
         prompts.fill(spans, sum(chunks))
         with first_pass.records_of(state):

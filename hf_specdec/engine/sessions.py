@@ -97,7 +97,7 @@ class Session:
     def __init__(self, state: DecodeState):
         self.state = state
         self.rounds, self.catch_ups, self.prefills = Captures(), Captures(), Captures()
-        self.prompts = PromptBuffers.of(state)
+        self.prompts = PromptBuffers(state)
         self.graph_pool = GraphPool()
         self.round_times = RoundTimes()
         self.capture_seconds = 0.0

@@ -243,7 +243,7 @@ class Lockstep(Runner):
         columns = transcript.columns_run(call.prompts)
         if call.cache is not None and cache.recurrence is not None:
             columns = self._run_to_ends(columns)
-        self._finished = FinishedCall.of(call, cache, self._sequences, columns)
+        self._finished = FinishedCall(call, cache, self._sequences, columns)
         if call.cache is not None:
             with user_code():
                 self._finished.write_to(call.cache)
