@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from ..host.generation import GenerationOutput, RequestStatus
 from ..kernels.types import NO_TOKEN, SamplingSettings
 from ..modules.patch import user_code
-from ..row_buffers import upload
+from ..state import upload
 
 
 @dataclass(eq=False)

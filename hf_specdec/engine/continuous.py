@@ -25,11 +25,10 @@ from ..memory.virtual_memory import allocating, slots_in_memory
 from ..modules.patch import user_code
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import stated_positions
-from ..row_buffers import set_rows, upload
 from ..sampling.logits import RowSampling
 from ..sampling.processors import BlockProcessor
 from ..sampling.row_processors import RowsProcessor
-from ..state import DecodeState
+from ..state import DecodeState, set_rows, upload
 from .alone import times_if_alone, without_drafter
 from .groups import Groups
 from .hosted_target import HostedTarget

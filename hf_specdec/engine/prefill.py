@@ -14,8 +14,7 @@ import torch
 from ..calls.first_pass import FirstPass
 from ..calls.prompts import PromptSpan
 from ..drafters.base import Drafter
-from ..row_buffers import set_rows, upload
-from ..state import DecodeState
+from ..state import DecodeState, set_rows, upload
 from .target import Target
 
 # `PromptBuffers.starts` of rows without positions to prefill.

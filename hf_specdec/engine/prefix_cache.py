@@ -19,8 +19,7 @@ from ..calls.prompts import PromptSpan
 from ..calls.request import Request
 from ..drafters.base import Drafter
 from ..patching.support import why_not_used
-from ..row_buffers import upload
-from ..state import DecodeState, Shape
+from ..state import DecodeState, Shape, upload
 from .hosted_target import HostedTarget
 
 # Tokens of a block. Shorter prefixes are not found: copying one takes about as long as prefilling it.

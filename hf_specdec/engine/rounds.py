@@ -14,9 +14,8 @@ from ..drafters.base import MATCH, Drafter
 from ..drafters.none import no_drafts
 from ..kernels.types import NO_TOKEN, Proposal, VerificationResult
 from ..ops import token_logprobs, verify_block, verify_sampling, verify_tree
-from ..row_buffers import set_rows
 from ..sampling.processors import BlockProcessor
-from ..state import DecodeState
+from ..state import DecodeState, set_rows
 from .target import Target
 
 # The accepted path of a tree, and the parents of the tree's nodes.

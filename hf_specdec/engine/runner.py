@@ -12,9 +12,8 @@ from ..calls.call import Call
 from ..calls.request import Request
 from ..memory.virtual_memory import RowMemory, available_bytes
 from ..parallel.tensor_parallel import tensor_parallel_group
-from ..row_buffers import set_rows, upload
 from ..sampling.processors import BlockProcessor
-from ..state import DecodeState, RoundShape
+from ..state import DecodeState, RoundShape, set_rows, upload
 from ..stats import Counters
 from .hosted_target import HostedTarget
 from .lease import SessionLease

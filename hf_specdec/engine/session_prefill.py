@@ -12,7 +12,7 @@ from ..calls.first_pass import FirstPass
 from ..calls.prompts import PromptSpan
 from ..graphs import buckets
 from ..patching.support import why_not_used
-from ..row_buffers import upload
+from ..state import upload
 from .capture import capture_prefill
 from .hosted_target import HostedTarget
 from .prefill import PromptBuffers, finish_prefill, prefill_chunk, start_prefill

@@ -22,9 +22,8 @@ from ..calls.transcript import Transcript
 from ..graphs.buckets import next_power_of_two
 from ..host.caches import OUTPUT_NAME
 from ..modules.patch import user_code
-from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
-from ..state import DecodeState
+from ..state import DecodeState, upload
 from . import prefix_cache
 from .alone import times_if_alone, without_drafter
 from .groups import Groups
