@@ -12,10 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from ..calls.call import Call
+from ..calls.call import Call, SpeculativeOutput
 from ..calls.first_pass import FirstPass
 from ..calls.kv_transfer import DeferredCache, FinishedCall, has_other_dtypes, holds_all_keys, read_cache
-from ..calls.output import SpeculativeOutput
 from ..calls.prompts import Prompts, PromptSpan
 from ..calls.request import Arrived, ContinuousBatching, Request, ends_of
 from ..calls.transcript import Transcript
