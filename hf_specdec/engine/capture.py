@@ -121,7 +121,8 @@ def _if_possible(what: str, session: Session, hosted: HostedTarget, make: Callab
     """What `make` captures for `session`, or None. Counts the capture and the memory that it takes."""
     before, captured = taken_bytes(hosted.model.device), None
     target = hosted()
-    session.keep_patches(target.patches)
+    if target.patches not in session.patches:
+        session.patches.append(target.patches)
     try:
         with capturable_experts(target.model, hosted.drafter):
             behaviour = Signature(target.model, hosted.drafter).behaviour

@@ -342,7 +342,7 @@ class ContinuousRunner(Runner):
 
     def _commit_texts(self, lease: SessionLease, rows: Mapping[int, int]) -> None:
         """Commit memory in the first rows of the session of `lease` for what `rows` hold: row to number of tokens."""
-        memory = lease.session.row_memory
+        memory = lease.session.state.cache.row_memory
         try:
             for row, length in enumerate(() if memory is None else rows.values()):
                 memory.commit(row, length)
@@ -352,7 +352,7 @@ class ContinuousRunner(Runner):
 
     def _switch(self, lease: SessionLease, rows: Mapping[int, int], kept: Mapping[int, int]) -> int:
         """Go on in the session of `lease`: its first rows get what `rows` hold, the next ones that of `kept` rows."""
-        before, memory, held = self.lease, lease.session.row_memory, dict(rows)
+        before, memory, held = self.lease, lease.session.state.cache.row_memory, dict(rows)
         for row, length in list(kept.items())[: lease.shape.batch - len(rows)]:
             try:
                 if memory is not None:

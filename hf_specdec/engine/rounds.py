@@ -67,7 +67,9 @@ def logprobs_of(
     def of(values: torch.Tensor) -> torch.Tensor:
         return token_logprobs(_along(walk, values), result.tokens)
 
-    if scores is logits and state.logprobs:  # no processor has changed them
+    if not state.logprobs:
+        return ()
+    if scores is logits:  # no processor has changed them
         return (of(logits),) * len(state.logprobs)
     read = {"processed": scores, "raw": logits}
     return tuple([of(read[name]) for name in state.logprobs])

@@ -67,7 +67,7 @@ class Runner:
         self.lease, self.session, self.state = lease, lease.session, lease.session.state
         self.state.logprobs = self._logprobs
         self.drafts = lease.drafts(self.acceptance, first)
-        self.num_rows, self.memory = len(self.state.lengths), self.session.row_memory
+        self.num_rows, self.memory = len(self.state.lengths), self.state.cache.row_memory
         # The last drafts of a tree have slots behind the last position of the text.
         slots = self.state.slots - 1 if self.memory is None else self.memory.capacity
         self.capacity = slots - self.state.most_nodes

@@ -18,7 +18,6 @@ from ..calls.kv_transfer import DeferredCache
 from ..drafters.base import Drafter
 from ..graphs.cuda_graphs import GraphPool
 from ..memory.fence import Fence
-from ..memory.virtual_memory import RowMemory
 from ..modules.patch import Patch
 from ..modules.signature import Fingerprint
 from ..state import DecodeState, Shape
@@ -106,20 +105,11 @@ class Session:
         self.fence = Fence(state.tokens.device)
         self._borrower: Callable[[], DeferredCache | None] = lambda: None
 
-    @property
-    def row_memory(self) -> RowMemory | None:
-        """The memory of the rows' keys and values; None if they have buffers of fixed size."""
-        return self.state.cache.row_memory
-
     def free_rows(self) -> None:
         """Free the memory of the rows. The session is not used again, and the device no longer uses it."""
-        if self.row_memory is not None:
-            self.row_memory.free()
-
-    def keep_patches(self, patches: Sequence[Patch]) -> None:
-        """Keep `patches` alive as long as the session, since graphs read their tables."""
-        if patches not in self.patches:
-            self.patches.append(patches)
+        memory = self.state.cache.row_memory
+        if memory is not None:
+            memory.free()
 
     def lend_buffers(self, cache: DeferredCache) -> DeferredCache:
         """Let `cache` read the buffers until another call needs them."""
