@@ -192,7 +192,7 @@ class ContinuousRunner(Runner):
         for row, one in requests:
             if one.processors is None and make is not None:
                 with user_code():
-                    one.processors = make(one, self._call)
+                    one.processors = make(one)
             if one.processors is not None:
                 found[row] = one.processors
         return found

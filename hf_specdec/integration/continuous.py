@@ -100,7 +100,7 @@ def generate_batch(
 
     is_of_all_rows = False
 
-    def processors_of(one: Request, call: Call) -> LogitsProcessorList | None:
+    def processors_of(one: Request) -> LogitsProcessorList | None:
         nonlocal is_of_all_rows
         if is_of_all_rows:  # the kinds of processors are the same for all prompts
             return None
