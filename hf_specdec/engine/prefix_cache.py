@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from ..cache.layer_kinds import Use
-from ..calls.call import Call
 from ..calls.prompts import PromptSpan
 from ..calls.request import Request
 from ..drafters.base import Drafter
@@ -190,11 +189,6 @@ def find_followers(prompts: Sequence[Sequence[int]], margin: int, found: Sequenc
 def spans_after(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> list[PromptSpan]:
     """The positions to prefill of prompts of `lengths` tokens, after their `prefixes`."""
     return [PromptSpan(one.row, one.length, length) for one, length in zip(prefixes, lengths, strict=True)]
-
-
-def depends_on_tokens_only(call: Call) -> bool:
-    """Whether the prompts of `call` are tokens only: no other inputs, and nothing in a cache of the user."""
-    return not (call.prompts.cached or call.inputs is not None or any(call.position_offsets or ()))
 
 
 def copy_prefixes(

@@ -29,7 +29,7 @@ from .groups import Groups
 from .hosted_target import HostedTarget
 from .lease import SessionLease, shape_of
 from .prefill import prefill_drafter, run_to_ends
-from .prefix_cache import Prefix, can_copy_rows, copy_prefixes, depends_on_tokens_only, margin_of
+from .prefix_cache import Prefix, can_copy_rows, copy_prefixes, margin_of
 from .rounds import RoundReport
 from .run import Run
 from .runner import Runner
@@ -95,8 +95,8 @@ class Lockstep(Runner):
         """Choose what rows reuse of each other: prefixes if prompts are packed, else whole prompts."""
         self._groups: Groups | None = None
         call, target, prompts = self._call, self.target, self._call.prompts
-        most_saved = (call.batch - 1) * prompts.longest
-        if most_saved < prefix_cache.FEWEST_SAVED or not depends_on_tokens_only(call):
+        has_others = call.inputs is not None or any(call.position_offsets or ())  # inputs besides tokens
+        if prompts.cached or has_others or (call.batch - 1) * prompts.longest < prefix_cache.FEWEST_SAVED:
             return
         if can_pack(target):
             self.prefix_margin = margin_of(target, self._shape)

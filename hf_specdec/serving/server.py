@@ -423,8 +423,6 @@ def _build_server(
         text = "".join(one.metrics() for one in settings.managers[-1:])
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
-    if target is None:
-        raise ValueError("The server has no target; expected one, which the drafter is for.")
     timed = next(iter(model_manager.loaded_models.values()))
     modality = model_manager.get_model_modality(timed.model, processor=timed.processor)
     if not generation_state.use_continuous_batching(timed.model, modality):
