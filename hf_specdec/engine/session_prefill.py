@@ -116,11 +116,11 @@ class SessionPrefill:
         self._run_chunk(self._left.popleft())
         if self._left:
             return False
-        finish_prefill(self._session.state, self._prompts, self._rows)
+        finish_prefill(self._session.state, self._session.prompts, self._rows)
         return True
 
     def _fill(self, spans: Sequence[PromptSpan], steps: int) -> None:
-        self._prompts = prompts = self._session.prompts
+        prompts = self._session.prompts
         if self._is_packed and prompts.packed is None:
             prompts.pack(self._session.state, self._target.drafter)
         prompts.fill(spans, steps, self._goes_on)
