@@ -27,9 +27,6 @@ CHAININGS = ("modules", "target")
 # whose sizes differ by this much or more have different tokenizers.
 MAX_PADDING = 1024
 
-# Names that fields of `DraftLayersConfig` have in files saved by earlier versions.
-_EARLIER_NAMES = {"aux_hidden_state_layer_ids": "taps", "num_aux_hidden_states": "num_taps"}
-
 _SHARE = frozenset({"share_embedding", "share_head"})
 _MASKS = frozenset({"mask_token_id", "parallel_drafting"})
 _LAYERS = _SHARE | {"aux_hidden_state_layer_ids", "rope_parameters", "rope_theta"}
@@ -329,13 +326,6 @@ class DraftLayersConfig(DrafterConfig):
     own_embedding: bool = True
     own_head: bool = True
     num_aux_hidden_states: int | None = None
-
-    def __post_init__(self, **kwargs):
-        for name, earlier in _EARLIER_NAMES.items():
-            value = kwargs.pop(earlier, None)
-            if getattr(self, name) is None:
-                setattr(self, name, value)
-        super().__post_init__(**kwargs)
 
     def _complete(self) -> None:
         if self.num_key_value_heads is None:

@@ -141,11 +141,10 @@ def _makes_new_cache(model: PreTrainedModel, config: GenerationConfig, model_kwa
 def _prepare_generation_config(original, self, generation_config=None, *args, **kwargs):
     prepared, model_kwargs = original(self, generation_config, *args, **kwargs)
     # transformers fills in defaults, after which they can no longer be told from the caller's settings.
-    places = (kwargs, {} if generation_config is None else _asked_in(generation_config))
-    own = {name: value for name, value in vars(self.generation_config).items() if name != "use_cache"}
-    prepared._asked = {
-        name: next((place[name] for place in (*places, own) if place.get(name) is not None), None) for name in _ASKED
-    }
+    own = vars(self.generation_config) | {"use_cache": None}
+    places = (own, {} if generation_config is None else _asked_in(generation_config), kwargs)  # the last one decides
+    asked = {name: value for place in places for name, value in place.items() if value is not None}
+    prepared._asked = {name: asked.get(name) for name in _ASKED}
     prepared._has_drafter, prepared._cache_arguments = False, None  # an earlier call may have set them
     return prepared, model_kwargs
 

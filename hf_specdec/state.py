@@ -13,8 +13,23 @@ from . import ops
 from .cache.hidden_states import HiddenStates
 from .cache.layer_kinds import LayerKinds
 from .cache.ragged_cache import PackedCache, RaggedCache
-from .kernels.types import NO_TOKEN, Nodes, Proposal, SamplingSettings, VerificationResult
-from .row_buffers import NEW_ROW, NUMBERS, blank_numbers, numbers_of, set_rows, upload
+from .kernels.types import NO_TOKEN, NO_TOP_K, Nodes, Proposal, SamplingSettings, VerificationResult
+
+# The int64 numbers of a row without a text, and their defaults in a row that is admitted.
+NUMBERS = {
+    "lengths": 1,
+    "limits": 1,
+    "prompt_lengths": 1,
+    "seeds": 0,
+    "row_top_k": NO_TOP_K,
+    "cached": 0,
+    "draft_starts": 0,
+    "position_offsets": 0,
+    "prompt_length_gap": 0,
+    "adapters": 0,
+}
+# Initial values of the other buffers of a row that is admitted.
+NEW_ROW = {"eos": NO_TOKEN, "row_temperatures": 1.0, "row_tail": 0.0, "finished": False}
 
 
 class Shape(NamedTuple):
@@ -68,7 +83,7 @@ class DecodeState:
 
     Attributes:
         tokens: `[B, slots]` int64, committed tokens; the prompt, without padding, comes first.
-        numbers: the `row_buffers.NUMBERS` of each row. `lengths` and the other `[B]` int64 buffers are views of it.
+        numbers: the `NUMBERS` of each row. `lengths` and the other `[B]` int64 buffers are views of it.
         lengths: `[B]` int64, committed tokens of each row. The target has processed all of them but the last.
         limits: `[B]` int64, length at which a row ends.
         finished: `[B]` bool; a finished row computes on the dummy slot and commits nothing.
@@ -151,7 +166,9 @@ class DecodeState:
     def allocate(cls, shape: Shape, layers: LayerKinds, device: torch.device) -> DecodeState:
         """Buffers for generations of one shape; empty `layers` if the target runs on a cache of transformers."""
         batch = shape.batch
-        numbers = blank_numbers(batch, device)
+        # Kernels take `[batch]` views; for an address that 16 does not divide, Triton would compile another variant.
+        numbers = torch.empty(len(NUMBERS), batch + batch % 2, dtype=torch.int64, device=device)[:, :batch]
+        numbers.copy_(numbers_of(batch, numbers))
         views = dict(zip(NUMBERS, numbers, strict=True))
         cache = RaggedCache(layers, shape.slots, views["lengths"], None, shape.num_draft_tokens) if layers else None
         if shape.keeps_hidden_states:
@@ -377,3 +394,32 @@ class DecodeState:
         rows = self.tokens, self.lengths, self.finished
         committed = ops.commit(*rows, self.limits, self.eos, result, kept)
         return VerificationResult(result.tokens, result.accepted, committed)
+
+
+def numbers_of(count: int, like: torch.Tensor, **given: Sequence[int]) -> torch.Tensor:
+    """`[len(NUMBERS), count]` on the device of `like`: the `given` numbers of `count` rows, and defaults for others."""
+    return upload([given.get(name, [default] * count) for name, default in NUMBERS.items()], like)
+
+
+def set_rows(buffer: torch.Tensor, rows: torch.Tensor | slice, value: float | bool) -> None:
+    """Set `rows` of `buffer`, `[n]` int64 or a slice of all, to a number.
+
+    `buffer[rows] = value` would copy the number from pageable memory, and the host would wait until a GPU has done all
+    its earlier work.
+    """
+    if isinstance(rows, slice):
+        buffer[rows] = value
+    else:
+        buffer.index_fill_(0, rows, value)
+
+
+def upload(values: int | Sequence | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`values` in the dtype and on the device of `like`, without waiting for a GPU."""
+    if isinstance(values, torch.Tensor) and values.device == like.device:
+        return values.to(like.dtype)
+    if isinstance(values, torch.Tensor):
+        host = values.to(like.dtype)
+        host = host.pin_memory() if like.is_cuda else host
+    else:
+        host = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
+    return host.to(like.device, non_blocking=True)

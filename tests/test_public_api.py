@@ -27,7 +27,6 @@ ORDER = [
     "cache",
     "patching",
     "parallel",
-    "row_buffers",
     "state",
     "sampling",
     "checkpoints",

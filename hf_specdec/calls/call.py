@@ -1,4 +1,4 @@
-"""`Call`: a call of `generate()` with a drafter, as the engines get it."""
+"""`Call`: a call of `generate()` with a drafter, as the engines get it; and its output."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from transformers import (
 )
 
 from ..drafters.base import MATCH, Drafter
+from ..host.caches import GenerateDecoderOnlyOutput
 from ..host.generation import BaseStreamer, pad_token
 from ..parallel.tensor_parallel import from_first_rank
 from ..patching.support import num_positions
 from ..sampling.processors import row_temperatures
 from ..sampling.randomness import Randomness
+from ..stats import SpeculationStats
 from .prompts import Prompts
 from .request import Request
 from .transcript import Transcript, end_tokens_of
@@ -166,6 +168,25 @@ class Call:
     def keeps(self, name: str) -> bool:
         """Whether the user gets the `"scores"`, `"logits"`, `"hidden_states"` or `"attentions"` of every step."""
         return bool(self.config.return_dict_in_generate and getattr(self.config, f"output_{name}"))
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """`GenerateDecoderOnlyOutput` with the statistics of the call.
+
+    Plain `generate()` can continue its cache: the user's, or on the static engine one that is copied from the engine's
+    buffers on first access. `attentions` are empty there, as for any attention kernel that computes no weights.
+
+    Attributes:
+        speculation: rounds, drafted and accepted tokens, the engine that ran and why; also `drafter.stats`.
+        logprobs: `[B, new]` float32, of the new tokens under the distribution that they were drawn from, after all
+            logits processors; 0 for the padding of rows that had ended; None unless `return_logprobs` asks for it.
+        raw_logprobs: the same under the softmax of the target's logits.
+    """
+
+    speculation: SpeculationStats | None = None
+    logprobs: torch.Tensor | None = None
+    raw_logprobs: torch.Tensor | None = None
 
 
 def why_too_long(model: PreTrainedModel, length: int, count: int | None) -> str | None:

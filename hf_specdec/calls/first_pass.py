@@ -241,11 +241,8 @@ def _recorded_inputs(decoder: nn.Module) -> Iterator[dict[str, Any]]:
         if this_thread.engine is ours:
             found.update(kwargs)
 
-    handle = decoder.register_forward_pre_hook(record, with_kwargs=True)
-    try:
+    with decoder.register_forward_pre_hook(record, with_kwargs=True):
         yield found
-    finally:
-        handle.remove()
 
 
 class FirstPass:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -115,7 +114,6 @@ def _weights_of(model: PreTrainedModel) -> tuple:
     return signature_of(model).adapters.state, [(id(one), one.dtype) for one in weights], versions_of(weights)
 
 
-@dataclass
 class FinishedCall:
     """The keys, values and states of a finished call on the static engine, until another call uses its buffers.
 
@@ -131,30 +129,15 @@ class FinishedCall:
         autocast: the autocast context of the call.
     """
 
-    model: PreTrainedModel
-    ragged: RaggedCache
-    prompts: Prompts
-    sequences: torch.Tensor
-    columns: int
-    position_offsets: Sequence[int] | None = None
-    run_prompts: Callable[[Cache], Any] | None = None
-    bounds_steps: bool = False
-    adapters: Sequence[str] | None = None
-    is_written: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        kind = self.model.device.type
+    def __init__(self, call: Call, ragged: RaggedCache, sequences: torch.Tensor, columns: int):
+        self.model, self.prompts, self.adapters, kind = call.model, call.prompts, call.adapters, call.device.type
+        self.ragged, self.sequences, self.columns, self.is_written = ragged, sequences, columns, False
+        self.position_offsets, self.bounds_steps, self.run_prompts = call.position_offsets, ragged.bounds_steps, None
+        if call.inputs is not None and ragged.recurrence is not None:  # states may have to be computed again
+            given = call.model, call.prompts.input_ids, call.config, call.inputs
+            self.run_prompts = functools.partial(run_as_given, *given)
         self.weights = _weights_of(self.model)
         self.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-
-    @classmethod
-    def of(cls, call: Call, ragged: RaggedCache, sequences: torch.Tensor, columns: int) -> FinishedCall:
-        """The finished `call`; its inputs are kept if states may have to be computed again."""
-        run_prompts = None
-        if call.inputs is not None and ragged.recurrence is not None:
-            run_prompts = functools.partial(run_as_given, call.model, call.prompts.input_ids, call.config, call.inputs)
-        own = call.model, ragged, call.prompts, sequences, columns, call.position_offsets
-        return cls(*own, run_prompts, ragged.bounds_steps, call.adapters)
 
     def write_to(self, cache: Cache) -> None:
         """Append to `cache` those of the `columns` that it lacks; nothing if `complete` has to compute them anew.
@@ -273,18 +256,15 @@ class DeferredCache(DynamicCache):
         if call is not None:
             with lock_of(call.model):  # other threads may read it, or need the buffers or the modes of modules
                 if self._call is not None and not self._is_busy:
-                    self._finish()
+                    self.take_over()
+                    with self._busy(), _unchanged_on_error(self):
+                        call.complete(self)
+                    self._call = None
         return self._layers
 
     @layers.setter
     def layers(self, layers: list) -> None:
         self._layers = layers
-
-    def _finish(self) -> None:
-        self.take_over()
-        with self._busy(), _unchanged_on_error(self):
-            self._call.complete(self)
-        self._call = None
 
     @contextmanager
     def _busy(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from ..host.generation import GenerationOutput, RequestStatus
 from ..kernels.types import NO_TOKEN, SamplingSettings
 from ..modules.patch import user_code
-from ..row_buffers import upload
+from ..state import upload
 
 
 @dataclass(eq=False)
@@ -217,7 +217,7 @@ class ContinuousBatching:
     longest: int = 1
     records_timestamps: bool = False
     reuses_prefixes: bool = True
-    processors_of: Callable[[Request, Any], LogitsProcessorList | None] | None = None
+    processors_of: Callable[[Request], LogitsProcessorList | None] | None = None
 
 
 def end(request: Request, now: float, settings: ContinuousBatching) -> None:

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from ..config import SuffixConfig
 from ..kernels.types import LONGEST_MATCH, NO_TOKEN, Proposal, VerificationResult
 from ..ops import suffix_drafts
-from ..row_buffers import upload
-from ..state import DecodeState
+from ..state import DecodeState, upload
 from .none import WeightlessDrafter, no_drafts
 
 

@@ -24,7 +24,7 @@ def times_if_alone(call: Call, target: HostedTarget, rows: int, tokens: float) -
         return None
     shape, pool = shape_of(call, rows, 1, target.is_captured), sessions_of(call.drafter)
     times = round_times(call, target, shape)
-    alone = target.costs_of(_substitute(call)).times(shape._replace(draft_probs=False))
+    alone = target.costs(_substitute(call)).times(shape._replace(draft_probs=False))
     most = RoundShape(call.num_draft_tokens, shape.num_nodes)
     # Eager rounds need no capture, so a first call with the drafter finds out at hardly any cost.
     first = first_drafts(call, shape, times) if target.is_captured else most

@@ -20,7 +20,7 @@ from ..patching.experts import capturable_experts, copies_experts
 from ..sampling.processors import BlockProcessor
 from .hosted_target import HostedTarget
 from .prefill import prefill_chunk
-from .rounds import RoundOutput, catch_up, draft_and_forward, logprobs_of, run_round, verify_and_commit
+from .rounds import RoundOutput, catch_up, draft_and_forward, run_round, verify_and_commit
 from .sessions import Session
 from .target import Target
 
@@ -56,12 +56,8 @@ class CapturedRound:
                 self._draft_and_forward = graph(lambda: draft_and_forward(state, target, drafter))
                 proposal, _, logits, aux_hidden_states = self._draft_and_forward.result
                 self._scores = torch.zeros_like(logits, dtype=torch.float32)
-
-                def second_half() -> tuple:
-                    result, walk = verify_and_commit(state, self._scores, proposal, aux_hidden_states)
-                    return result, logprobs_of(state, result, self._scores, logits, walk), walk
-
-                self._verify_and_commit = graph(second_half)
+                given = self._scores, logits, proposal, aux_hidden_states
+                self._verify_and_commit = graph(lambda: verify_and_commit(state, *given)[:3])
         graphs = "one graph" if self._round is not None else "two graphs, processors between"
         self.execution = f"captured in {graphs}, {'not compiled' if backend is None else 'compiled'}"
 
@@ -125,7 +121,8 @@ def _if_possible(what: str, session: Session, hosted: HostedTarget, make: Callab
     """What `make` captures for `session`, or None. Counts the capture and the memory that it takes."""
     before, captured = taken_bytes(hosted.model.device), None
     target = hosted()
-    session.keep_patches(target.patches)
+    if target.patches not in session.patches:
+        session.patches.append(target.patches)
     try:
         with capturable_experts(target.model, hosted.drafter):
             behaviour = Signature(target.model, hosted.drafter).behaviour

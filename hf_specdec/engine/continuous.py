@@ -25,18 +25,18 @@ from ..memory.virtual_memory import allocating, slots_in_memory
 from ..modules.patch import user_code
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import stated_positions
-from ..row_buffers import set_rows, upload
 from ..sampling.logits import RowSampling
 from ..sampling.processors import BlockProcessor
 from ..sampling.row_processors import RowsProcessor
-from ..state import DecodeState
+from ..state import DecodeState, set_rows, upload
 from .alone import times_if_alone, without_drafter
 from .groups import Groups
 from .hosted_target import HostedTarget
 from .lease import SessionLease, can_grow, layout_of, shape_of
 from .prefix_cache import Prefix, can_copy_rows, copy_prefixes, copy_texts, margin_of, spans_after
+from .rounds import RoundReport
 from .run import Run
-from .runner import FirstTokens, Runner
+from .runner import Runner
 from .session_prefill import can_pack
 from .sessions import sessions_of, settled_on_error
 
@@ -192,7 +192,7 @@ class ContinuousRunner(Runner):
         for row, one in requests:
             if one.processors is None and make is not None:
                 with user_code():
-                    one.processors = make(one, self._call)
+                    one.processors = make(one)
             if one.processors is not None:
                 found[row] = one.processors
         return found
@@ -342,7 +342,7 @@ class ContinuousRunner(Runner):
 
     def _commit_texts(self, lease: SessionLease, rows: Mapping[int, int]) -> None:
         """Commit memory in the first rows of the session of `lease` for what `rows` hold: row to number of tokens."""
-        memory = lease.session.row_memory
+        memory = lease.session.state.cache.row_memory
         try:
             for row, length in enumerate(() if memory is None else rows.values()):
                 memory.commit(row, length)
@@ -352,7 +352,7 @@ class ContinuousRunner(Runner):
 
     def _switch(self, lease: SessionLease, rows: Mapping[int, int], kept: Mapping[int, int]) -> int:
         """Go on in the session of `lease`: its first rows get what `rows` hold, the next ones that of `kept` rows."""
-        before, memory, held = self.lease, lease.session.row_memory, dict(rows)
+        before, memory, held = self.lease, lease.session.state.cache.row_memory, dict(rows)
         for row, length in list(kept.items())[: lease.shape.batch - len(rows)]:
             try:
                 if memory is not None:
@@ -397,7 +397,7 @@ class ContinuousRunner(Runner):
             copy_prefixes(state, self._call.drafter, prefixes, margin)
             lease.prefill.start_rows(spans, self._entering)
 
-    def prefill_next(self) -> FirstTokens | None:
+    def prefill_next(self) -> RoundReport | None:
         with settled_on_error(self.session):
             if self._groups is not None:
                 if not self._groups.prefill_next():

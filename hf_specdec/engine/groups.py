@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from ..calls.call import Call
 from ..calls.request import Request
 from ..graphs.buckets import next_power_of_two
-from ..row_buffers import upload
-from ..state import DecodeState
+from ..state import DecodeState, upload
 from .hosted_target import HostedTarget
 from .lease import SessionLease, shape_of
 from .prefix_cache import Prefix, copy_prefixes, copy_texts, spans_after

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -96,18 +95,12 @@ class HostedTarget(ExitStack):
             self._hosting = sessions_of(self.drafter).hosting(fingerprint)
         return self._hosting
 
-    @property
-    def costs(self) -> CostTable:
-        """The costs of rounds of target and drafter."""
-        if self.hosting.costs is None:
-            self.hosting.costs = find_table(self.model, self.drafter, self.is_captured)
-        return self.hosting.costs
-
-    def costs_of(self, substitute: Drafter) -> CostTable:
-        """The costs of rounds with `substitute` in place of the drafter."""
-        if self.hosting.costs_alone is None:
-            self.hosting.costs_alone = find_table(self.model, substitute, self.is_captured)
-        return self.hosting.costs_alone
+    def costs(self, substitute: Drafter | None = None) -> CostTable:
+        """The costs of rounds of target and drafter, or of the `substitute` in its place."""
+        tables, is_alone = self.hosting.costs, substitute is not None
+        if is_alone not in tables:
+            tables[is_alone] = find_table(self.model, substitute or self.drafter, self.is_captured)
+        return tables[is_alone]
 
     @property
     def reads_hidden_states(self) -> bool:
@@ -128,11 +121,7 @@ def _why_not_captured(model: PreTrainedModel, has_hooks: bool, kept: Sequence[st
         return f"{', '.join(kept)} of every round are kept for the caller"
     if has_hooks:
         reason = "modules have hooks, which a replayed CUDA graph does not call"
-        _warn_once(f"Rounds of {type(model).__name__} run eagerly: {reason}. Remove the hooks to have rounds captured.")
+        name = type(model).__name__
+        logger.warning_once(f"Rounds of {name} run eagerly: {reason}. Remove the hooks to have rounds captured.")
         return reason
     return None
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)

@@ -118,14 +118,9 @@ def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
 
 def round_times(call: Call, target: HostedTarget, shape: Shape) -> RoundTimes:
     """The times of rounds of `call` on buffers of `shape`."""
-    times = target.costs.times(shape)
-    if times.expected is None:
-        times.expected = ExpectedCosts(shape.batch, call.device, *passes_of(call))
-    return times
-
-
-def passes_of(call: Call) -> tuple[Pass, dict[int, Pass]]:
-    """The pass of the target, and the passes of the drafter by K, as far as they are known."""
+    times = target.costs().times(shape)
+    if times.expected is not None:
+        return times
     model, drafter = call.model, call.drafter
     size = num_bytes(text_decoder(model).parameters())
     used = size * share_of_experts(model.config.get_text_config(decoder=True))
@@ -135,7 +130,8 @@ def passes_of(call: Call) -> tuple[Pass, dict[int, Pass]]:
         if found is not None:
             passes, read = found
             drafting[one] = Pass(read, num_layers=passes * layers)
-    return Pass(size, used, num_decoder_layers(model)), drafting
+    times.expected = ExpectedCosts(shape.batch, call.device, Pass(size, used, num_decoder_layers(model)), drafting)
+    return times
 
 
 def first_drafts(call: Call, shape: Shape, times: RoundTimes) -> RoundShape:
@@ -310,7 +306,7 @@ class SessionLease:
     def keep(self) -> None:
         """Return the session to the pool if sessions are kept, else free its rows. Save the costs of rounds."""
         if self._call.is_auto:
-            self._target.costs.save()
+            self._target.costs().save()
         if self._target.is_captured:
             if self._taken_before is not None:
                 self.session.num_bytes = max(taken_bytes(self._target.model.device) - self._taken_before, 0)

@@ -8,24 +8,21 @@ device value on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from ..calls.first_pass import FirstPass
 from ..calls.prompts import PromptSpan
 from ..drafters.base import Drafter
-from ..row_buffers import set_rows, upload
-from ..state import DecodeState
+from ..state import DecodeState, set_rows, upload
 from .target import Target
 
 # `PromptBuffers.starts` of rows without positions to prefill.
 _NOWHERE = -(2**31)
 
 
-@dataclass
 class PromptBuffers:
-    """Inputs of a prefill, and the hidden states that it leaves at the last tokens of the prompts.
+    """Inputs of a prefill on `state`, and the hidden states that it leaves at the last tokens of the prompts.
 
     Attributes:
         num_done: `[]` int64, steps done so far. A step is a column of padded rows, or a token of packed ones.
@@ -39,15 +36,11 @@ class PromptBuffers:
             reads none.
     """
 
-    num_done: torch.Tensor
-    starts: torch.Tensor
-    packed: DecodeState | None = None
-    slots: torch.Tensor | None = None
-    hidden_states: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, state: DecodeState) -> PromptBuffers:
-        return cls(torch.zeros((), dtype=torch.int64, device=state.tokens.device), torch.empty_like(state.lengths))
+    def __init__(self, state: DecodeState):
+        self.num_done, self.starts = state.lengths.new_zeros(()), torch.empty_like(state.lengths)
+        self.packed: DecodeState | None = None
+        self.slots: torch.Tensor | None = None
+        self.hidden_states: torch.Tensor | None = None
 
     def pack(self, state: DecodeState, drafter: Drafter) -> None:
         """Let the prompts of `state`, with the memory of `drafter`, be packed."""

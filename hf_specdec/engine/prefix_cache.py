@@ -14,13 +14,11 @@ from typing import NamedTuple
 import torch
 
 from ..cache.layer_kinds import Use
-from ..calls.call import Call
 from ..calls.prompts import PromptSpan
 from ..calls.request import Request
 from ..drafters.base import Drafter
 from ..patching.support import why_not_used
-from ..row_buffers import upload
-from ..state import DecodeState, Shape
+from ..state import DecodeState, Shape, upload
 from .hosted_target import HostedTarget
 
 # Tokens of a block. Shorter prefixes are not found: copying one takes about as long as prefilling it.
@@ -38,11 +36,11 @@ MOST_COPIED = 32768
 
 
 class Match(NamedTuple):
-    """The text `name` of an index, with `size` tokens; its first `length` tokens are those of another text."""
+    """The text `name` of an index: its first `length` tokens are those of another text, and `rest` tokens follow."""
 
     name: int
     length: int
-    size: int
+    rest: int
 
 
 def _key(before: int, block: Sequence[int]) -> int:
@@ -116,8 +114,17 @@ class PrefixIndex:
             text, _ = self._texts[name]
             length = common_length(tokens, text)
             if length >= BLOCK and (best is None or length > best.length):
-                best = Match(name, length, len(text))
+                best = Match(name, length, len(text) - length)
         return best
+
+    def reusable(self, tokens: Sequence[int], margin: int) -> Match | None:
+        """`longest` with the `length` that can be reused: without `margin` tokens, and never either text's last token;
+        None if there is none."""
+        match = self.longest(tokens)
+        if match is None:
+            return None
+        length = min(match.length, len(tokens) - 1, match.length + match.rest - 1) - margin
+        return match._replace(length=length) if length > 0 else None
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
@@ -163,11 +170,6 @@ def can_copy_rows(drafter: Drafter) -> bool:
     return kind.new_memory is Drafter.new_memory or kind.copy_rows is not Drafter.copy_rows
 
 
-def reusable(match: Match | None, num_tokens: int, margin: int) -> int:
-    """How many positions of a prompt of `num_tokens` can be reused from `match`: never either text's last token."""
-    return 0 if match is None else max(min(match.length, num_tokens - 1, match.size - 1) - margin, 0)
-
-
 def find_followers(prompts: Sequence[Sequence[int]], margin: int, found: Sequence[int]) -> set[int]:
     """The numbers of the `prompts` to prefill after another one of them, in order to reuse its prefix.
 
@@ -175,10 +177,10 @@ def find_followers(prompts: Sequence[Sequence[int]], margin: int, found: Sequenc
     """
     index, followers, saved = PrefixIndex(), set(), 0
     for number, (tokens, before) in enumerate(zip(prompts, found, strict=True)):
-        length = reusable(index.longest(tokens), len(tokens), margin)
-        if length > before:
+        match = index.reusable(tokens, margin)
+        if match is not None and match.length > before:
             followers.add(number)
-            saved += length - before
+            saved += match.length - before
         else:
             index.add(number, tokens)
     return followers if saved >= FEWEST_SAVED else set()
@@ -187,11 +189,6 @@ def find_followers(prompts: Sequence[Sequence[int]], margin: int, found: Sequenc
 def spans_after(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> list[PromptSpan]:
     """The positions to prefill of prompts of `lengths` tokens, after their `prefixes`."""
     return [PromptSpan(one.row, one.length, length) for one, length in zip(prefixes, lengths, strict=True)]
-
-
-def depends_on_tokens_only(call: Call) -> bool:
-    """Whether the prompts of `call` are tokens only: no other inputs, and nothing in a cache of the user."""
-    return not (call.prompts.cached or call.inputs is not None or any(call.position_offsets or ()))
 
 
 def copy_prefixes(
@@ -244,10 +241,6 @@ def _parts(
         first = end
 
 
-# Result of `_find` for a prompt without a common prefix.
-_NOTHING: tuple[Match | None, int] = (None, 0)
-
-
 class Plan(NamedTuple):
     """A plan for a group, by numbers of requests: `now` go to the rows of `prefixes`; those `later` reuse them."""
 
@@ -283,17 +276,18 @@ class RowPrefixes:
             return Plan([Prefix(row, row, 0) for row, _ in zip(rows, group, strict=False)], list(range(len(group))), [])
         twins = self._find_twins(group)
         own = [number for number in range(len(group)) if number not in twins]
-        found = {number: self._find(group[number].prefix_ids) for number in own}
+        found = {number: self._index.reusable(group[number].prefix_ids, self._margin) for number in own}
         later: set[int] = set()
         if self._margin is not None:
-            prompts, lengths = [group[number].prefix_ids for number in own], [length for _, length in found.values()]
+            prompts = [group[number].prefix_ids for number in own]
+            lengths = [0 if match is None else match.length for match in found.values()]
             later = {own[index] for index in find_followers(prompts, self._margin, lengths)}
         later |= {number for number, twin in twins.items() if twin in later}
         now = [number for number in range(len(group)) if number not in later]
-        matches = [found.get(number, _NOTHING) for number in now]
+        matches = [found.get(number) for number in now]
         if is_lockstep:
             rows = [group[number].index for number in now]
-            prefixes = [_prefix_of(row, *match) for row, match in zip(rows, matches, strict=True)]
+            prefixes = [_prefix_of(row, match) for row, match in zip(rows, matches, strict=True)]
         else:
             prefixes = self._choose_rows(matches, free)
         rows = {number: one.row for number, one in zip(now, prefixes, strict=True)}
@@ -323,32 +317,27 @@ class RowPrefixes:
         numbers = [first.setdefault(key or number, number) for number, key in enumerate(keys)]
         return {number: one for number, one in enumerate(numbers) if one != number}
 
-    def _find(self, prompt: Sequence[int]) -> tuple[Match | None, int]:
-        match = self._index.longest(prompt)
-        length = 0 if match is None else reusable(match, len(prompt), self._margin)
-        return (match, length) if length else _NOTHING
-
-    def _choose_rows(self, found: Sequence[tuple[Match | None, int]], free: Sequence[int]) -> list[Prefix]:
+    def _choose_rows(self, found: Sequence[Match | None], free: Sequence[int]) -> list[Prefix]:
         """Choose a row and a prefix for each request, from what was `found` for it."""
         left, chosen = list(free), {}
-        sources = {match.name for match, _ in found if match is not None}
+        sources = {match.name for match in found if match is not None}
 
-        def choose(number: int, row: int, length: int) -> None:
-            chosen[number] = _prefix_of(row, found[number][0], length)
+        def choose(number: int, row: int, match: Match | None) -> None:
+            chosen[number] = _prefix_of(row, match)
             left.remove(row)
 
-        for number, (match, length) in enumerate(found):
-            if match is not None and match.name in left and match.size - match.length < BLOCK:
-                choose(number, match.name, length)
+        for number, match in enumerate(found):
+            if match is not None and match.name in left and match.rest < BLOCK:
+                choose(number, match.name, match)
         # Those that copy choose next: all copies are made before any prefill, so the rest may take one of the sources.
-        for number, (match, length) in enumerate(found):
+        for number, match in enumerate(found):
             row = next((row for row in left if row not in sources), None)
             if number not in chosen and match is not None and row is not None:
-                choose(number, row, length)
-        for number, (match, length) in enumerate(found):
+                choose(number, row, match)
+        for number, match in enumerate(found):
             if number not in chosen:
-                is_there = match is not None and match.name in left
-                choose(number, match.name if is_there else left[0], length if is_there else 0)
+                own = match if match is not None and match.name in left else None
+                choose(number, left[0] if own is None else own.name, own)
         return [chosen[number] for number in range(len(found))]
 
     def leave(self, rows: Iterable[int]) -> None:
@@ -383,5 +372,5 @@ class RowPrefixes:
         self._entering.clear()
 
 
-def _prefix_of(row: int, match: Match | None, length: int) -> Prefix:
-    return Prefix(row, match.name if length else row, length)
+def _prefix_of(row: int, match: Match | None) -> Prefix:
+    return Prefix(row, row, 0) if match is None else Prefix(row, match.name, match.length)

@@ -14,9 +14,8 @@ from ..drafters.base import MATCH, Drafter
 from ..drafters.none import no_drafts
 from ..kernels.types import NO_TOKEN, Proposal, VerificationResult
 from ..ops import token_logprobs, verify_block, verify_sampling, verify_tree
-from ..row_buffers import set_rows
 from ..sampling.processors import BlockProcessor
-from ..state import DecodeState
+from ..state import DecodeState, set_rows
 from .target import Target
 
 # The accepted path of a tree, and the parents of the tree's nodes.
@@ -41,19 +40,10 @@ class RoundOutput(NamedTuple):
     scores: torch.Tensor | None = None
     logits: torch.Tensor | None = None
 
-    @classmethod
-    def of(
-        cls,
-        state: DecodeState,
-        result: VerificationResult,
-        scores: torch.Tensor,
-        logits: torch.Tensor,
-        walk: Walk | None = None,
-    ) -> RoundOutput:
-        return cls(result, logprobs_of(state, result, scores, logits, walk), walk, scores, logits)
-
     def along_path(self) -> RoundOutput:
         """The same output with `scores` and `logits` `[B, K + 1, V]` at the tokens of `result`."""
+        if self.walk is None:
+            return self
         return self._replace(scores=_along(self.walk, self.scores), logits=_along(self.walk, self.logits))
 
 
@@ -77,7 +67,9 @@ def logprobs_of(
     def of(values: torch.Tensor) -> torch.Tensor:
         return token_logprobs(_along(walk, values), result.tokens)
 
-    if scores is logits and state.logprobs:  # no processor has changed them
+    if not state.logprobs:
+        return ()
+    if scores is logits:  # no processor has changed them
         return (of(logits),) * len(state.logprobs)
     read = {"processed": scores, "raw": logits}
     return tuple([of(read[name]) for name in state.logprobs])
@@ -89,9 +81,7 @@ def run_round(state: DecodeState, target: Target, drafter: Drafter, process: Blo
     The last round must not have had more drafts; otherwise `catch_up` comes first.
     """
     proposal, block, logits, aux_hidden_states = draft_and_forward(state, target, drafter)
-    scores = process(logits, block, state)
-    result, walk = verify_and_commit(state, scores, proposal, aux_hidden_states)
-    return RoundOutput.of(state, result, scores, logits, walk)
+    return verify_and_commit(state, process(logits, block, state), logits, proposal, aux_hidden_states)
 
 
 def commit_first_token(
@@ -123,7 +113,7 @@ def commit_first_token(
     set_rows(kept.accepted, rows, width - 1)
     kept.committed[rows] = result.committed[rows] * width
     state.block_width = max(state.block_width, width)
-    return RoundOutput.of(state, result, scores, logits)
+    return RoundOutput(result, logprobs_of(state, result, scores, logits), None, scores, logits)
 
 
 def draft_and_forward(
@@ -151,10 +141,13 @@ def propose(state: DecodeState, drafter: Drafter, *last_block: Any) -> Proposal:
 
 
 def verify_and_commit(
-    state: DecodeState, scores: torch.Tensor, proposal: Proposal, aux_hidden_states: torch.Tensor | None
-) -> tuple[VerificationResult, Walk | None]:
-    """Second half of a round: verify the drafts by `scores` `[B, n, V]`, and commit tokens. Returns the result, with
-    tokens `[B, K + 1]`, and `RoundOutput.walk`.
+    state: DecodeState,
+    scores: torch.Tensor,
+    logits: torch.Tensor,
+    proposal: Proposal,
+    aux_hidden_states: torch.Tensor | None,
+) -> RoundOutput:
+    """Second half of a round: verify the drafts by `scores` `[B, n, V]`, the processed `logits`, and commit tokens.
 
     Keys, values and hidden states of a tree's accepted path are moved to where a chain would have left them.
     """
@@ -166,7 +159,7 @@ def verify_and_commit(
         aux_hidden_states = _along(walk, aux_hidden_states)
     if aux_hidden_states is not None:
         state.aux_hidden_states[:, : result.tokens.shape[1]].copy_(aux_hidden_states)
-    return result, walk
+    return RoundOutput(result, logprobs_of(state, result, scores, logits, walk), walk, scores, logits)
 
 
 def verify(
@@ -206,26 +199,22 @@ class RoundReport:
     """The result of a round on its way to the host; the copy from a GPU is asynchronous.
 
     Args:
-        result: of the round. The next round may overwrite its tensors.
-        logprobs, walk: see `RoundOutput`. The next round may overwrite them, too.
-        names: `DecodeState.logprobs`, the names of `logprobs`.
+        output: of the round. The next round may overwrite its tensors, except scores and logits.
+        names: `DecodeState.logprobs`, the names of its log-probabilities.
 
     Attributes:
         logprobs: log-probabilities on the host by name, valid after `read`.
+        scores, logits: see `RoundOutput`.
     """
 
-    def __init__(
-        self,
-        result: VerificationResult,
-        logprobs: tuple[torch.Tensor, ...],
-        names: tuple[str, ...],
-        walk: Walk | None = None,
-    ):
+    def __init__(self, output: RoundOutput, names: tuple[str, ...]):
+        result, logprobs, walk, self.scores, self.logits = output
         self._num_tokens = result.tokens.shape[1]
         parts = (result.tokens, result.accepted[:, None], result.committed[:, None], *(walk or ()))
         packed = torch.cat(parts, dim=1)
         if packed.is_cuda:
-            self._packed, *logprobs = map(_copy_to_host, (packed, *logprobs))
+            # Without waiting: torch copies to pinned memory.
+            self._packed, *logprobs = [one.to("cpu", non_blocking=True) for one in (packed, *logprobs)]
             self._arrived = torch.cuda.current_stream(packed.device).record_event()
         else:
             self._packed, logprobs, self._arrived = packed, [one.clone() for one in logprobs], None
@@ -239,18 +228,14 @@ class RoundReport:
         """
         if self._arrived is not None:
             self._arrived.synchronize()
-        rows, end = self._packed.tolist(), self._num_tokens
-        accepted, committed = [row[end] for row in rows], [row[end + 1] for row in rows]
-        walks = [row[end + 2 :] for row in rows]
+        end = self._num_tokens
+        tokens, counts, walks = [part.tolist() for part in self._packed.tensor_split((end, end + 2), dim=1)]
+        accepted, committed = map(list, zip(*counts, strict=True))
         rejected = [_rejected(one[:end], one[end:], count) for one, count in zip(walks, accepted, strict=True) if one]
-        return [row[:end] for row in rows], accepted, committed, rejected or None
+        return tokens, accepted, committed, rejected or None
 
 
 def _rejected(path: list[int], parents: list[int], accepted: int) -> list[int]:
     """The number of siblings before each accepted node of `path`, then that of the children of the last node."""
     found = [parents[:node].count(parent) for parent, node in itertools.pairwise(path[: accepted + 1])]
     return [*found, parents.count(path[accepted])]
-
-
-def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +42,6 @@ class _Launched:
 
     occupied: Occupied
     report: RoundReport
-    records: dict[str, torch.Tensor | None] = field(default_factory=dict)
     drafted: RoundShape | None = None
     is_typical: bool = False
     start: Any = None
@@ -263,7 +262,7 @@ class Run:
                 if request.lifespan[0] < 0:
                     request.lifespan = (now, -1.0)
                 self._occupants[row] = request
-        self._launched.append(_Launched(self._entering, *first))
+        self._launched.append(_Launched(self._entering, first))
         self._entering = []
         self._withdraw_failed()
 
@@ -298,17 +297,9 @@ class Run:
             self._withdraw(request, error)
         if withdrawn:
             self._waiting = deque(one for one in self._waiting if not one.is_over)
-            self._give_up()
-
-    def _give_up(self) -> None:
-        """Abandon the prefill if all its requests are withdrawn."""
-        if self._entering and all(one.is_over for _, one in self._entering):
-            rows = [row for row, _ in self._entering]
-            self._runner.finish(rows)
-            for row in rows:
-                self._free_row(row)
-            self._empty(rows)
-            self._entering = []
+            if self._entering and all(one.is_over for _, one in self._entering):  # the prefill is abandoned
+                self._clear([row for row, _ in self._entering])
+                self._entering = []
 
     def _leave_all(self) -> None:
         """Drop all requests, so that the run is complete."""
@@ -398,10 +389,15 @@ class Run:
         if len(self._occupied) == 1 and not self._entering:
             self._withdraw(request, _no_memory(request))
             return
-        self._runner.finish([row])
-        self._free_row(row)
-        self._empty([row])
+        self._clear([row])
         self._requeue([request])
+
+    def _clear(self, rows: Sequence[int]) -> None:
+        """Free `rows`, whose requests do not go on in them, and drop what they hold."""
+        self._runner.finish(rows)
+        for row in rows:
+            self._free_row(row)
+        self._empty(rows)
 
     # Rounds.
 
@@ -418,11 +414,10 @@ class Run:
             runner.drafts.refuse(drafted)
         is_typical = last is not None and last[0] == drafted
         start = last[1] if is_typical else self._clock.mark()
-        result, logprobs, walk, scores, logits = runner.lease.run_round(drafted)
+        output = runner.lease.run_round(drafted)
         end = self._clock.mark()
-        records = {"scores": scores, "logits": logits}
-        report = RoundReport(result, logprobs, runner.state.logprobs, walk)
-        self._launched.append(_Launched(occupied, report, records, drafted, is_typical, start, end))
+        report = RoundReport(output, runner.state.logprobs)
+        self._launched.append(_Launched(occupied, report, drafted, is_typical, start, end))
         self._last = drafted, end
         self._withdraw_failed()
 
@@ -436,7 +431,7 @@ class Run:
                 self._runner.drafts.ran(one.drafted, milliseconds, one.is_typical)
 
     def _take(self, launched: _Launched) -> None:
-        """Add the tokens of a round, or first tokens, to their requests."""
+        """Add the tokens of a round, or first tokens, to their requests, and retire the rows that have ended."""
         tokens, accepted, committed, rejected = launched.report.read()
         is_first = launched.start is None
         # Preempted requests have their first token already.
@@ -452,24 +447,14 @@ class Run:
                 request.num_drafted += drafted
                 request.num_accepted += min(accepted[row], drafted)
             self._counters.count(counts, None if rejected is None else [rejected[row] for row, _ in running], num_nodes)
-        logprobs = launched.report.logprobs
-        self._add([(row, one, tokens[row][: committed[row]]) for row, one in running], logprobs)
-        if self.transcript is not None:
-            self._tell_transcript(running, tokens, committed, launched.records | logprobs)
-
-    def _tell_transcript(
-        self,
-        running: Occupied,
-        tokens: list[list[int]],
-        committed: list[int],
-        records: dict[str, torch.Tensor | None],
-    ) -> None:
-        """Add the tokens of `running` rows to the transcript, and retire the rows that it stops."""
-        transcript = self.transcript
+        report, transcript = launched.report, self.transcript
+        self._add([(row, one, tokens[row][: committed[row]]) for row, one in running], report.logprobs)
+        if transcript is None:
+            return
         counts = [0] * len(transcript.stopped)
         for row, _ in running:
             counts[row] = committed[row]
-        transcript.add(tokens[: len(counts)], counts, **records)
+        transcript.add(tokens[: len(counts)], counts, scores=report.scores, logits=report.logits, **report.logprobs)
         for one in self._cut:
             if not transcript.stopped[one.index] and transcript.steps >= one.remaining:
                 raise ValueError(no_positions(f"Row {one.index} of the batch", one))

@@ -12,9 +12,8 @@ from ..calls.call import Call
 from ..calls.request import Request
 from ..memory.virtual_memory import RowMemory, available_bytes
 from ..parallel.tensor_parallel import tensor_parallel_group
-from ..row_buffers import set_rows, upload
 from ..sampling.processors import BlockProcessor
-from ..state import DecodeState, RoundShape
+from ..state import DecodeState, RoundShape, set_rows, upload
 from ..stats import Counters
 from .hosted_target import HostedTarget
 from .lease import SessionLease
@@ -23,9 +22,6 @@ from .rounds import RoundReport, commit_first_token
 from .sessions import Session, sessions_of
 
 _T = TypeVar("_T")
-
-# The first tokens of rows, and the scores and logits that the caller may keep of them.
-FirstTokens = tuple[RoundReport, dict[str, torch.Tensor | None]]
 
 
 class Runner:
@@ -71,7 +67,7 @@ class Runner:
         self.lease, self.session, self.state = lease, lease.session, lease.session.state
         self.state.logprobs = self._logprobs
         self.drafts = lease.drafts(self.acceptance, first)
-        self.num_rows, self.memory = len(self.state.lengths), self.session.row_memory
+        self.num_rows, self.memory = len(self.state.lengths), self.state.cache.row_memory
         # The last drafts of a tree have slots behind the last position of the text.
         slots = self.state.slots - 1 if self.memory is None else self.memory.capacity
         self.capacity = slots - self.state.most_nodes
@@ -86,16 +82,15 @@ class Runner:
         """Begin to prefill `requests`, each in the row of its prefix, beside the `running` requests."""
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill.")
 
-    def prefill_next(self) -> FirstTokens | None:
+    def prefill_next(self) -> RoundReport | None:
         """Run the next part of the prefill; returns the first tokens if it is complete, else None.
 
         A prefill may be abandoned: the next one starts afresh.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill_next.")
 
-    def _commit_first_tokens(self, rows: torch.Tensor | slice, known: torch.Tensor | None = None) -> FirstTokens:
-        result, logprobs, _, scores, logits = commit_first_token(self.state, self._process, rows, known)
-        return RoundReport(result, logprobs, self.state.logprobs), {"scores": scores, "logits": logits}
+    def _commit_first_tokens(self, rows: torch.Tensor | slice, known: torch.Tensor | None = None) -> RoundReport:
+        return RoundReport(commit_first_token(self.state, self._process, rows, known), self.state.logprobs)
 
     def finish(self, rows: Sequence[int]) -> None:
         """Mark `rows` as finished: later rounds commit nothing to them."""

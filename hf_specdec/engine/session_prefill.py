@@ -12,7 +12,7 @@ from ..calls.first_pass import FirstPass
 from ..calls.prompts import PromptSpan
 from ..graphs import buckets
 from ..patching.support import why_not_used
-from ..row_buffers import upload
+from ..state import upload
 from .capture import capture_prefill
 from .hosted_target import HostedTarget
 from .prefill import PromptBuffers, finish_prefill, prefill_chunk, start_prefill
@@ -83,7 +83,7 @@ class SessionPrefill:
         start_prefill(state, drafter)
         bring_cached()
         self._target()  # patches the drafter, too
-        prompts = PromptBuffers.of(state)
+        prompts = PromptBuffers(state)
         chunks = self._eager_chunks(max(span.end - span.begin for span in spans))
         prompts.fill(spans, sum(chunks))
         with first_pass.records_of(state):
@@ -116,11 +116,11 @@ class SessionPrefill:
         self._run_chunk(self._left.popleft())
         if self._left:
             return False
-        finish_prefill(self._session.state, self._prompts, self._rows)
+        finish_prefill(self._session.state, self._session.prompts, self._rows)
         return True
 
     def _fill(self, spans: Sequence[PromptSpan], steps: int) -> None:
-        self._prompts = prompts = self._session.prompts
+        prompts = self._session.prompts
         if self._is_packed and prompts.packed is None:
             prompts.pack(self._session.state, self._target.drafter)
         prompts.fill(spans, steps, self._goes_on)

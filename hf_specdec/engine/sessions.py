@@ -18,7 +18,6 @@ from ..calls.kv_transfer import DeferredCache
 from ..drafters.base import Drafter
 from ..graphs.cuda_graphs import GraphPool
 from ..memory.fence import Fence
-from ..memory.virtual_memory import RowMemory
 from ..modules.patch import Patch
 from ..modules.signature import Fingerprint
 from ..state import DecodeState, Shape
@@ -44,14 +43,13 @@ class Hosting:
         fingerprint: of target and drafter.
         patches: of target and drafter; empty if not known.
         layouts: layouts of keys and values in a `RowMemory`, by K; None where there is none.
-        costs: costs of rounds, looked up on demand; `costs_alone` are those without the drafter.
+        costs: costs of rounds, looked up on demand: those with the drafter (False) and without it (True).
     """
 
     fingerprint: Fingerprint
     patches: Sequence[Patch] = ()
     layouts: dict[int, KeyLayout | None] = field(default_factory=dict)
-    costs: CostTable | None = None
-    costs_alone: CostTable | None = None
+    costs: dict[bool, CostTable] = field(default_factory=dict)
 
 
 class SessionKey(NamedTuple):
@@ -98,7 +96,7 @@ class Session:
     def __init__(self, state: DecodeState):
         self.state = state
         self.rounds, self.catch_ups, self.prefills = Captures(), Captures(), Captures()
-        self.prompts = PromptBuffers.of(state)
+        self.prompts = PromptBuffers(state)
         self.graph_pool = GraphPool()
         self.round_times = RoundTimes()
         self.capture_seconds = 0.0
@@ -107,20 +105,11 @@ class Session:
         self.fence = Fence(state.tokens.device)
         self._borrower: Callable[[], DeferredCache | None] = lambda: None
 
-    @property
-    def row_memory(self) -> RowMemory | None:
-        """The memory of the rows' keys and values; None if they have buffers of fixed size."""
-        return self.state.cache.row_memory
-
     def free_rows(self) -> None:
         """Free the memory of the rows. The session is not used again, and the device no longer uses it."""
-        if self.row_memory is not None:
-            self.row_memory.free()
-
-    def keep_patches(self, patches: Sequence[Patch]) -> None:
-        """Keep `patches` alive as long as the session, since graphs read their tables."""
-        if patches not in self.patches:
-            self.patches.append(patches)
+        memory = self.state.cache.row_memory
+        if memory is not None:
+            memory.free()
 
     def lend_buffers(self, cache: DeferredCache) -> DeferredCache:
         """Let `cache` read the buffers until another call needs them."""

@@ -12,28 +12,27 @@ from dataclasses import replace
 
 import torch
 
-from ..calls.call import Call
+from ..calls.call import Call, SpeculativeOutput
 from ..calls.first_pass import FirstPass
 from ..calls.kv_transfer import DeferredCache, FinishedCall, has_other_dtypes, holds_all_keys, read_cache
-from ..calls.output import SpeculativeOutput
 from ..calls.prompts import Prompts, PromptSpan
 from ..calls.request import Arrived, ContinuousBatching, Request, ends_of
 from ..calls.transcript import Transcript
 from ..graphs.buckets import next_power_of_two
 from ..host.caches import OUTPUT_NAME
 from ..modules.patch import user_code
-from ..row_buffers import upload
 from ..sampling.processors import BlockProcessor
-from ..state import DecodeState
+from ..state import DecodeState, upload
 from . import prefix_cache
 from .alone import times_if_alone, without_drafter
 from .groups import Groups
 from .hosted_target import HostedTarget
 from .lease import SessionLease, shape_of
 from .prefill import prefill_drafter, run_to_ends
-from .prefix_cache import Prefix, can_copy_rows, copy_prefixes, depends_on_tokens_only, margin_of
+from .prefix_cache import Prefix, can_copy_rows, copy_prefixes, margin_of
+from .rounds import RoundReport
 from .run import Run
-from .runner import FirstTokens, Runner
+from .runner import Runner
 from .session_prefill import can_pack
 from .sessions import sessions_of, settled_on_error
 
@@ -96,8 +95,8 @@ class Lockstep(Runner):
         """Choose what rows reuse of each other: prefixes if prompts are packed, else whole prompts."""
         self._groups: Groups | None = None
         call, target, prompts = self._call, self.target, self._call.prompts
-        most_saved = (call.batch - 1) * prompts.longest
-        if most_saved < prefix_cache.FEWEST_SAVED or not depends_on_tokens_only(call):
+        has_others = call.inputs is not None or any(call.position_offsets or ())  # inputs besides tokens
+        if prompts.cached or has_others or (call.batch - 1) * prompts.longest < prefix_cache.FEWEST_SAVED:
             return
         if can_pack(target):
             self.prefix_margin = margin_of(target, self._shape)
@@ -186,7 +185,7 @@ class Lockstep(Runner):
         while not prefill.run_next():
             pass
 
-    def prefill_next(self) -> FirstTokens:
+    def prefill_next(self) -> RoundReport:
         self._first_pass = None
         return self._commit_first_tokens(self._entering)
 
@@ -242,7 +241,7 @@ class Lockstep(Runner):
         columns = transcript.columns_run(call.prompts)
         if call.cache is not None and cache.recurrence is not None:
             columns = self._run_to_ends(columns)
-        self._finished = FinishedCall.of(call, cache, self._sequences, columns)
+        self._finished = FinishedCall(call, cache, self._sequences, columns)
         if call.cache is not None:
             with user_code():
                 self._finished.write_to(call.cache)

@@ -60,10 +60,6 @@ class Target:
         self.cache_name = cache_name(self.model)
         self.adapters = next((one.rows for one in self.patches if isinstance(one, low_rank_updates)), None)
 
-    @property
-    def _records(self) -> bool:
-        return self.recorder.records or self.rollouts_recorder is not None
-
     def __call__(
         self,
         state: DecodeState,
@@ -79,11 +75,11 @@ class Target:
             `[m]` int64 they are `[B, m, V]` of these columns; with 1 they are `[B, 1, V]` of the last column (some
             models return more columns, of which the last one is that of the last token).
         """
-        columns = None
+        columns, is_recorded = None, self.recorder.records or self.rollouts_recorder is not None
         # A `forward` that only passes on its arguments does not tell whether it keeps the logits of some columns.
         if isinstance(logits_to_keep, torch.Tensor) and not keeps_logits(self.model):
             logits_to_keep, columns = 0, logits_to_keep
-        elif isinstance(logits_to_keep, int) and logits_to_keep == 1 and self._records:
+        elif isinstance(logits_to_keep, int) and logits_to_keep == 1 and is_recorded:
             # Given the number 1, models whose last layers store no keys would run these over the last token only.
             logits_to_keep = torch.full((1,), slots.shape[1] - 1, device=slots.device)
         state.cache.advance(slots, state.live, state.num_before)

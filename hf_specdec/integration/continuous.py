@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import inspect
 import logging
 import math
@@ -88,11 +89,18 @@ def generate_batch(
     check_known(unknown, "generate_batch()")
     sequences = check_int("num_return_sequences", config.num_return_sequences or 1, 1)
     with on_host():
-        call, model_kwargs = _call_of_all(model, drafter, config, prompts, settings, adapter_names, given)
+        check_tokens(model, torch.cat(prompts)[None], None)
+        # The checks depend on the longest text, and on a second row if modules have hooks.
+        call, model_kwargs = call_of(model, drafter, config, heapq.nlargest(2, prompts, key=len), **given)
+        logprobs = asked_logprobs(settings.return_logprobs)
+        names = row_adapters(model, adapter_names, len(prompts))
+        if names is not None:
+            names = [name for name in names for _ in range(sequences)]
+        call = replace(call, logprobs=() if logprobs is None else (logprobs,), adapters=names)
 
     is_of_all_rows = False
 
-    def processors_of(one: Request, call: Call) -> LogitsProcessorList | None:
+    def processors_of(one: Request) -> LogitsProcessorList | None:
         nonlocal is_of_all_rows
         if is_of_all_rows:  # the kinds of processors are the same for all prompts
             return None
@@ -117,28 +125,6 @@ def generate_batch(
     if failed is not None and attachment is not None:
         raise RuntimeError(f"The request of inputs[{failed.index // sequences}] failed: {failed.error}")
     return _results(requests, sequences)
-
-
-def _call_of_all(
-    model: PreTrainedModel,
-    drafter: Drafter,
-    config: GenerationConfig,
-    prompts: Sequence[torch.Tensor],
-    settings: ContinuousBatchingConfig,
-    adapter_names: Sequence[str] | None,
-    given: Mapping[str, Any],
-) -> tuple[Call, dict[str, Any]]:
-    """`call_of` with the arguments `given`, and those that have a value for each of `prompts`."""
-    check_tokens(model, torch.cat(prompts)[None], None)
-    # The checks depend on the longest text, and on a second row if modules have hooks.
-    longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
-    tried = [prompts[longest], *[one for index, one in enumerate(prompts) if index != longest][:1]]
-    call, model_kwargs = call_of(model, drafter, config, tried, **given)
-    logprobs = asked_logprobs(settings.return_logprobs)
-    names = row_adapters(model, adapter_names, len(prompts))
-    if names is not None:
-        names = [name for name in names for _ in range(config.num_return_sequences or 1)]
-    return replace(call, logprobs=() if logprobs is None else (logprobs,), adapters=names), model_kwargs
 
 
 def _results(requests: Sequence[Request], sequences: int) -> dict[str, GenerationOutput]:

@@ -23,14 +23,14 @@ from transformers import (
 from ..auto_k.auto_drafts import CANDIDATES
 from ..calls.call import Call
 from ..calls.first_pass import for_static_engine
-from ..calls.prompts import Prompts, read_prompts
+from ..calls.prompts import read_prompts
 from ..calls.request import ContinuousBatching, Request
 from ..config import AUTO, check_type
 from ..drafters.base import MATCH, Drafter
 from ..engine.continuous import check_continuous, decode_continuously
 from ..engine.static_engine import decode
 from ..graphs.cuda_graphs import on_device
-from ..host.caches import Cache, given_cache, is_of_caller
+from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
 from ..hosting.eligibility import (
     check_batch_invariant,
@@ -202,7 +202,13 @@ def generate_with_drafter(
     limits = [rule.max_length for rule in stopping_criteria if type(rule) is MaxLengthCriteria]
     longest = math.ceil(min(limits, default=generation_config.max_length))
     generation_config.max_length = max(longest, input_ids.shape[1] + 1)
-    prompts, mask, cache = _read_inputs(model, input_ids, generation_config, model_kwargs)
+    mask = model_kwargs.get("attention_mask")
+    mask = None if mask is None else mask.cpu()  # read several times, with a single wait for the device
+    # A cache with recurrent states only does not know how many tokens it holds.
+    cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
+    check_prompts(input_ids, mask, cache, model_kwargs)
+    check_cache(cache)
+    prompts = read_prompts(input_ids.long(), mask, mask_length(generation_config), cache)
     check_processors(logits_processor)
     call = new_call(
         drafter,
@@ -231,7 +237,12 @@ def generate_with_drafter(
         with _rows_in_state(call):
             output = decode(call)
     else:
-        _check_no_static_options(call, adapter_names=adapter_names, return_logprobs=return_logprobs)
+        for name, asked in (("adapter_names", adapter_names), ("return_logprobs", return_logprobs)):
+            if asked is not None:
+                raise ValueError(
+                    f"{name} is {asked!r:.200}, which the static engine has, but {type(model).__name__} runs on the "
+                    f"stock engine: {call.reason}. Drop it, or the drafter; scores are returned by output_scores=True."
+                )
         check_stock_call(call, model_kwargs)
         check_stock(call, model_kwargs)
         on_begin()
@@ -240,29 +251,6 @@ def generate_with_drafter(
     if attentions is not None:
         output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
     return output
-
-
-def _read_inputs(
-    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> tuple[Prompts, torch.Tensor | None, Cache | None]:
-    """The prompts of a call, their mask on the host and the cache that they continue, all checked; None if missing."""
-    mask = model_kwargs.get("attention_mask")
-    mask = None if mask is None else mask.cpu()  # read several times, with a single wait for the device
-    # A cache with recurrent states only does not know how many tokens it holds.
-    cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
-    check_prompts(input_ids, mask, cache, model_kwargs)
-    check_cache(cache)
-    return read_prompts(input_ids.long(), mask, mask_length(config), cache), mask, cache
-
-
-def _check_no_static_options(call: Call, **options: Any) -> None:
-    """Raise `ValueError` if a call on the stock engine sets one of `options`, which only the static engine has."""
-    for name, asked in options.items():
-        if asked is not None:
-            raise ValueError(
-                f"{name} is {asked!r:.200}, which the static engine has, but {type(call.model).__name__} runs on the "
-                f"stock engine: {call.reason}. Drop it, or the drafter; scores are returned by output_scores=True."
-            )
 
 
 def _logprobs(asked: str | None, config: GenerationConfig) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -121,7 +122,7 @@ def processors_of_row(processors: LogitsProcessorList, row: int, batch: int) -> 
     Processors that read the text may store something for each row, so they are called with a whole batch of copies of
     this row, and the other results are ignored. Raises what `row_temperatures` does."""
 
-    def of_row(processor: LogitsProcessor) -> LogitsProcessor:
+    def of_row(processor: LogitsProcessor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         if type(processor) is RowTemperature:
             return RowTemperature(processor.check_rows(batch)[row : row + 1])
         if type(processor) in POINTWISE_PROCESSORS:
@@ -130,20 +131,9 @@ def processors_of_row(processors: LogitsProcessorList, row: int, batch: int) -> 
             # The constraint may depend on the row, and fail on the texts of others.
             allowed_tokens, prompt = allowed_tokens_of(processor), row // rows_of_prompt(processor)
             return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed_tokens(prompt, tokens), num_beams=1)
-        return _InBatch(processor, row, batch)
+        return lambda ids, scores: processor(ids.repeat(batch, 1), scores.repeat(batch, 1))[row : row + 1]
 
     return LogitsProcessorList(map(of_row, processors))
-
-
-class _InBatch(LogitsProcessor):
-    """A processor of a batch, applied to one of its rows; see `processors_of_row`."""
-
-    def __init__(self, processor: LogitsProcessor, row: int, batch: int):
-        self._processor, self._row, self._batch = processor, row, batch
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
-        texts, batch_scores = input_ids.repeat(self._batch, 1), scores.repeat(self._batch, 1)
-        return self._processor(texts, batch_scores)[self._row : self._row + 1]
 
 
 def _frozen(value: Any) -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
-from ..calls.call import Call
 from ..calls.request import Arrivals, Arrived, ContinuousBatching, Request
 from ..device_policy import policy_of
 from ..drafters.attachment import Attachment
@@ -99,7 +98,7 @@ class ManagedCall:
             if attachment is not None and stats is not before[0]:
                 attachment.note(stats, stats.seconds)
 
-    def _processors_of(self, request: Request, call: Call) -> LogitsProcessorList | None:
+    def _processors_of(self, request: Request) -> LogitsProcessorList | None:
         """The processors of a request with its own settings; None for other requests."""
         if request.config is None:
             return None

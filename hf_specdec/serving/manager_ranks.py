@@ -7,10 +7,10 @@ delivered on every process. Every process must start, pause and stop its manager
 from __future__ import annotations
 
 import contextlib
-import enum
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..calls.request import Arrived, Request
 from ..host.generation import BackgroundThreadStatus
@@ -23,16 +23,16 @@ from .manager_thread import STOPPED, RoundThread
 POLL = 0.1
 
 
-class _Said(enum.IntEnum):
-    """The numbers that processes exchange to agree, in this order; the largest of all processes counts."""
+class _Said(NamedTuple):
+    """The numbers that processes exchange to agree; of each the largest of all processes counts."""
 
-    STATUS = 0  # of `BackgroundThreadStatus`: how soon to stop
-    HAS_FAILED = 1
-    IS_PAUSED = 2  # whether a thread of the process has paused the manager
-    IS_NOT_PAUSED = 3
-    WAS_PAUSED = 4  # since the last round
-    NUM_NEWS = 5  # number of requests that arrived, were withdrawn or failed
-    IS_OPEN = 6  # whether there are requests that are not over
+    status: int  # of `BackgroundThreadStatus`: how soon to stop
+    has_failed: bool
+    is_paused: bool  # whether a thread of the process has paused the manager
+    is_not_paused: bool
+    was_paused: bool  # since the last round
+    num_news: int  # number of requests that arrived, were withdrawn or failed
+    is_open: bool  # whether there are requests that are not over
 
 
 @dataclass
@@ -100,17 +100,15 @@ class SplitRoundThread(RoundThread):
 
     # In the thread.
 
-    def _agree(self, num_news: int = 0, is_open: bool = False, has_failed: bool = False) -> list[int]:
-        """The largest numbers of all processes, by `_Said`; raises `RuntimeError` if another process has failed."""
-        said = [0] * len(_Said)
-        said[_Said.HAS_FAILED], said[_Said.NUM_NEWS], said[_Said.IS_OPEN] = has_failed, num_news, is_open
+    def _agree(self, num_news: int = 0, is_open: bool = False, has_failed: bool = False) -> _Said:
+        """The largest numbers of all processes; raises `RuntimeError` if another process has failed."""
         with self._changed:
-            said[_Said.STATUS] = self.status.local_status
-            said[_Said.IS_PAUSED], said[_Said.IS_NOT_PAUSED] = bool(self._pauses), not self._pauses
-            said[_Said.WAS_PAUSED], self._was_paused = self._was_paused, False
-        agreed = self._ranks.most(said)
-        self.status.update_with_tp_status(agreed[_Said.STATUS])
-        if agreed[_Said.HAS_FAILED] and not has_failed:
+            is_paused, was_paused, self._was_paused = bool(self._pauses), self._was_paused, False
+            status = self.status.local_status
+        said = _Said(status, has_failed, is_paused, not is_paused, was_paused, num_news, is_open)
+        agreed = _Said(*self._ranks.most(said))
+        self.status.update_with_tp_status(agreed.status)
+        if agreed.has_failed and not has_failed:
             self._is_told = True
             raise RuntimeError(
                 "Another process that runs the model has failed; expected all of them to run. See its error."
@@ -139,17 +137,17 @@ class SplitRoundThread(RoundThread):
                 num_news = self._requests.has_arrivals or len(self._news.failed)
             # Only agreed values count: this process may have been asked to stop meanwhile, and others not.
             agreed = self._agree(num_news)
-            is_hard_stop = agreed[_Said.STATUS] >= BackgroundThreadStatus.HARD_STOP
-            is_stopping = agreed[_Said.STATUS] >= BackgroundThreadStatus.FLUSH_AND_STOP
+            is_hard_stop = agreed.status >= BackgroundThreadStatus.HARD_STOP
+            is_stopping = agreed.status >= BackgroundThreadStatus.FLUSH_AND_STOP
             with self._changed:
-                is_due = agreed[_Said.NUM_NEWS] > 0 and not agreed[_Said.IS_PAUSED]
+                is_due = agreed.num_news > 0 and not agreed.is_paused
                 if is_hard_stop:
                     self._requests.fail_all(STOPPED)
                 self._runs_rounds = is_due and not is_hard_stop
                 self._changed.notify_all()
                 if self._runs_rounds:
                     return True
-                if is_hard_stop or (is_stopping and not agreed[_Said.NUM_NEWS]):
+                if is_hard_stop or (is_stopping and not agreed.num_news):
                     return False
 
     def next(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
@@ -162,15 +160,15 @@ class SplitRoundThread(RoundThread):
                     self._news.withdrawn += withdrawn
                 num_news, is_open = len(self._news), bool(self._requests.active)
             agreed = self._agree(num_news, is_open)
-            if agreed[_Said.IS_NOT_PAUSED]:
+            if agreed.is_not_paused:
                 break
             has_waited = True
             self._wait(False, leave_target)
-        arrived, withdrawn = self._told() if agreed[_Said.NUM_NEWS] else ([], [])
-        if agreed[_Said.STATUS] >= BackgroundThreadStatus.HARD_STOP:
+        arrived, withdrawn = self._told() if agreed.num_news else ([], [])
+        if agreed.status >= BackgroundThreadStatus.HARD_STOP:
             with self._changed:
                 arrived, withdrawn = self._end_all(arrived)
-        return Arrived(arrived, withdrawn, bool(agreed[_Said.IS_OPEN]), bool(agreed[_Said.WAS_PAUSED]), has_waited)
+        return Arrived(arrived, withdrawn, bool(agreed.is_open), bool(agreed.was_paused), has_waited)
 
     def _told(self) -> tuple[list[Request], list[tuple[Request, str]]]:
         """Requests that arrived, and that were withdrawn, on the first process."""

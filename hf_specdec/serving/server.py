@@ -107,17 +107,6 @@ class ServeSettings:
             if value is not None and value < bound:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}; expected at least {bound}.")
 
-    def room(self, model: PreTrainedModel, num_tokens: int) -> tuple[int | None, bool]:
-        """Number of new tokens that fit after a prompt of `num_tokens` tokens, None for no limit; and whether the
-        target's position embeddings are the limit."""
-        positions = num_positions(model)
-        if positions is None:
-            limit = self.max_length or stated_positions(model)
-            return None if limit is None else limit - num_tokens, False
-        # The last token of a text is not embedded.
-        limit = min(positions + 1, self.max_length or positions + 1)
-        return limit - num_tokens, limit == positions + 1
-
     def manager_for(
         self, model: PreTrainedModel, config: GenerationConfig, settings: ContinuousBatchingConfig | None
     ) -> SpeculativeBatchingManager:
@@ -280,19 +269,24 @@ def _fit(
 ) -> None:
     """Limit the answer to a prompt of `length` tokens to the room for it. Raises `RefusedRequest` if there is no room,
     or less than was asked for although the target could have more."""
-    room, is_end = settings.room(model, length)
-    if room is None:
+    positions, most = num_positions(model), settings.max_length
+    if positions is not None:  # the last token of a text is not embedded
+        most = min(positions + 1, most or positions + 1)
+    elif most is None:
+        most = stated_positions(model)
+    if most is None:
         return
+    room = most - length
     if room < 1:
         raise RefusedRequest(
-            f"The prompt has {length} tokens, but texts have at most {length + room} with their answers; shorten it."
+            f"The prompt has {length} tokens, but texts have at most {most} with their answers; shorten it."
         )
     if config.max_new_tokens is not None and config.max_new_tokens <= room:
         return
-    if parsed.has_length and not is_end:
+    if parsed.has_length and (positions is None or most <= positions):
         raise RefusedRequest(
             f"The prompt has {length} tokens and the answer may have {config.max_new_tokens}, but texts have at most "
-            f"{length + room}; expected at most {room} tokens for the answer."
+            f"{most}; expected at most {room} tokens for the answer."
         )
     config.max_new_tokens = room  # the handler derives the finish reason from it
 
@@ -429,8 +423,6 @@ def _build_server(
         text = "".join(one.metrics() for one in settings.managers[-1:])
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
-    if target is None:
-        raise ValueError("The server has no target; expected one, which the drafter is for.")
     timed = next(iter(model_manager.loaded_models.values()))
     modality = model_manager.get_model_modality(timed.model, processor=timed.processor)
     if not generation_state.use_continuous_batching(timed.model, modality):

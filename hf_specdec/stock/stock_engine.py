@@ -18,8 +18,7 @@ import torch
 from transformers import Cache, DynamicCache, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..cache.layer_kinds import LayerKinds, patches_of, plug_ins
-from ..calls.call import Call
-from ..calls.output import SpeculativeOutput
+from ..calls.call import Call, SpeculativeOutput
 from ..calls.transcript import CallersStreamer
 from ..engine.rounds import propose
 from ..host.caches import (

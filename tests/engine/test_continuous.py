@@ -496,11 +496,8 @@ def test_admission():
             pass
 
         def prefill_next(self):
-            return (
-                (SimpleNamespace(read=lambda: ([[0]] * 4, [0] * 4, [0] * 4, None), logprobs={}), {})
-                if entered
-                else None
-            )
+            report = SimpleNamespace(read=lambda: ([[0]] * 4, [0] * 4, [0] * 4, None), logprobs={})
+            return report if entered else None
 
     lengths = (9, 8, 7, 3, 2, 2, 2, 1)
     requests = [Request(index, torch.zeros(length), 4, ends=set(END)) for index, length in enumerate(lengths)]

@@ -510,7 +510,7 @@ def test_index_finds_the_longest_beginning(texts, data):
             assert match is None
         else:
             assert common_length(prompt, held[match.name]) == match.length == best
-            assert match.size == len(held[match.name])
+            assert match.length + match.rest == len(held[match.name])
 
 
 def test_equal_hashes_are_no_equal_texts(monkeypatch):

@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import logging
 import weakref
 
 import pytest
@@ -15,7 +16,7 @@ from targets import padded_prompts, set_policy, tiny_target
 from torch import nn
 from transformers import GenerationConfig
 
-from hf_specdec.engine import hosted_target, lease, sessions
+from hf_specdec.engine import lease, sessions
 from hf_specdec.graphs import cuda_graphs
 from hf_specdec.modules.signature import Fingerprint, Signature, torch_settings
 
@@ -427,7 +428,7 @@ def test_modules_with_python_state_run_eagerly(tape, caplog):
 @pytest.mark.core
 @pytest.mark.parametrize("where", ["module", "drafter", "all modules"])
 def test_hooks_are_called_with_a_warning_about_their_cost(tape, caplog, where):
-    hosted_target._warn_once.cache_clear()
+    logging.Logger.warning_once.cache_clear()
     target = own_target()
     drafter = copy_of(target, noise=0.02)
     texts(target, drafter)
