@@ -21,8 +21,8 @@ from .launch import Unspecialised, dependent_launch, kernel, start_next, wait_fo
 from .stored_weight import (
     DEPTHS,
     SPLITS,
-    layout_of_tiles,
     numbers_per_byte,
+    row_of_inputs,
     size_of_split,
     stored_arguments,
     stored_sums,
@@ -118,7 +118,7 @@ def _linear_kernel(
                 x = tl.load(inputs + start, mask=is_row[:, None] & is_depth, other=0.0)
             total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
     else:
-        tile_row = tl.arange(0, layout_of_tiles(FORM, DEPTH)[3] * ROWS) % ROWS
+        tile_row = row_of_inputs(FORM, DEPTH, ROWS)
         total = stored_sums(
             weight_ptr,
             parts,
@@ -166,7 +166,9 @@ def linear(
     assert weight.shape[1] == size_in and inputs.stride(1) == values.stride(1) == 1, "rows must have unit stride"
     assert bias is None or bias.is_contiguous()
     assert stored is not None or inputs.dtype == values.dtype
-    assert stored is None or (tiles.num_warps == SPLITS.value and DEPTHS.value % tiles.depth == 0)
+    if stored is not None:
+        assert tiles.num_warps == SPLITS.value, "each warp has a split"
+        assert DEPTHS.value % tiles.depth == 0, "the depth must divide `DEPTHS`"
     assert activation is None or size_out % 2 == 0, "gate and up must have as many features each"
     out = inputs.new_empty(num_rows, size_out if activation is None else size_out // 2)
     _linear_kernel[(triton.cdiv(size_out, tiles.features), triton.cdiv(num_rows, tiles.rows))](

@@ -17,8 +17,8 @@ _MIN_FEATURES, _ALIGNMENT = 256, 8
 _ONE_WAVE = 264
 # Bytes of each row of a stored weight in a tile.
 _BYTES_OF_TILE = 64
-# Most input features of a tile of a stored weight for 8 rows: `stored_weight.DEPTHS`.
-_MOST_DEPTH = 128
+# Most input features of a tile of a stored weight; all depths divide it.
+MOST_STORED_DEPTH = 128
 # Most rows for which stored weights use `linear`, and `linear_stored`, if the library has a product of its own.
 MAX_STORED_ROWS, MAX_WIDE_STORED_ROWS = 64, 256
 # Input features of a tile of `linear_stored`.
@@ -167,8 +167,8 @@ def choose_stored_tiles(rows: int, weight: StoredWeight) -> LinearTiles:
     if weight.codes is None or weight.scales.dtype not in SCALES_OF_NUMBERS:
         depth = min(depth, weight.group)
     if rows <= 8:
-        is_deep = weight.group % _MOST_DEPTH == 0
-        depth = _MOST_DEPTH if is_deep else depth
+        is_deep = weight.group % MOST_STORED_DEPTH == 0
+        depth = MOST_STORED_DEPTH if is_deep else depth
         if size_out > 8192 and (is_deep or is_halves):
             return LinearTiles(8, 32, depth, 4, 4 if is_halves else 3)
         return LinearTiles(8, 16, depth, 4, 4 if is_deep or is_halves else 6)

@@ -19,13 +19,14 @@ import triton
 import triton.language as tl
 
 from .launch import dependent_launch, kernel, wait_for_inputs
+from .linear_tiles import MOST_STORED_DEPTH
 from .stored_weight_reference import CODES, LARGEST, LEAST_SCALE
 from .types import SCALES_OF_OUTER, StoredWeight
 
 # Parts of a sum, one for each warp; they are added at the end, in order.
 SPLITS = tl.constexpr(4)
 # All depths of tiles divide it.
-DEPTHS = tl.constexpr(128)
+DEPTHS = tl.constexpr(MOST_STORED_DEPTH)
 # Names in the kernels of the formats of `StoredWeight.values` without codes, and of scales whose dtype Triton cannot
 # load as floating point.
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8", torch.uint8: "int4"}
@@ -144,6 +145,12 @@ def layout_of_tiles(form, depth) -> tuple[int, int, int, int]:
     own = width * per_byte // 4  # inputs of a thread for the weight's row
     piece = min(own, 8)
     return width, chunks, piece, SPLITS.value * chunks * (own // piece)
+
+
+@triton.jit
+def row_of_inputs(FORM, DEPTH: tl.constexpr, ROWS: tl.constexpr):
+    """Row `[n * ROWS]`, 0 to ROWS - 1, of each row of the inputs' tile of `stored_sums`."""
+    return tl.arange(0, layout_of_tiles(FORM, DEPTH)[3] * ROWS) % ROWS
 
 
 @triton.jit

@@ -271,6 +271,7 @@ class Bench:
             case.gpu_ms_per_round = self._record(batches[0], drafter, options)
 
     def _run(self, batches: list[Batch], drafter: Drafter | None, options: dict[str, Any]) -> Run:
+        options = self.options | options
         if (self.continuous or self.serve) and drafter is not None:
             return self._run_requests(batches, drafter, options)
         run = Run()
@@ -279,7 +280,7 @@ class Bench:
             clock, device = Clock(), self.target.device
             synchronize(device)
             start = time.perf_counter()
-            out = self.target.generate(**inputs, **self.options, **options, streamer=clock)
+            out = self.target.generate(**inputs, **options, streamer=clock)
             synchronize(device)
             run.seconds += time.perf_counter() - start
             prompt = inputs["input_ids"].shape[1]
@@ -304,11 +305,11 @@ class Bench:
         config = ContinuousBatchingConfig(max_requests_per_batch=len(batches[0]["input_ids"]))
         torch.manual_seed(0)
         if self.serve:
-            seconds, results = self._run_manager(prompts, config, self.options | options)
+            seconds, results = self._run_manager(prompts, config, options)
         else:
             synchronize(self.target.device)
             start = time.perf_counter()
-            results = list(self.target.generate_batch(prompts, None, config, **self.options, **options).values())
+            results = list(self.target.generate_batch(prompts, None, config, **options).values())
             seconds = time.perf_counter() - start
         texts = [result.generated_tokens for result in results]
         return Run(

@@ -98,7 +98,9 @@ _certainly_peagle = Signs(("peagle",), ("peagle",), tensors=("mask_hidden",))
 _has_block_name = Signs(
     ("dflash", "dflash2", "dspark"), ("dflash", "dspark", "dspine", "domino", "museglimmerassistant")
 )
-is_dflash2 = Signs(("dflash2",), ("dflash2",), ("conv_kernel_size", "selector_rank"), ("candidate_selector.",), True)
+is_dflash2 = Signs(
+    ("dflash2",), ("dflash2",), ("conv_kernel_size", "selector_rank"), ("candidate_selector.",), of_blocks=True
+)
 is_dspine = Signs((), ("dspine",), ("dspine_config",), ("transfer_codes", "injection.readouts."), of_blocks=True)
 _has_medusa = Signs(keys=("medusa_num_heads",), tensors=("parallel_draft_heads.", "medusa_"))
 _is_deepseek_dspark = Signs(

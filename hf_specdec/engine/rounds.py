@@ -42,8 +42,6 @@ class RoundOutput(NamedTuple):
 
     def along_path(self) -> RoundOutput:
         """The same output with `scores` and `logits` `[B, K + 1, V]` at the tokens of `result`."""
-        if self.walk is None:
-            return self
         return self._replace(scores=_along(self.walk, self.scores), logits=_along(self.walk, self.logits))
 
 

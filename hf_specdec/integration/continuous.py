@@ -98,26 +98,13 @@ def generate_batch(
             names = [name for name in names for _ in range(sequences)]
         call = replace(call, logprobs=() if logprobs is None else (logprobs,), adapters=names)
 
-    is_of_all_rows = False
-
-    def processors_of(one: Request) -> LogitsProcessorList | None:
-        nonlocal is_of_all_rows
-        if is_of_all_rows:  # the kinds of processors are the same for all prompts
-            return None
-        allowed, prompt = given.get("prefix_allowed_tokens_fn"), one.prompt.to(model.device)
-        own = None if allowed is None else lambda _, tokens: allowed(one.index // sequences, tokens)
-        asked = given.get("logits_processor"), own
-        found = processors_of_prompt(model, config, prompt, call.max_new_tokens, one.ends, *asked)
-        is_of_all_rows = are_of_all_rows(found)
-        return None if is_of_all_rows else found
-
     with tqdm(total=len(prompts) * sequences, disable=not progress_bar, unit="request") as bar:
         run = ContinuousBatching(
             settings.max_requests_per_batch,
             lambda one: bar.update(1),
             records_timestamps=record_timestamps,
             reuses_prefixes=settings.allow_block_sharing,
-            processors_of=processors_of,
+            processors_of=_processors_of_requests(call, config, sequences, given),
         )
         repeated = [prompt for prompt in prompts for _ in range(sequences)]
         requests = generate_continuously(call, model_kwargs, repeated, run, on_begin)
@@ -125,6 +112,26 @@ def generate_batch(
     if failed is not None and attachment is not None:
         raise RuntimeError(f"The request of inputs[{failed.index // sequences}] failed: {failed.error}")
     return _results(requests, sequences)
+
+
+def _processors_of_requests(
+    call: Call, config: GenerationConfig, sequences: int, given: Mapping[str, Any]
+) -> Callable[[Request], LogitsProcessorList | None]:
+    """`ContinuousBatching.processors_of` for `call`, with `sequences` for each prompt and arguments `given`."""
+    model, is_of_all_rows = call.model, False
+    processors, allowed = given.get("logits_processor"), given.get("prefix_allowed_tokens_fn")
+
+    def processors_of(one: Request) -> LogitsProcessorList | None:
+        nonlocal is_of_all_rows
+        if is_of_all_rows:  # the kinds of processors are the same for all prompts
+            return None
+        own = None if allowed is None else lambda _, tokens: allowed(one.index // sequences, tokens)
+        prompt = one.prompt.to(model.device)
+        found = processors_of_prompt(model, config, prompt, call.max_new_tokens, one.ends, processors, own)
+        is_of_all_rows = are_of_all_rows(found)
+        return None if is_of_all_rows else found
+
+    return processors_of
 
 
 def _results(requests: Sequence[Request], sequences: int) -> dict[str, GenerationOutput]:

@@ -59,7 +59,9 @@ def _stored(layer: nn.Linear, rows: int, group: int, rounds_inputs: bool, codes:
     return StoredWeight(values, scales, None, rows, group, rounds_inputs, codes, parts.get(_DIVISOR))
 
 
-register_weight_kind("hf_specdec.StoredLinear")(lambda layer: _stored(layer, *layer.form))
+@register_weight_kind("hf_specdec.StoredLinear")
+def _of_stored_linear(layer: StoredLinear) -> StoredWeight | None:
+    return _stored(layer, *layer.form)
 
 
 def keep_stored(model: PreTrainedModel) -> PreTrainedModel:

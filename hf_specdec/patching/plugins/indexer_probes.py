@@ -88,7 +88,9 @@ def _probe(module: nn.Module, kind: PooledIndexer) -> Form | None:
     size = getattr(module, kind.size)
     count = _NUM_POOLS * size + size // 2
     given = _random_inputs(module, kind, count)
-    found = type(module).forward(module, **given, **{cache_parameter(type(module).forward): None})
+    cache_name = cache_parameter(type(module).forward)
+    no_cache = {} if cache_name is None else {cache_name: None}
+    found = type(module).forward(module, **given, **no_cache)
     if found.dim() == 3:
         form, expected = "indices", visible_slots(found, count)
     elif found.dtype == torch.bool:
