@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .linear_tiles import choose_stored_tiles
-from .stored_weight import DEPTHS, SPLITS, row_of_inputs, stored_arguments, stored_sums
+from .stored_weight import DEPTHS, SPLITS, stored_arguments, stored_sums
 from .types import StoredWeight
 
 # Pairs, and also blocks, of a program of the plan, and pairs that it compares them with at a time.
@@ -148,7 +148,7 @@ def _expert_linear_kernel(
                 inputs += IN_BLOCK
                 weight += IN_BLOCK * weight_strides[2]
         else:
-            tile_row = row_of_inputs(FORM, IN_BLOCK, ROWS)
+            tile_row = tl.arange(0, SPLITS * ROWS) % ROWS
             is_tile_row = tile_row < end - first
             tile_pair = tl.load(plan_ptr + first + tile_row, mask=is_tile_row, other=0)
             first_column = tl.program_id(0) * OUT_BLOCK

@@ -22,7 +22,6 @@ from .stored_weight import (
     DEPTHS,
     SPLITS,
     numbers_per_byte,
-    row_of_inputs,
     size_of_split,
     stored_arguments,
     stored_sums,
@@ -118,7 +117,7 @@ def _linear_kernel(
                 x = tl.load(inputs + start, mask=is_row[:, None] & is_depth, other=0.0)
             total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
     else:
-        tile_row = row_of_inputs(FORM, DEPTH, ROWS)
+        tile_row = tl.arange(0, SPLITS * ROWS) % ROWS
         total = stored_sums(
             weight_ptr,
             parts,

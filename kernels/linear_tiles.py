@@ -155,11 +155,13 @@ def choose_descriptor_tiles(rows: int, size_out: int, tiles: LinearTiles) -> Lin
 def choose_stored_tiles(rows: int, weight: StoredWeight) -> LinearTiles:
     """Tiles of `linear` for a stored weight and any number of rows.
 
-    Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6) before threads read different banks, microseconds at one
-    row / by the bandwidth of a copy, for layers of 6144 x 4096, 4096 x 4096, 28672 x 4096 with their activation and
-    4096 x 14336: e4m3 with a scale for each row 8.8 / 6.2, 6.8 / 4.1, 31.8 / 28.9, 17.4 / 14.5; in blocks of 128 x 128
-    9.5, 7.2, 33.1, 19.7; 4 bits in groups of 128 8.9 / 3.1, 6.8 / 2.1, 27.2 / 14.5, 18.5 / 7.2. Tiles of half the depth
-    10.0, 7.1, 39.7, 20.2; sums in 8 instead of 4 splits 10.5, 7.9, 42.7, 17.9.
+    Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6), microseconds at one row / by the bandwidth of a copy, for
+    layers of 6144 x 4096, 4096 x 4096, 28672 x 4096 with their activation and 4096 x 14336: e4m3 with a scale for each
+    row 8.8 / 6.2, 6.8 / 4.1, 31.8 / 28.9, 17.4 / 14.5; in blocks of 128 x 128 9.5, 7.2, 33.1, 19.7; 4 bits in groups of
+    128 8.4 / 3.1, 6.3 / 2.1, 26.9 / 14.5, 18.2 / 7.2; as many at four rows. Slower are tiles of half the depth (10.0,
+    7.1, 39.7, 20.2), sums in 8 instead of 4 splits (10.5, 7.9, 42.7, 17.9), and rows of 64 bytes in shared memory,
+    which have no bank conflicts (a round with EAGLE-3 5.9 instead of 3.3 ms). With inputs in registers 4 bits take 7.1,
+    5.8, 24.6, 16.4 at one row but 7.4, 6.0, 26.7, 18.5 at four, and e4m3 8.4, 7.0, 36.2, 21.9.
     """
     size_out, size_in = weight.shape[-2:]
     is_halves = weight.values.shape[-1] < size_in
@@ -170,7 +172,7 @@ def choose_stored_tiles(rows: int, weight: StoredWeight) -> LinearTiles:
         is_deep = weight.group % MOST_STORED_DEPTH == 0
         depth = MOST_STORED_DEPTH if is_deep else depth
         if size_out > 8192 and (is_deep or is_halves):
-            return LinearTiles(8, 32, depth, 4, 4 if is_halves else 3)
+            return LinearTiles(8, 32, depth, 4, 3)
         return LinearTiles(8, 16, depth, 4, 4 if is_deep or is_halves else 6)
     if rows <= 16 or (rows <= 32 and (is_halves or size_out < 8192)):
         return LinearTiles(16, 32, depth, 4, 4)

@@ -131,46 +131,32 @@ def size_of_split(size_in):
     return tl.cdiv(size_in, SPLITS * DEPTHS) * DEPTHS
 
 
-@triton.constexpr_function
-def layout_of_tiles(form, depth) -> tuple[int, int, int, int]:
-    """Layout of the tiles of `depth` input features in `stored_sums`: bytes of a row of the weight's tile, rows for a
-    feature, adjacent inputs of a thread in a row of the inputs' tile, and rows for an input.
-
-    A row has 64 bytes at most, 16 for each of four threads, and rows that a warp reads together are adjacent. So the
-    threads of a warp read different banks of shared memory.
-    """
-    per_byte = numbers_per_byte(form)
-    width = min(64, depth // per_byte)
-    chunks = depth // per_byte // width
-    own = width * per_byte // 4  # inputs of a thread for the weight's row
-    piece = min(own, 8)
-    return width, chunks, piece, SPLITS.value * chunks * (own // piece)
+@triton.jit
+def rows_of_fragments(FEATURES: tl.constexpr):
+    """Split and feature of each row of a loaded tile `[SPLITS * FEATURES]`, for `in_fragments`: each of SPLITS warps
+    has 8 adjacent rows, then each has the next 8."""
+    index = tl.arange(0, SPLITS * FEATURES)
+    return index // 8 % SPLITS, index // (8 * SPLITS) * 8 + index % 8
 
 
 @triton.jit
-def row_of_inputs(FORM, DEPTH: tl.constexpr, ROWS: tl.constexpr):
-    """Row `[n * ROWS]`, 0 to ROWS - 1, of each row of the inputs' tile of `stored_sums`."""
-    return tl.arange(0, layout_of_tiles(FORM, DEPTH)[3] * ROWS) % ROWS
-
-
-@triton.jit
-def in_fragments(values, CHUNKS: tl.constexpr):
-    """A weight's tile `[CHUNKS * FEATURES * SPLITS, m]` as the operand `[SPLITS, FEATURES, CHUNKS * m]` of products.
-    Every warp has a split, and every thread keeps the adjacent columns that it has loaded. Thread t of four has columns
-    4 t to 4 t + 3 of every 16, so the columns are in the order of `as_fragments`."""
-    FEATURES: tl.constexpr = values.shape[0] // (SPLITS * CHUNKS)
+def in_fragments(values):
+    """A weight's tile with rows `rows_of_fragments` as the operand `[SPLITS, FEATURES, m]` of products. Every warp has
+    a split, and every thread keeps the adjacent columns that it has loaded. Thread t of four has columns 4 t to 4 t + 3
+    of every 16, so the columns are in the order of `as_fragments`."""
+    FEATURES: tl.constexpr = values.shape[0] // SPLITS
     COLUMNS: tl.constexpr = values.shape[1]
-    parts = tl.reshape(values, [CHUNKS, FEATURES // 8, SPLITS, 8, 4, COLUMNS // 16, 4])
-    return tl.reshape(tl.permute(parts, (2, 1, 3, 0, 5, 4, 6)), [SPLITS, FEATURES, CHUNKS * COLUMNS])
+    parts = tl.reshape(values, [FEATURES // 8, SPLITS, 8, 4, COLUMNS // 16, 4])
+    return tl.reshape(tl.permute(parts, (1, 0, 2, 4, 3, 5)), [SPLITS, FEATURES, COLUMNS])
 
 
 @triton.jit
-def as_fragments(inputs, ROWS: tl.constexpr):
-    """Inputs `[SPLITS * c * ROWS, m]` as the other operand `[SPLITS, c * m, ROWS]`, for `in_fragments`."""
-    CHUNKS: tl.constexpr = inputs.shape[0] // (SPLITS * ROWS)
+def as_fragments(inputs):
+    """Inputs `[SPLITS * n, m]` as the other operand `[SPLITS, m, n]`, for `in_fragments`."""
+    ROWS: tl.constexpr = inputs.shape[0] // SPLITS
     COLUMNS: tl.constexpr = inputs.shape[1]
-    parts = tl.reshape(inputs, [SPLITS, CHUNKS, ROWS, 4, COLUMNS // 16, 4])
-    return tl.reshape(tl.permute(parts, (0, 1, 4, 3, 5, 2)), [SPLITS, CHUNKS * COLUMNS, ROWS])
+    parts = tl.permute(tl.reshape(inputs, [SPLITS, ROWS, 4, COLUMNS // 16, 4]), (0, 3, 2, 4, 1))
+    return tl.reshape(parts, [SPLITS, COLUMNS, ROWS])
 
 
 @triton.jit
@@ -315,8 +301,7 @@ def stored_sums(
     Args:
         weight_ptr: pointer to the program's first feature.
         parts: pointers to scales, zeros, outer scales, codes of scales, and shift.
-        inputs, is_row: `[n * ROWS]`, pointers to rows and whether the rows exist, repeated n times as in
-            `layout_of_tiles`.
+        inputs, is_row: `[SPLITS * ROWS]`, pointers to rows and whether the rows exist, repeated for each split.
         own_feature: `[FEATURES]`, feature numbers minus `first`.
         places: the number of features of each of HALVES, the program's `first` feature, and the last one of a half.
         strides: strides between features, of the weight and of the scales.
@@ -339,38 +324,25 @@ def stored_sums(
     FEATURES: tl.constexpr = SIZES[1]
     DEPTH: tl.constexpr = SIZES[2]
     PER_BYTE: tl.constexpr = numbers_per_byte(FORM)
-    LAYOUT: tl.constexpr = layout_of_tiles(FORM, DEPTH)
-    WIDTH: tl.constexpr = LAYOUT[0]
-    CHUNKS: tl.constexpr = LAYOUT[1]
-    PIECE: tl.constexpr = LAYOUT[2]
-    REPEATS: tl.constexpr = LAYOUT[3]
-    OWN: tl.constexpr = WIDTH * PER_BYTE // 4
-    ROWS: tl.constexpr = is_row.shape[0] // REPEATS
+    ROWS: tl.constexpr = is_row.shape[0] // SPLITS
     SCALES_NUMBERS: tl.constexpr = GROUP_SIZE is not None and GROUP_SIZE < DEPTH
     SCALES_PRODUCTS: tl.constexpr = GROUP_SIZE is not None and GROUP_SIZE >= DEPTH
     split_size = size_of_split(size_in)
-    # Rows of a weight's tile: of each warp 8 adjacent ones, by chunk, block of 8 features, split and feature.
-    tile_row, stored_column = tl.arange(0, CHUNKS * SPLITS * FEATURES), tl.arange(0, WIDTH)
-    index, split = tile_row % (SPLITS * FEATURES) // (8 * SPLITS) * 8 + tile_row % 8, tile_row // 8 % SPLITS
+    split, index = rows_of_fragments(FEATURES)
     feature = tl.minimum(first + index // HALVES, last) - first + index % HALVES * other_half
-    stored_at = split * (split_size // PER_BYTE) + tile_row // (SPLITS * FEATURES) * WIDTH
-    weight = weight_ptr + feature.to(tl.int64)[:, None] * weight_stride + stored_at[:, None] + stored_column[None, :]
+    stored_depth, depth = tl.arange(0, DEPTH // PER_BYTE), tl.arange(0, DEPTH)
+    stored_split = split * (split_size // PER_BYTE)
+    weight = weight_ptr + feature.to(tl.int64)[:, None] * weight_stride + stored_split[:, None] + stored_depth[None, :]
     blocks_at = (first + feature) // SCALE_ROWS * scales_stride
     scales_at = (first + own_feature) // SCALE_ROWS * scales_stride
     if GROUP_SIZE is None:  # before the inputs, so that no load is outstanding at the end
         scale = load_scales(parts, scales_at, None, SCALES)
     wait_for_inputs(PDL, starts_next)
 
-    # Rows of an input's tile: by split, chunk, piece of what a thread has, and row.
-    tile_row, column = tl.arange(0, REPEATS * ROWS), tl.arange(0, 4 * PIECE)
-    piece = tile_row // ROWS % (REPEATS // SPLITS)
-    input_at = tile_row // ROWS // (REPEATS // SPLITS) * split_size
-    input_at += piece // (OWN // PIECE) * (4 * OWN) + piece % (OWN // PIECE) * PIECE
-    input_column = column // PIECE * OWN + column % PIECE
-    inputs = inputs[:, None] + input_at[:, None] + input_column[None, :]
-    is_row = is_row[:, None]
+    row_split, is_row = tl.arange(0, SPLITS * ROWS) // ROWS * split_size, is_row[:, None]
+    inputs = inputs[:, None] + row_split[:, None] + depth[None, :]
     group_start = tl.arange(0, SPLITS) * split_size
-    zeros = tl.full([CHUNKS * SPLITS * FEATURES], 8, tl.float32)
+    zeros = tl.full([SPLITS * FEATURES], 8, tl.float32)
     if zeros_ptr is not None and GROUP_SIZE is None:
         zeros = tl.load(zeros_ptr + blocks_at).to(tl.float32)
     total = tl.zeros([SPLITS, FEATURES, ROWS], tl.float32)
@@ -379,9 +351,9 @@ def stored_sums(
             w = tl.load(weight + start // PER_BYTE)
             x = tl.load(inputs + start, mask=is_row, other=0.0)
         else:
-            is_stored = stored_column[None, :] < ((size_in - start) // PER_BYTE - stored_at)[:, None]
+            is_stored = stored_depth[None, :] < ((size_in - start) // PER_BYTE - stored_split)[:, None]
             w = tl.load(weight + start // PER_BYTE, mask=is_stored, other=0)
-            is_input = input_column[None, :] < (size_in - start - input_at)[:, None]
+            is_input = depth[None, :] < (size_in - start - row_split)[:, None]
             x = tl.load(inputs + start, mask=is_row & is_input, other=0.0)
         product = tl.zeros_like(total) if SCALES_PRODUCTS else total
         if PER_BYTE == 2:
@@ -397,12 +369,12 @@ def stored_sums(
                 numbers = tl.reshape(tl.broadcast_to(numbers[:, :, None], spread), low.shape)
                 low *= numbers
                 high *= numbers
-            x_low, x_high = tl.split(tl.reshape(x, [REPEATS * ROWS, 2 * PIECE, 2]))
-            product = tl.dot(in_fragments(low, CHUNKS), as_fragments(x_low, ROWS), product, input_precision="ieee")
-            product = tl.dot(in_fragments(high, CHUNKS), as_fragments(x_high, ROWS), product, input_precision="ieee")
+            x_low, x_high = tl.split(tl.reshape(x, [SPLITS * ROWS, DEPTH // 2, 2]))
+            product = tl.dot(in_fragments(low), as_fragments(x_low), product, input_precision="ieee")
+            product = tl.dot(in_fragments(high), as_fragments(x_high), product, input_precision="ieee")
         else:
             w = widen_bytes(w, FORMAT, x.dtype, ASM, 4)
-            product = tl.dot(in_fragments(w, CHUNKS), as_fragments(x, ROWS), product, input_precision="ieee")
+            product = tl.dot(in_fragments(w), as_fragments(x), product, input_precision="ieee")
         if SCALES_PRODUCTS:
             group = tl.minimum(group_start + start, size_in - 1) // GROUP_SIZE
             at = scales_at[None, :] + group[:, None]

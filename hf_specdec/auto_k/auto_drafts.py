@@ -31,6 +31,9 @@ TREES = (RoundShape(3, 15), RoundShape(7, 15), RoundShape(7, 31), RoundShape(7, 
 # ms for 1, 119 for 4, 128 for 8). Bytes that a GPU could read while a layer waits for the one before, whatever its size
 # (one H200: 0.63 ms for the 30 layers of SmolLM2, of which reading takes 0.06).
 _RIDGE, _RIDGE_OF_THREAD, _BYTES_OF_LAYER = 142.0, 2.0, 1e8
+# Layers that take as long as what a pass of a drafter does beside its own: inputs, embedding, norms, logits, choice of
+# tokens (SmolLM2 with EAGLE-3 on 8 rows, one H200: 0.07 ms a pass, 0.02 ms a layer of the target).
+LAYERS_BESIDE = 2
 # Most tokens of a round with trees: beyond, the nodes that a tree has more than a chain are no longer nearly free (one
 # H200, 8B shapes: 4.75 ms for 32, 5.56 for 64, 6.39 for 128).
 _MOST_TREE_TOKENS = 128
@@ -236,6 +239,7 @@ class RoundTimes:
     Attributes:
         expected: expected times, relative to each other; None until a call sets them.
         total, unsaved: milliseconds of all rounds, and of those that are not on disk yet.
+        spent: milliseconds that later trials have cost; those on record have cost their share of `total`.
         alone: milliseconds of calls without the drafter since the last call with it.
     """
 
@@ -244,7 +248,7 @@ class RoundTimes:
         self._times = {drafted: deque([one], maxlen=_NUM_TIMES) for drafted, one in (known or {}).items()}
         self._medians = dict(known or {})
         self._measured: set[RoundShape] = set()
-        self.total, self.unsaved, self.alone = total, 0.0, 0.0
+        self.total, self.unsaved, self.spent, self.alone = total, 0.0, _BUDGET * total, 0.0
 
     def measured(self) -> tuple[dict[RoundShape, float], float]:
         """Milliseconds of a round, by drafts, of rounds that have run in this process; and `unsaved`."""
@@ -386,7 +390,6 @@ class AutoDrafts:
         # Candidates on trial whose times have not arrived yet.
         self._waiting: set[RoundShape] = set()
         self._since_try = 0
-        self._spent = self._elapsed = 0.0
         self._is_upwards = False
 
     def next(self, tokens_left: Callable[[], float]) -> RoundShape:
@@ -426,7 +429,6 @@ class AutoDrafts:
 
     def _learn(self, drafted: RoundShape, milliseconds: float, is_typical: bool) -> None:
         self.times.add(drafted, milliseconds, is_typical)
-        self._elapsed += milliseconds
         if is_typical:
             self._waiting.discard(drafted)
 
@@ -476,9 +478,9 @@ class AutoDrafts:
         if again is None:
             return ()
         loss = self._price(again) + _ROUNDS_TO_RETRY * self._loss(again, rate)
-        if self._spent + loss > _BUDGET * self._elapsed:
+        if self.times.spent + loss > _BUDGET * self.times.total:
             return ()
-        self._spent += loss
+        self.times.spent += loss
         return [again] * _ROUNDS_TO_RETRY
 
     def _loss(self, drafted: RoundShape, rate: float) -> float:

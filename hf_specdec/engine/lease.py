@@ -10,6 +10,7 @@ import torch
 from .. import ops
 from ..auto_k.auto_drafts import (
     CANDIDATES,
+    LAYERS_BESIDE,
     Acceptance,
     AutoDrafts,
     Drafts,
@@ -129,7 +130,7 @@ def round_times(call: Call, target: HostedTarget, shape: Shape) -> RoundTimes:
         found = drafter.passes_and_bytes(one)
         if found is not None:
             passes, read = found
-            drafting[one] = Pass(read, num_layers=passes * layers)
+            drafting[one] = Pass(read, num_layers=passes * (layers + LAYERS_BESIDE))
     times.expected = ExpectedCosts(shape.batch, call.device, Pass(size, used, num_decoder_layers(model)), drafting)
     return times
 
