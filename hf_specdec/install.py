@@ -143,8 +143,9 @@ def _prepare_generation_config(original, self, generation_config=None, *args, **
     # transformers fills in defaults, after which they can no longer be told from the caller's settings.
     own = vars(self.generation_config) | {"use_cache": None}
     places = (own, {} if generation_config is None else _asked_in(generation_config), kwargs)  # the last one decides
-    asked = {name: value for place in places for name, value in place.items() if value is not None}
-    prepared._asked = {name: asked.get(name) for name in _ASKED}
+    prepared._asked = dict.fromkeys(_ASKED)
+    for place in places:
+        prepared._asked |= {name: place[name] for name in _ASKED if place.get(name) is not None}
     prepared._has_drafter, prepared._cache_arguments = False, None  # an earlier call may have set them
     return prepared, model_kwargs
 

@@ -148,15 +148,15 @@ def _expert_linear_kernel(
                 inputs += IN_BLOCK
                 weight += IN_BLOCK * weight_strides[2]
         else:
-            tile_row = tl.arange(0, SPLITS * ROWS) % ROWS
-            is_tile_row = tile_row < end - first
-            tile_pair = tl.load(plan_ptr + first + tile_row, mask=is_tile_row, other=0)
+            split_row = tl.arange(0, SPLITS * ROWS) % ROWS
+            is_split_row = split_row < end - first
+            split_pair = tl.load(plan_ptr + first + split_row, mask=is_split_row, other=0)
             first_column = tl.program_id(0) * OUT_BLOCK
             sums = stored_sums(
                 weight_ptr + expert.to(tl.int64) * weight_strides[0] + first_column.to(tl.int64) * weight_strides[1],
                 (parts[0] + expert.to(tl.int64) * scales_strides[0], parts[1], parts[2], parts[3], parts[4]),
-                inputs_ptr + (tile_pair // pairs_per_input).to(tl.int64) * IN,
-                is_tile_row,
+                inputs_ptr + (split_pair // pairs_per_input).to(tl.int64) * IN,
+                is_split_row,
                 tl.minimum(column, OUT - 1) - first_column,
                 (0, first_column, OUT - 1),
                 IN,

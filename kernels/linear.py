@@ -18,14 +18,7 @@ import triton.language as tl
 
 from .gated_activation import activate
 from .launch import Unspecialised, dependent_launch, kernel, start_next, wait_for_inputs
-from .stored_weight import (
-    DEPTHS,
-    SPLITS,
-    numbers_per_byte,
-    size_of_split,
-    stored_arguments,
-    stored_sums,
-)
+from .stored_weight import DEPTHS, SPLITS, numbers_per_byte, size_of_split, stored_arguments, stored_sums
 from .types import LinearTiles, StoredWeight
 
 # Blocks of rows in a group of the swizzle: programs that start together share blocks in the L2 cache.
@@ -117,12 +110,12 @@ def _linear_kernel(
                 x = tl.load(inputs + start, mask=is_row[:, None] & is_depth, other=0.0)
             total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
     else:
-        tile_row = tl.arange(0, SPLITS * ROWS) % ROWS
+        split_row = tl.arange(0, SPLITS * ROWS) % ROWS
         total = stored_sums(
             weight_ptr,
             parts,
-            inputs_ptr + first_row * inputs_stride + tile_row * inputs_stride,
-            tile_row < num_rows - row_block * ROWS,
+            inputs_ptr + first_row * inputs_stride + split_row * inputs_stride,
+            split_row < num_rows - row_block * ROWS,
             own_feature,
             (size_out, first, size_out - 1),
             size_in,

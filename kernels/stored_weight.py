@@ -323,8 +323,8 @@ def stored_sums(
     HALVES: tl.constexpr = SIZES[0]
     FEATURES: tl.constexpr = SIZES[1]
     DEPTH: tl.constexpr = SIZES[2]
-    PER_BYTE: tl.constexpr = numbers_per_byte(FORM)
     ROWS: tl.constexpr = is_row.shape[0] // SPLITS
+    PER_BYTE: tl.constexpr = numbers_per_byte(FORM)
     SCALES_NUMBERS: tl.constexpr = GROUP_SIZE is not None and GROUP_SIZE < DEPTH
     SCALES_PRODUCTS: tl.constexpr = GROUP_SIZE is not None and GROUP_SIZE >= DEPTH
     split_size = size_of_split(size_in)

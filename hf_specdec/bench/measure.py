@@ -381,7 +381,7 @@ class Bench:
     def _record(self, inputs: Batch, drafter: Drafter | None, options: dict[str, Any]) -> float | None:
         clock = GpuClock(self.target.device)
         limits = {"max_new_tokens": min(RECORDED_TOKENS, self.options["max_new_tokens"])}
-        out = self.target.generate(**inputs, **(self.options | limits), **options, streamer=clock)
+        out = self.target.generate(**inputs, **(self.options | options | limits), streamer=clock)
         synchronize(self.target.device)
         rounds = drafter.stats.num_rounds if drafter is not None else out.shape[1] - inputs["input_ids"].shape[1] - 1
         seconds = clock.busy_seconds()
