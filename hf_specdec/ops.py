@@ -60,14 +60,14 @@ def _linear(inputs, weight, bias=None, activation=None):
         tiles = choose_invariant_tiles(len(inputs), *weight.shape, inputs.itemsize)
     else:
         tiles = choose_tiles(len(inputs), *weight.shape)
-    if tiles is None or not len(inputs):
-        return linear_reference.linear(inputs, weight, bias)
     by_descriptors = choose_descriptor_tiles(len(inputs), len(weight), tiles)
     if by_descriptors is not None and (is_capturing() or len(inputs) >= ROWS_OF_LONG_PASSES):
         from .kernels import linear_descriptors
 
         if linear_descriptors.takes(inputs, weight):
             return linear_descriptors.linear(inputs, weight, bias, by_descriptors)
+    if tiles is None or not len(inputs):
+        return linear_reference.linear(inputs, weight, bias)
     return linear(inputs, weight, bias, tiles)
 
 
@@ -190,7 +190,10 @@ def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -
     if is_stored:
         is_taken = len(inputs) <= MAX_STORED_ROWS or choose_wide_stored_tiles(len(inputs), weight) is not None
         return is_taken and _is_fast_stored(inputs, weight)
-    return len(inputs) <= MAX_ROWS and _has_tiles(choose_tiles, inputs, weight)
+    if len(inputs) <= MAX_ROWS:
+        return _has_tiles(choose_tiles, inputs, weight)
+    # Elsewhere the host takes longer to launch it.
+    return is_capturing() and _has_tiles(lambda rows, out, _: choose_descriptor_tiles(rows, out, None), inputs, weight)
 
 
 def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:

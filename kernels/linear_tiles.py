@@ -25,8 +25,10 @@ MAX_STORED_ROWS, MAX_WIDE_STORED_ROWS = 64, 256
 _WIDE_DEPTH = 128
 # The number of programs from which a choice of tiles is good enough.
 _ENOUGH_PROGRAMS = 92
-# With more than 32 rows cuBLAS runs layers of fewer outputs.
-_FEWEST_OUTPUTS = 32 * _ENOUGH_PROGRAMS
+# With more than 32 rows layers of fewer outputs have tiles of their own; those of more inputs are run by cuBLAS.
+_FEWEST_OUTPUTS, _MOST_INPUTS = 32 * _ENOUGH_PROGRAMS, 3072
+# Tiles of `linear_descriptors` for up to so many rows that fill them, where so many programs run at once.
+_WHOLE_TILES, _MOST_WHOLE_ROWS, _MOST_WHOLE_TILES = LinearTiles(64, 32, 256, 4, 4), 256, _ONE_WAVE // 2
 
 # Depth, warps and stages by a tile's rows and output features, for 33 to 64 and for 65 to 128 rows.
 _MEDIUM_TILES = {
@@ -66,6 +68,8 @@ def _medium(rows: int, size_out: int) -> tuple[int, int]:
 
 def _medium_tiles(rows: int, size_out: int) -> LinearTiles:
     tile_rows, features = _medium(rows, size_out)
+    if features < tile_rows == 64:
+        return LinearTiles(32, 64, 128, 4, 5)  # twice as many programs
     features = max(features, 64)
     return LinearTiles(tile_rows, features, *_MEDIUM_TILES[tile_rows, features])
 
@@ -80,13 +84,17 @@ def choose_tiles(rows: int, size_out: int, size_in: int) -> LinearTiles | None:
     14.1; 28672 x 4096 57.5 / 57.3, 58.5 / 62.4, 60.5 / 66.2, 60.3 / 70.3, 69.2 / 69.2; 4096 x 14336 30.7 / 32.2, 32.1 /
     33.1, 33.7 / 35.0, 33.5 / 37.7, 41.4 / 38.9; 128256 x 4096 236 / 250, 242 / 255, 248 / 270, 256 / 286, 281 / 279; at
     one row 960 x 576 3.2 / 4.0, 3072 x 576 3.6 / 4.2, 576 x 1536 4.2 / 5.2, 49152 x 576 16.3 / 16.9. Unlike cuBLAS,
-    the kernels start while the kernel before still runs.
+    the kernels start while the kernel before still runs. With a norm after each layer, at 48 rows 960 x 576 6.0 / 7.2,
+    576 x 576 5.3 / 6.7, 576 x 1536 7.7 / 8.4, 1024 x 3072 10.9 / 11.1, 2048 x 2048 9.2 / 9.5, 2048 x 8192 22.6 / 17.6,
+    3072 x 2048 9.8 and by tiles of 64 rows 11.6.
     """
     is_aligned = size_in % _ALIGNMENT == 0
     if not (0 < rows <= MAX_ROWS and is_aligned and min(size_out, size_in) >= _MIN_FEATURES):
         return None
     if rows > 32:
-        return _medium_tiles(rows, size_out) if size_out >= _FEWEST_OUTPUTS else None
+        if size_out >= _FEWEST_OUTPUTS:
+            return _medium_tiles(rows, size_out)
+        return LinearTiles(16, 64, 128, 4, 4) if size_in <= _MOST_INPUTS else None
     is_deep = size_in > 2 * size_out  # few tiles, each of them deep
     if is_deep and rows <= FEWEST_ROWS:
         return LinearTiles(FEWEST_ROWS, 16, 512, 2, 4) if rows <= 4 else LinearTiles(FEWEST_ROWS, 32, 256, 4, 6)
@@ -100,10 +108,19 @@ def choose_tiles(rows: int, size_out: int, size_in: int) -> LinearTiles | None:
 
 
 def choose_gated_tiles(rows: int, size_out: int, size_in: int) -> LinearTiles | None:
-    """Tiles of `linear` for gate and up, `size_out` features together, with their activation; see `choose_tiles`."""
+    """Tiles of `linear` for gate and up, `size_out` features together, with their activation; see `choose_tiles`.
+
+    Measured on one H200 in bfloat16 with 128 rows and a norm after each layer, microseconds with these tiles / with
+    128 rows and features: 3072 x 576 8.3 / 10.7, 6144 x 1024 11.8 / 14.1; 28672 x 4096 by tensor descriptors instead,
+    without the norm: 68 / 62 with 33 rows, 64 / 61 with 64, 68 / 65 with 128.
+    """
     if MAX_ROWS < rows <= MAX_GATED_ROWS:
-        # In wider tiles the results and the activation need too many registers.
-        return LinearTiles(128, 128, *_MEDIUM_TILES[128, 128]) if choose_tiles(MAX_ROWS, size_out, size_in) else None
+        if choose_tiles(MAX_ROWS, size_out, size_in) is None:
+            return None
+        # In tiles wider than 128 the results and the activation need too many registers.
+        enough = ((128, width) for width in (128, 64) if -(-size_out // width) >= _ENOUGH_PROGRAMS)
+        sizes = next(enough, (64, 64))
+        return LinearTiles(*sizes, *_MEDIUM_TILES[sizes])
     tiles = choose_tiles(rows, size_out, size_in)
     return _GATED_TILES if tiles is not None and tiles[:2] == _GATED_TILES[:2] else tiles
 
@@ -134,15 +151,23 @@ def choose_invariant_tiles(rows: int, size_out: int, size_in: int, itemsize: int
     return LinearTiles(32, 64, 128, 4, 4)
 
 
-def choose_descriptor_tiles(rows: int, size_out: int, tiles: LinearTiles) -> LinearTiles | None:
-    """Tiles of `linear_descriptors` in place of `tiles` of `linear`; None if `linear` is as fast.
+def choose_descriptor_tiles(rows: int, size_out: int, tiles: LinearTiles | None) -> LinearTiles | None:
+    """Tiles of `linear_descriptors` in place of `tiles` of `linear`, or of cuBLAS; None if these are as fast.
 
     Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6), microseconds of the kernel / of `linear` / of cuBLAS, for
     layers of 6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336: 64 rows 16.0 / 16.8, 11.3 / 12.5, 60.3 / 61.9,
     33.5 / 36; 8,192 rows 537 / 664 / 518, 372 / 473 / 386, 2,697 / 3,367 / 2,574, 1,270 / 1,617 / 1,356; 512 rows 51 /
-    54 / 43, 34 / 35 / 28, 188 / 209 / 159, 91 / 105 / 85.
+    54 / 43, 34 / 35 / 28, 188 / 209 / 159, 91 / 105 / 85. With a norm after each layer, of this kernel / of cuBLAS: 128
+    rows 960 x 576 6.3 / 7.2, 576 x 1536 7.2 / 8.5, 1024 x 3072 9.1 / 11.3, 2048 x 2048 8.4 / 9.9, 2048 x 8192 17.7 /
+    21.0; 256 rows 6.6 / 7.5, 7.2 / 8.7, 9.5 / 11.1 for the first three.
     """
     if rows <= 32:
+        return None
+    is_whole = rows % _WHOLE_TILES.rows == 0 and rows <= _MOST_WHOLE_ROWS
+    num_tiles = rows // _WHOLE_TILES.rows * -(-size_out // _WHOLE_TILES.features)
+    if is_whole and num_tiles <= _MOST_WHOLE_TILES:
+        return _WHOLE_TILES
+    if tiles is None or (rows <= MAX_ROWS and size_out < _FEWEST_OUTPUTS):
         return None
     if rows <= 128:
         sizes = _medium(rows, size_out)

@@ -4,6 +4,7 @@ On a machine without a GPU the kernel runs in Triton's interpreter.
 """
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from hf_specdec.kernels.linear_tiles import (
     choose_tiles,
 )
 from hf_specdec.kernels.types import LinearTiles
+from hf_specdec.op_choice import capturing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
@@ -52,6 +54,8 @@ GPU_TILES = [
     (128, 128, 64, 8, 4),
     (256, 128, 64, 8, 3),
 ]
+# Tiles of gate and up with their activation for more than `MAX_ROWS` rows.
+GATED_TILES = [(128, 128, 64, 8, 3), (128, 64, 128, 4, 4), (64, 64, 128, 4, 5)]
 # All that `choose_descriptor_tiles` can return.
 DESCRIPTOR_TILES = [
     (64, 32, 256, 4, 4),
@@ -183,11 +187,32 @@ def test_tiles():
         (0, 512, 512),
         (MAX_ROWS + 1, 512, 512),
         (1, 512, 1028 - 1),
-        (33, 512, 512),
+        (33, 512, 4096),
         (1, 64, 512),
         (1, 512, 64),
     ):
         assert choose_tiles(rows, size_out, size_in) is None
+
+
+def test_small_layers_of_many_rows():
+    """Beyond `MAX_ROWS` only where rows fill the tiles and all of them run at once, and only in captured rounds."""
+    whole = (64, 32, 256, 4, 4)
+    for rows, size_out in ((64, 576), (128, 960), (192, 960), (256, 1024), (128, 2048)):
+        assert choose_descriptor_tiles(rows, size_out, None) == whole
+    for rows, size_out in ((48, 576), (96, 960), (320, 576), (256, 2048), (128, 4096)):
+        assert choose_descriptor_tiles(rows, size_out, None) is None
+    # Parts of tiles are loaded by pointers: `linear` is faster.
+    assert choose_descriptor_tiles(48, 576, choose_tiles(48, 576, 576)) is None
+    assert choose_descriptor_tiles(48, 4096, choose_tiles(48, 4096, 4096)) == whole
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_host_bound_passes_keep_cublas(is_captured, monkeypatch):
+    monkeypatch.setattr(ops, "_is_16_bit", lambda inputs: True)
+    inputs, weight = torch.zeros(128, 576), torch.zeros(576, 576)
+    with capturing() if is_captured else nullcontext():
+        assert ops.has_fast_linear(inputs, weight) == is_captured
+    assert ops.has_fast_linear(inputs[:48], weight)
 
 
 def test_invariant_tiles():
@@ -212,7 +237,7 @@ def test_tiles_are_those_that_are_tested():
         if few is not None and few[:2] == (64, 128):
             assert gated == (64, 128, 128, 8, 4)
         else:
-            assert gated in ((few,) if rows <= MAX_ROWS or rows > MAX_GATED_ROWS else (None, (128, 128, 64, 8, 3)))
+            assert gated in ((few,) if rows <= MAX_ROWS or rows > MAX_GATED_ROWS else (None, *GATED_TILES))
     assert found | {(64, 128, 128, 8, 4)} == set(GPU_TILES) and by_descriptors == set(DESCRIPTOR_TILES)
 
 
