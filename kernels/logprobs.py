@@ -12,11 +12,14 @@ descending logits, and among equal logits by ascending ids:
     logprobs[b, i, j] = logits[b, i, v_j] - log(sum over v of exp(logits[b, i, v]))
     tokens[b, i, j] = target_ids[v_j]
 
-A row is cut into blocks. For each block a program finds the W largest logits as keys (see `reduction`), which include
-the W largest of the row, and the softmax statistics.
+A row is cut into groups of tokens. One program finds the largest logit of each group of a block as a key (see
+`reduction`), and the softmax statistics of the block. The W largest logits of the row are in the W groups whose largest
+logits are the largest, and only these are read again.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -33,8 +36,8 @@ from .reduction import (
     value_of_key,
 )
 
-# Tokens of a block. One warp holds them all, so that finding the largest needs no shared memory.
-_BLOCK = tl.constexpr(512)
+# Tokens of a block; fewest tokens of a group.
+_BLOCK, _LEAST_GROUP = tl.constexpr(1024), 32
 
 
 @kernel
@@ -90,69 +93,91 @@ def token_logprobs(scores, tokens):
 
 
 @kernel
-def _blocks_kernel(
+def _groups_kernel(
     logits_ptr,
     keys_ptr,
     stats,
     strides,
     width: Unspecialised,
     vocabulary,
-    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The COUNT largest logits of a block of a row, and its softmax statistics.
+    """The largest logit of each group of GROUP tokens of a block of a row, and the block's softmax statistics.
 
-    Grid: (B * n, blocks). Reads _BLOCK elements of `logits` `[B, n, V]`; writes COUNT elements of `keys`
-    `[B * n, blocks * COUNT]`, descending, and one element of both `stats` `[B * n, blocks]`.
+    Grid: (B * n, blocks). Reads _BLOCK elements of `logits` `[B, n, V]`; writes as many elements of `keys`
+    `[B * n, blocks * groups of a block]` as a block has groups, and one element of both `stats` `[B * n, blocks]`.
     """
+    GROUPS: tl.constexpr = _BLOCK // GROUP
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     is_token = token < vocabulary
     logits_ptr += row // width * strides[0] + row % width * strides[1]
     at = row * tl.num_programs(1) + tl.program_id(1)
     wait_for_inputs(PDL)
-    value = tl.load(logits_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
-    value = tl.where(value > float("-inf"), value, float("-inf"))  # NaN counts as -inf
+    value = _ordered(tl.load(logits_ptr + token, mask=is_token, other=float("-inf")))
     store_softmax_stats(stats, at, value)
-    keys = keys_of(value, token, is_token)
-    for rank in range(COUNT):
-        key = tl.max(keys, axis=0)
-        tl.store(keys_ptr + at * COUNT + rank, key)
-        keys = tl.where(keys == key, LEAST_KEY, keys)
+    keys = tl.reshape(keys_of(value, token, is_token), [GROUPS, GROUP])
+    tl.store(keys_ptr + at * GROUPS + tl.arange(0, GROUPS), tl.max(keys, axis=1))
+
+
+@triton.jit
+def _ordered(logits):
+    """Logits in float32; NaN counts as -inf."""
+    value = logits.to(tl.float32)
+    return tl.where(value > float("-inf"), value, float("-inf"))
 
 
 @kernel
-def _merge_likeliest_kernel(
+def _likeliest_kernel(
+    logits_ptr,
     keys_ptr,
     stats,
     target_ids_ptr,
     logprobs_ptr,
     tokens_ptr,
+    strides,
+    width: Unspecialised,
+    vocabulary,
     num_blocks: Unspecialised,
     COUNT: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    GROUP: tl.constexpr,
     KEYS: tl.constexpr,
     STATS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The COUNT likeliest tokens of a row.
 
-    Grid: (B * n,). Reads a row of `keys` `[B * n, blocks * COUNT]` and of both `stats` `[B * n, blocks]`, and COUNT
-    elements of `target_ids` if given; writes a row of `logprobs` and `tokens` `[B, n, COUNT]`.
+    Grid: (B * n,). Reads a row of `keys` `[B * n, KEYS at most]` and of both `stats` `[B * n, blocks]`, COUNT groups of
+    `logits` `[B, n, V]`, and COUNT elements of `target_ids` if given; writes a row of `logprobs` and `tokens`
+    `[B, n, COUNT]`. CHOSEN: COUNT or the next power of two.
     """
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, KEYS)
+    logits_ptr += row // width * strides[0] + row % width * strides[1]
+    place, index = tl.arange(0, KEYS), tl.arange(0, CHOSEN)
     wait_for_inputs(PDL)
     base, total = load_softmax(stats, row, num_blocks, STATS)
     normaliser = tl.sum(base + tl.log(total), axis=0)
-    num_keys = num_blocks * COUNT
+    num_keys = num_blocks * (_BLOCK // GROUP)
     keys = tl.load(keys_ptr + row * num_keys + place, mask=place < num_keys, other=LEAST_KEY)
+    # The first token of each chosen group; `vocabulary` or more if there are fewer groups.
+    first = tl.full([CHOSEN], vocabulary, tl.int64)
     for rank in range(COUNT):
         key = tl.max(keys, axis=0)
         keys = tl.where(keys == key, LEAST_KEY, keys)
-        token = index_of_key(key)
+        first = tl.where(index == rank, index_of_key(key) // GROUP * GROUP, first)
+    token = tl.reshape(first[:, None] + tl.arange(0, GROUP)[None, :], [CHOSEN * GROUP])
+    is_token = token < vocabulary
+    value = _ordered(tl.load(logits_ptr + token, mask=is_token, other=float("-inf")))
+    keys = keys_of(value, token, is_token)
+    for rank in range(COUNT):
+        key = tl.max(keys, axis=0)
+        keys = tl.where(keys == key, LEAST_KEY, keys)
+        found = index_of_key(key)
         if target_ids_ptr is not None:
-            token = tl.load(target_ids_ptr + token)
-        tl.store(tokens_ptr + row * COUNT + rank, token)
+            found = tl.load(target_ids_ptr + found)
+        tl.store(tokens_ptr + row * COUNT + rank, found)
         tl.store(logprobs_ptr + row * COUNT + rank, value_of_key(key) - normaliser)
 
 
@@ -165,34 +190,35 @@ def likeliest_tokens(logits, target_ids, count):
     assert logits.stride(2) == 1 or vocabulary == 1, "rows must have unit stride"
     assert count <= vocabulary, "there must be as many tokens"
     rows, num_blocks = batch * width, triton.cdiv(vocabulary, _BLOCK.value)
-    keys = torch.empty(rows, num_blocks * count, dtype=torch.int64, device=logits.device)
+    # About as many groups as tokens are read again.
+    group = triton.next_power_of_2(math.isqrt(vocabulary // count))
+    group = min(max(group, _LEAST_GROUP), _BLOCK.value)
+    num_keys = num_blocks * (_BLOCK.value // group)
+    keys = torch.empty(rows, num_keys, dtype=torch.int64, device=logits.device)
     stats = tuple(torch.empty(2, rows, num_blocks, dtype=torch.float32, device=logits.device))
     logprobs = torch.empty(batch, width, count, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(batch, width, count, dtype=torch.int64, device=logits.device)
-    num_keys = triton.next_power_of_2(num_blocks * count)
     launch = dependent_launch(logits.device)
-    _blocks_kernel[(rows, num_blocks)](
-        logits,
-        keys,
-        stats,
-        logits.stride()[:2],
-        width,
-        vocabulary,
-        COUNT=count,
-        num_warps=1,
-        **launch,
+    _groups_kernel[(rows, num_blocks)](
+        logits, keys, stats, logits.stride()[:2], width, vocabulary, GROUP=group, num_warps=4, **launch
     )
-    _merge_likeliest_kernel[(rows,)](
+    _likeliest_kernel[(rows,)](
+        logits,
         keys,
         stats,
         target_ids,
         logprobs,
         tokens,
+        logits.stride()[:2],
+        width,
+        vocabulary,
         num_blocks,
         COUNT=count,
-        KEYS=num_keys,
+        CHOSEN=triton.next_power_of_2(count),
+        GROUP=group,
+        KEYS=triton.next_power_of_2(num_keys),
         STATS=triton.next_power_of_2(num_blocks),
-        num_warps=max(1, min(8, num_keys // 1024)),
+        num_warps=4,
         **launch,
     )
     return logprobs, tokens

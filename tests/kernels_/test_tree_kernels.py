@@ -450,7 +450,7 @@ def sorted_tokens(logits, target_ids, count):
 @pytest.mark.parametrize(
     ("vocabulary", "dtype", "has_ids"),
     cases(
-        every := list(product([5, 512, 1500], [torch.float32, torch.bfloat16], [False, True])),
+        every := list(product([5, 512, 1500, 20000], [torch.float32, torch.bfloat16], [False, True])),
         [one for one in every if (one[1] is torch.float32) == (one[2] == (one[0] == 512))],
     ),
 )
