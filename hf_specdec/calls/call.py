@@ -54,6 +54,7 @@ class Call:
         verification: see `Drafter.configure`.
         inputs: model inputs as prepared by `generate()`, if the target itself runs the prompts (see
             `calls.first_pass`); None if the static engine runs them.
+        runs_once: whether no other call is like it, so that captures would cost more than they save.
     """
 
     model: PreTrainedModel
@@ -75,6 +76,7 @@ class Call:
     chooses_trees: bool = False
     verification: str = "token"
     inputs: Mapping[str, Any] | None = None
+    runs_once: bool = False
 
     @cached_property
     def batch(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -33,6 +33,7 @@ class CapturedRound:
     """`run_round` as one CUDA graph, or as two with the logits processors between them, if these read the text.
 
     Args:
+        kept: see `Call.kept`; outputs have the scores and logits in it.
         backend: of `torch.compile`, which compiles the target's forward pass; None if it is not compiled.
 
     Attributes:
@@ -40,44 +41,57 @@ class CapturedRound:
     """
 
     def __init__(
-        self, session: Session, target: Target, drafter: Drafter, process: BlockProcessor, backend: str | None = None
+        self,
+        session: Session,
+        target: Target,
+        drafter: Drafter,
+        process: BlockProcessor,
+        kept: Sequence[str] = (),
+        backend: str | None = None,
     ):
         model, self._state = target.model, session.state
         self._process = process  # kept alive: every replay reads its tensors
         state, graph = session.state, functools.partial(capture, device=model.device, memory=session.graph_pool)
         if backend is not None:
             target = compiled(target, backend, same_everywhere=tensor_parallel_group(model) is not None)
-        # Results of a graph are never freed, so scores and logits are not among them.
+
+        def result(output: RoundOutput) -> RoundOutput:
+            """`output` with the scores and logits in `kept` alone: results of a graph are never freed."""
+            others = dict.fromkeys({"scores", "logits"} - set(kept))
+            return output._replace(**others).along_path()
+
         with state.idle():
             if process.key is not None:
-                self._round = graph(lambda: run_round(state, target, drafter, process)[:3])
+                self._round = graph(lambda: result(run_round(state, target, drafter, process)))
             else:
                 self._round = None
                 self._draft_and_forward = graph(lambda: draft_and_forward(state, target, drafter))
                 proposal, _, logits, aux_hidden_states = self._draft_and_forward.result
                 self._scores = torch.zeros_like(logits, dtype=torch.float32)
                 given = self._scores, logits, proposal, aux_hidden_states
-                self._verify_and_commit = graph(lambda: verify_and_commit(state, *given)[:3])
+                self._verify_and_commit = graph(lambda: result(verify_and_commit(state, *given)))
         graphs = "one graph" if self._round is not None else "two graphs, processors between"
         self.execution = f"captured in {graphs}, {'not compiled' if backend is None else 'compiled'}"
 
     def __call__(self, process: BlockProcessor) -> RoundOutput:
         if self._round is not None:
-            return RoundOutput(*self._round())
+            return self._round()
         _, block, logits, _ = self._draft_and_forward()
         self._scores.copy_(process(logits, block, self._state))
-        return RoundOutput(*self._verify_and_commit())
+        return self._verify_and_commit()
 
 
-def capture_round(session: Session, hosted: HostedTarget, process: BlockProcessor) -> CapturedRound | None:
-    """`run_round` as CUDA graphs; None, with a warning, if it cannot be captured."""
+def capture_round(
+    session: Session, hosted: HostedTarget, process: BlockProcessor, kept: Sequence[str]
+) -> CapturedRound | None:
+    """`run_round` as CUDA graphs, see `CapturedRound`; None, with a warning, if it cannot be captured."""
     drafter = hosted.drafter
     backend = policy_of(hosted.model.device).compiler if drafter.compiles_rounds else None
 
     def captured(target: Target) -> CapturedRound:
         if backend is not None:
             try:
-                return CapturedRound(session, target, drafter, process, backend)
+                return CapturedRound(session, target, drafter, process, kept, backend)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # compilers raise anything; an error of the round is raised again below
@@ -85,7 +99,7 @@ def capture_round(session: Session, hosted: HostedTarget, process: BlockProcesso
                     f"torch.compile cannot compile a round ({type(error).__name__}: {first_line(error)}); it is "
                     "captured without being compiled. compile=False avoids the attempt."
                 )
-        return CapturedRound(session, target, drafter, process)
+        return CapturedRound(session, target, drafter, process, kept)
 
     return _if_possible("A round", session, hosted, captured)
 

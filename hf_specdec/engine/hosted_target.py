@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class HostedTarget(ExitStack):
     """The target of a call, patched at its first use: a call that only replays graphs does not touch its modules.
 
-    A context manager; on exit the target is restored. `kept` is `Call.kept`.
+    A context manager; on exit the target is restored. `kept` and `runs_once` are those of `Call`.
 
     Attributes:
         has_hooks: whether modules of target or drafter have forward hooks of the caller.
@@ -37,12 +37,12 @@ class HostedTarget(ExitStack):
         num_captures: number of graphs that the call has captured.
     """
 
-    def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = ()):
+    def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = (), runs_once: bool = False):
         super().__init__()
         self.model, self.drafter = model, drafter
         self._signatures = signature_of(model), signature_of(drafter)
         self.has_hooks = has_hooks(chain.from_iterable(one.hooked for one in self._signatures))
-        self.eager_reason = _why_not_captured(model, self.has_hooks, kept)
+        self.eager_reason = _why_not_captured(model, self.has_hooks, kept, runs_once)
         self.is_captured = self.eager_reason is None
         self.keeps_hidden_states = "hidden_states" in kept
         self.adapters = self._signatures[0].adapters
@@ -113,12 +113,14 @@ class HostedTarget(ExitStack):
         return None if self._patched is None else self._patched.hidden_states
 
 
-def _why_not_captured(model: PreTrainedModel, has_hooks: bool, kept: Sequence[str]) -> str | None:
+def _why_not_captured(model: PreTrainedModel, has_hooks: bool, kept: Sequence[str], runs_once: bool) -> str | None:
     """The reason why the rounds of a call run eagerly; None if they are captured."""
     if not policy_of(model.device).cuda_graphs:
         return f"there are no CUDA graphs on a device of type {model.device.type}"
-    if kept:
-        return f"{', '.join(kept)} of every round are kept for the caller"
+    if "hidden_states" in kept:
+        return "the hidden states of every round are kept for the caller"
+    if runs_once:
+        return "no other call is like this one"
     if has_hooks:
         reason = "modules have hooks, which a replayed CUDA graph does not call"
         name = type(model).__name__

@@ -195,7 +195,7 @@ class SessionLease:
     def _round_key(self, drafted: RoundShape) -> tuple[Hashable, RoundShape, int]:
         """The key of the next round in `Session.rounds`; with a larger span if only a graph of that is captured."""
         state, rounds = self.session.state, self.session.rounds
-        key = self._process.key, state.logprobs
+        key = self._process.key, state.logprobs, *self._call.kept
         if not self._grows:
             return key, drafted, state.slots
         span = least = span_for(state.live, state.slots)
@@ -213,7 +213,7 @@ class SessionLease:
         session.state.num_draft_tokens, session.state.num_nodes = drafted
         key = self._round_key(drafted)
         with session.state.spanning(key[-1]):
-            captured = capture_round(session, self._target, self._process)
+            captured = capture_round(session, self._target, self._process, self._call.kept)
         session.rounds.add(key, captured)
         # The first capture also builds kernels that later ones share. Compiled rounds share none.
         is_first = len(session.rounds) == 1 and not self._target.drafter.compiles_rounds

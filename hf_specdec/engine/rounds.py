@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ class RoundOutput(NamedTuple):
         walk: of a tree: the path, `[B, K + 1]` int64, i.e. the node of the block after which each token of `result` was
             chosen, and its `parents` (see `Tree`). None of a chain, where each token follows the one before.
         scores, logits: `[B, n, V]` of the n tokens of the block: after and before the logits processors. None of a
-            captured round.
+            captured round, unless the caller gets them.
     """
 
     result: VerificationResult
@@ -197,16 +198,19 @@ class RoundReport:
     """The result of a round on its way to the host; the copy from a GPU is asynchronous.
 
     Args:
-        output: of the round. The next round may overwrite its tensors, except scores and logits.
+        output: of the round. The next round may overwrite its tensors.
         names: `DecodeState.logprobs`, the names of its log-probabilities.
+        kept: names of `scores` and `logits` that the report keeps.
 
     Attributes:
         logprobs: log-probabilities on the host by name, valid after `read`.
-        scores, logits: see `RoundOutput`.
+        records: the tensors in `kept`, see `RoundOutput`.
     """
 
-    def __init__(self, output: RoundOutput, names: tuple[str, ...]):
-        result, logprobs, walk, self.scores, self.logits = output
+    def __init__(self, output: RoundOutput, names: tuple[str, ...], kept: Sequence[str] = ()):
+        result, logprobs, walk, scores, logits = output
+        read = {"scores": scores, "logits": logits}
+        self.records = {name: one.clone() for name, one in read.items() if name in kept}
         self._num_tokens = result.tokens.shape[1]
         parts = (result.tokens, result.accepted[:, None], result.committed[:, None], *(walk or ()))
         packed = torch.cat(parts, dim=1)

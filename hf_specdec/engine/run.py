@@ -416,7 +416,7 @@ class Run:
         start = last[1] if is_typical else self._clock.mark()
         output = runner.lease.run_round(drafted)
         end = self._clock.mark()
-        report = RoundReport(output, runner.state.logprobs)
+        report = runner.report(output)
         self._launched.append(_Launched(occupied, report, drafted, is_typical, start, end))
         self._last = drafted, end
         self._withdraw_failed()
@@ -454,7 +454,7 @@ class Run:
         counts = [0] * len(transcript.stopped)
         for row, _ in running:
             counts[row] = committed[row]
-        transcript.add(tokens[: len(counts)], counts, scores=report.scores, logits=report.logits, **report.logprobs)
+        transcript.add(tokens[: len(counts)], counts, **report.records, **report.logprobs)
         for one in self._cut:
             if not transcript.stopped[one.index] and transcript.steps >= one.remaining:
                 raise ValueError(no_positions(f"Row {one.index} of the batch", one))

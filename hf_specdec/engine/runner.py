@@ -18,7 +18,7 @@ from ..stats import Counters
 from .hosted_target import HostedTarget
 from .lease import SessionLease
 from .prefix_cache import Prefix
-from .rounds import RoundReport, commit_first_token
+from .rounds import RoundOutput, RoundReport, commit_first_token
 from .sessions import Session, sessions_of
 
 _T = TypeVar("_T")
@@ -90,7 +90,11 @@ class Runner:
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill_next.")
 
     def _commit_first_tokens(self, rows: torch.Tensor | slice, known: torch.Tensor | None = None) -> RoundReport:
-        return RoundReport(commit_first_token(self.state, self._process, rows, known), self.state.logprobs)
+        return self.report(commit_first_token(self.state, self._process, rows, known))
+
+    def report(self, output: RoundOutput) -> RoundReport:
+        """`output` on its way to the host."""
+        return RoundReport(output, self.state.logprobs, self._call.kept)
 
     def finish(self, rows: Sequence[int]) -> None:
         """Mark `rows` as finished: later rounds commit nothing to them."""

@@ -50,7 +50,7 @@ def decode(call: Call) -> SpeculativeOutput | torch.Tensor:
     `hosting.eligibility`).
     """
     # The target is patched inside this context at most, and only when it is needed.
-    with HostedTarget(call.model, call.drafter, call.kept) as target:
+    with HostedTarget(call.model, call.drafter, call.kept, call.runs_once) as target:
         num_rows = next_power_of_two(call.batch) if target.is_captured else call.batch
         times = times_if_alone(call, target, num_rows, call.max_new_tokens)
         if times is None:

@@ -148,6 +148,7 @@ def _run(
         num_draft_tokens=drafter.num_own_draft_tokens,
         randomness=Randomness(),
         cache=cache if is_of_caller(cache) else None,
+        runs_once=True,
     )
     with on_device(model.device), running_engine(), looked_at_once():
         if engine == "stock":

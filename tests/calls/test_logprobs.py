@@ -33,7 +33,7 @@ def of_tokens(steps, tokens):
     [*product(["ends", "sampled"], ["eagle3", "copy"]), *product(["greedy", "penalty"], ["p-eagle", "none"])],
 )
 def test_those_of_generate(monkeypatch, option, kind):
-    """The bits of `output_scores` in a call that returns these, and the same in captured rounds."""
+    """The bits of `output_scores` in a call that returns these, and the same in captured rounds, as are the scores."""
     target = tiny_target("llama", num_layers=4)  # whose texts have no padding tokens of their own
     makers = {**RANDOM_DRAFTERS, "none": NoDrafter, "copy": lambda target: copy_of(target, noise=0.03)}
     inputs, options = padded_prompts([6, 2, 4]), {**OPTIONS[option], "max_new_tokens": 14}
@@ -54,6 +54,14 @@ def test_those_of_generate(monkeypatch, option, kind):
         assert torch.equal(again.sequences, out.sequences)
         torch.testing.assert_close(again.logprobs, out.logprobs, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(again.raw_logprobs, out.raw_logprobs, rtol=1e-5, atol=1e-5)
+    kept = [
+        target.generate(**inputs, assistant_model=drafter, output_scores=True, output_logits=True, **options)
+        for _ in range(2)
+    ]
+    assert drafter.stats.execution.startswith("captured") and drafter.stats.captures == 0
+    for one in kept:
+        for found, right in ((one.scores, out.scores), (one.logits, out.logits)):
+            torch.testing.assert_close(torch.stack(found), torch.stack(right), rtol=1e-5, atol=1e-5)
     one = target.generate(**inputs, assistant_model=drafter, **{**options, "return_logprobs": "raw"})
     assert one.logprobs is None and torch.equal(one.raw_logprobs, again.raw_logprobs)
     assert target.generate(**inputs, assistant_model=drafter, **{**options, "return_logprobs": None}).logprobs is None

@@ -93,7 +93,7 @@ def test_rounds_that_cannot_be_replayed_are_not_captured(capture):
     target = tiny_target("llama")
     drafter = copy_of(target)
     options = {"do_sample": False, "max_new_tokens": 6, "assistant_model": drafter}
-    target.generate(**padded_prompts([5]), **options, return_dict_in_generate=True, output_scores=True)
+    target.generate(**padded_prompts([5]), **options, return_dict_in_generate=True, output_hidden_states=True)
     handle = target.model.layers[0].register_forward_hook(lambda module, args, output: None)
     target.generate(**padded_prompts([5]), **options)
     handle.remove()
