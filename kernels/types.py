@@ -191,6 +191,20 @@ class SamplingSettings(NamedTuple):
         return 0 < self.top_k < NO_TOP_K or self.top_p < 1
 
 
+class RowRules(NamedTuple):
+    """How the scores of a row follow from its text.
+
+    Attributes:
+        least: number of tokens, prompt included, before which an end token gets -inf.
+        pad: a token that counts as seen besides those of the text; `NO_TOKEN` for none.
+        penalty: factor on the scores of tokens that were seen, if they are below 0, else divisor; 1 for none.
+    """
+
+    least: int = 0
+    pad: int = NO_TOKEN
+    penalty: float = 1.0
+
+
 class LinearTiles(NamedTuple):
     """The tile of a program of a linear layer.
 

@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 class CapturedRound:
-    """`run_round` as one CUDA graph, or as two with the logits processors between them, if these read the text.
+    """`run_round` as one CUDA graph, or as two with the logits processors between them, if these have no `key`.
 
     Args:
         kept: see `Call.kept`; outputs have the scores and logits in it.

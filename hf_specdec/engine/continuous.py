@@ -28,6 +28,7 @@ from ..patching.support import stated_positions
 from ..sampling.logits import RowSampling
 from ..sampling.processors import BlockProcessor
 from ..sampling.row_processors import RowsProcessor
+from ..sampling.text_rules import TEXT_RULES, rules_of_prompt
 from ..state import DecodeState, set_rows, upload
 from .alone import times_if_alone, without_drafter
 from .groups import Groups
@@ -133,6 +134,7 @@ class ContinuousRunner(Runner):
         super().__init__(call, target, process)
         self._settings = settings
         self._row_sampling = next((one for one in call.processors if type(one) is RowSampling), None)
+        self._has_rules = any(type(one) in TEXT_RULES for one in call.processors)
         self._most = _most_rows(call, settings)
         # The sessions in which requests are prefilled; None if their prompts are packed.
         self._groups = None if can_pack(target) else Groups(call, target, is_continuous=True)
@@ -432,3 +434,5 @@ class ContinuousRunner(Runner):
         )
         if self._row_sampling is not None:
             state.set_row_sampling(rows, [one.sampling for one in requests])
+        if self._has_rules:
+            state.set_row_rules(rows, [rules_of_prompt(self._call.processors, len(one.prompt)) for one in requests])

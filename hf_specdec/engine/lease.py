@@ -236,7 +236,7 @@ class SessionLease:
 
     def allowed(self, drafted: RoundShape) -> RoundShape:
         """`drafted`, or its chain while a processor reads the text: a tree is not one text."""
-        return RoundShape(drafted.num_drafts) if drafted.num_nodes and self._process.key is None else drafted
+        return RoundShape(drafted.num_drafts) if drafted.num_nodes and self._process.reads_text else drafted
 
     def _price(self, drafted: RoundShape) -> float:
         """Milliseconds to capture rounds with `drafted`, the same on all ranks; 0 if they are captured already."""

@@ -200,6 +200,8 @@ class Lockstep(Runner):
             adapters=self.target.adapters_of(requests),
             **{name: [values[one.index] for one in requests] for name, values in self._numbers.items()},
         )
+        if self._process.row_rules:
+            state.set_row_rules(rows, [self._process.row_rules[one.index] for one in requests])
         temperatures = self._call.row_temperatures
         if temperatures is not None:
             at = upload(rows, state.lengths)

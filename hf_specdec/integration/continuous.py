@@ -15,7 +15,10 @@ from tqdm import tqdm
 from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     PreTrainedModel,
     StoppingCriteriaList,
 )
@@ -28,12 +31,13 @@ from ..calls.transcript import end_tokens_of
 from ..config import check_int, check_type
 from ..drafters.attachment import Attachment
 from ..drafters.base import Drafter
-from ..host.generation import GenerationOutput, WorkloadHints, prepared_config
+from ..host.generation import GenerationOutput, WorkloadHints, pad_token, prepared_config
 from ..host.generation import stopping_criteria as make_criteria
 from ..modules.patch import on_host
+from ..sampling.processors import are_of_all_rows, readers_of
 from ..sampling.randomness import Randomness
 from .dispatch import generate_continuously, new_call, row_adapters
-from .request_processors import are_of_all_rows, processors_of_prompt
+from .request_processors import processors_of_prompt
 from .validation import TOKEN_DTYPES, check_call, check_tokens
 
 logger = logging.getLogger(__name__)
@@ -183,12 +187,21 @@ def call_of(
         mask = (torch.arange(width) >= torch.tensor(padding)[:, None]).long()
         model_kwargs["attention_mask"] = mask.to(model.device)
     asked = logits_processor, prefix_allowed_tokens_fn
-    found = processors_of_prompt(model, config, read.input_ids[0], limit, end_tokens_of(criteria), *asked)
-    # Other processors belong to requests, see `ContinuousBatching.processors_of`.
-    shared = LogitsProcessorList(one for one in found if are_of_all_rows([one]))
+    ends = () if pad_token(config) is None else end_tokens_of(criteria)  # as in `Call.ends`
+    found = processors_of_prompt(model, config, read.input_ids[0], limit, ends, *asked)
+    # Otherwise those that read the text belong to requests, see `ContinuousBatching.processors_of`.
+    readers = () if are_of_all_rows(found) else readers_of(found)
+    shared = LogitsProcessorList(_of_any_prompt(one, logits_processor) for one in found if one not in readers)
     fields = {"model": model, "prompts": read, "processors": shared, "criteria": criteria, "streamer": streamer}
     options = {"is_continuous": True, "tree": tree}
     return new_call(drafter, config, Randomness(seeds, generator), found, **options, **fields), model_kwargs
+
+
+def _of_any_prompt(processor: LogitsProcessor, given: Sequence[LogitsProcessor] | None) -> LogitsProcessor:
+    """`processor` for prompts of any length: that of a setting skips the prompt, one that was `given` what it says."""
+    if type(processor) is not MinNewTokensLengthLogitsProcessor or all(one is not processor for one in given or ()):
+        return processor
+    return MinLengthLogitsProcessor(processor.prompt_length_to_skip + processor.min_new_tokens, processor.eos_token_id)
 
 
 # Arguments of `generate()` that are not settings: the parameters of `call_of` after the first four.

@@ -49,7 +49,7 @@ from ..modules.signature import looked_at_once, signature_of
 from ..parallel.tensor_parallel import check_same_call, check_same_tokens, from_first_rank, tensor_parallel_group
 from ..patching.linear import computed_by_libraries
 from ..patching.support import configured_layers
-from ..sampling.processors import POINTWISE_PROCESSORS, check_processors, check_rows_are_apart
+from ..sampling.processors import check_processors, check_rows_are_apart, readers_of
 from ..sampling.randomness import Randomness
 from ..stock.stock_engine import assist, check_stock_call
 from .validation import check_cache, check_prompts, check_same_device, check_tokens, vocabulary_of
@@ -281,7 +281,7 @@ def new_call(
     text.
     """
     tree = drafter.check_tree(drafter.tree if tree is None else tree)
-    readers = [type(one).__name__ for one in all_processors if type(one) not in POINTWISE_PROCESSORS]
+    readers = [type(one).__name__ for one in readers_of(all_processors)]
     asked = _num_draft_tokens(drafter, config, randomness, is_continuous)
     limit = drafter.most_draft_tokens
     most = max(one for one in CANDIDATES if limit is None or one <= limit) if asked == AUTO else asked

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from ..config import check_type
 from ..errors import first_line
 from ..host.generation import logits_processors
-from ..sampling.processors import POINTWISE_PROCESSORS, check_processors
+from ..sampling.processors import are_of_all_rows, check_processors
 from .validation import vocabulary_of
 
 # Sampling settings that each request may have if `per_request_processors` is set.
@@ -98,11 +98,6 @@ def _integers_in(value: Any) -> Iterator[int]:
             yield from _integers_in(one)
 
 
-def are_of_all_rows(processors: LogitsProcessorList) -> bool:
-    """Whether none of `processors` reads the text, so that one pass processes the scores of all rows."""
-    return all(type(one) in POINTWISE_PROCESSORS for one in processors)
-
-
 def own_config(
     model: PreTrainedModel,
     config: GenerationConfig,
@@ -112,10 +107,12 @@ def own_config(
     ends: Collection[int],
     samples_each: bool,
     processors: LogitsProcessorList | None = None,
+    has_own_ends: bool = False,
 ) -> GenerationConfig | None:
     """The settings of a request whose scores are processed separately; None if they are processed with all rows.
 
     Its `options` replace settings of `config`. With `samples_each` rows have their own `SAMPLING_OPTIONS`.
+    `has_own_ends` tells whether `ends` are others than those of all rows.
     """
     config = copy.copy(config)
     for name, value in options.items():
@@ -126,7 +123,8 @@ def own_config(
     if config.do_sample and config.temperature == 0:
         config.do_sample = False
     found = processors_of_prompt(model, config, prompt, max_new_tokens, ends, processors)
-    is_of_all = are_of_all_rows(found) and not set(options) - set(SAMPLING_OPTIONS)
+    is_of_all = are_of_all_rows(found) and not processors and not set(options) - set(SAMPLING_OPTIONS)
+    is_of_all &= not (has_own_ends and (config.min_length or config.min_new_tokens))
     # `RowSampling` runs before all other warpers; transformers runs top-h between temperature and top-k.
     if is_of_all and not (samples_each and any(type(one) is TopHLogitsWarper for one in found)):
         return None

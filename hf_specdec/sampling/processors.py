@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
@@ -27,9 +28,11 @@ from transformers import (
 )
 
 from ..host.generation import allowed_tokens_of, rows_of_prompt
+from ..kernels.types import RowRules
 from ..modules.patch import user_code
 from ..state import DecodeState
 from .logits import MaskTokenLogitsProcessor, RowSampling, RowTemperature, divide
+from .text_rules import LENGTH_RULES, TEXT_RULES, ends_of_rules, penalised, rules_of_rows, without_early_ends
 
 # Processors that do not read `input_ids`, so that all K + 1 positions of a block can be processed as independent rows.
 # Exact types are compared, since a subclass may read them.
@@ -52,12 +55,33 @@ POINTWISE_PROCESSORS = frozenset(
     }
 )
 
+# Processors whose settings are read from the state.
+IN_STATE = TEXT_RULES | {RowTemperature}
+
 # Processors that keep state between calls, which calls for rejected drafts would corrupt.
 STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
 
 # Packages whose processors are known not to mix rows.
 _OWN_PACKAGES = frozenset({"transformers", __name__.partition(".")[0]})
+
+
+def readers_of(processors: Iterable[LogitsProcessor]) -> list[LogitsProcessor]:
+    """Those of `processors` that may read the text."""
+    return [one for one in processors if type(one) not in POINTWISE_PROCESSORS]
+
+
+def rules_at_once(
+    processors: LogitsProcessorList, prompts: Sequence[torch.Tensor] = (), padding: Sequence[int] = ()
+) -> list[RowRules] | None:
+    """`rules_of_rows`; None also if another processor may read the text."""
+    is_by_rules = all(type(one) in TEXT_RULES for one in readers_of(processors))
+    return rules_of_rows(processors, prompts, padding) if is_by_rules else None
+
+
+def are_of_all_rows(processors: LogitsProcessorList) -> bool:
+    """Whether all positions of a block are processed at once, for any rows without padding."""
+    return rules_at_once(processors) is not None
 
 
 def check_processors(processors: LogitsProcessorList) -> None:
@@ -150,8 +174,9 @@ class BlockProcessor:
     position at its length; the other rows of `input_ids` are cut or padded to that length, and their scores are
     ignored. `prefix_allowed_tokens_fn` is not called for them.
 
-    If no processor reads `input_ids`, all positions are processed at once. Temperatures, including those of
-    `RowTemperature`, are then read from the state, so that one captured round serves any temperature.
+    If no processor reads `input_ids`, apart from `TEXT_RULES` for which `RowRules` are enough, all positions are
+    processed at once. Temperatures, including those of `RowTemperature`, and `RowRules` are then read from the state,
+    so that one captured round serves any of them.
 
     Args:
         processors: as prepared by `generate()`.
@@ -159,6 +184,10 @@ class BlockProcessor:
         padding: padding tokens of each row; -n if the first n tokens of the row are not in `prompts`, so that
             processors do not get them.
         temperature: of the call, also in `DecodeState.temperature`; None for greedy decoding.
+
+    Attributes:
+        reads_text: whether a processor may read the text.
+        row_rules: what belongs into the state, for each row of `prompts`; empty if there is nothing.
     """
 
     def __init__(
@@ -168,24 +197,30 @@ class BlockProcessor:
         padding: list[int],
         temperature: float | None = None,
     ):
+        self.reads_text, rules = bool(readers_of(processors)), rules_at_once(processors, prompts, padding)
+        self._is_at_once, self.row_rules = rules is not None, rules or []
+        self._ends = next(iter(ends_of_rules(processors if self._is_at_once else ())), ())
+        self._end_tokens = torch.tensor(self._ends, dtype=torch.int64, device=prompts.device)
+        if self._ends:  # minimum lengths, which follow one another, are one: `row_least`
+            pairs = zip(processors, [None, *processors[:-1]], strict=True)
+            processors = [one for one, before in pairs if not {type(one), type(before)} <= LENGTH_RULES]
         self._processors = LogitsProcessorList(map(self._for_current_rows, processors))
         self._current_rows: set[int] = set()
         self._prompts = prompts
         self._padding = torch.tensor(padding, device=prompts.device)
-        self._is_pointwise = all(type(processor) in POINTWISE_PROCESSORS for processor in processors)
         # Decided once: a compiled round that compared temperatures would be recompiled for each of them. The caller may
         # also pass a `TemperatureLogitsWarper` with another temperature in `logits_processor`.
         self._are_in_state = [
-            type(one) is RowTemperature or (type(one) is TemperatureLogitsWarper and one.temperature == temperature)
+            type(one) in IN_STATE or (type(one) is TemperatureLogitsWarper and one.temperature == temperature)
             for one in processors
         ]
 
     @property
     def key(self) -> tuple | None:
-        """What the processing depends on besides the state, hashable; None if it reads `input_ids`."""
-        if not self._is_pointwise:
+        """What the processing depends on besides the state, hashable; None if the host takes part in it."""
+        if not self._is_at_once:
             return None
-        return tuple(
+        return self._ends, *(
             (type(one), *(() if is_in_state else ((n, _frozen(v)) for n, v in vars(one).items())))
             for one, is_in_state in zip(self._processors, self._are_in_state, strict=True)
         )
@@ -196,7 +231,7 @@ class BlockProcessor:
         if not self._processors:
             return logits
         scores = logits.float()
-        if self._is_pointwise:
+        if self._is_at_once:
             tokens, shape = block.reshape(-1, 1), scores.shape
             scores = scores.clone()
             for processor, is_in_state in zip(self._processors, self._are_in_state, strict=True):
@@ -204,6 +239,10 @@ class BlockProcessor:
                     scores = scores / state.row_temperatures[:, None, None]
                 elif type(processor) is RowSampling:
                     scores = processor.of_rows(scores, state.row_temperatures, state.row_top_k, state.row_tail)
+                elif type(processor) is RepetitionPenaltyLogitsProcessor:
+                    scores = penalised(scores, block, state)
+                elif type(processor) in LENGTH_RULES:
+                    scores = without_early_ends(scores, self._end_tokens, state)
                 elif is_in_state:
                     scores = divide(scores, state.temperature)
                 else:

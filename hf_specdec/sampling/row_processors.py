@@ -29,7 +29,7 @@ class RowsProcessor:
     those after a draft that is ruled out or ends the row, unless all processors are transformers' own.
 
     Args:
-        shared: for all other rows; it reads no text.
+        shared: for all other rows; all positions at once.
         fails_alone: whether an error of a row's processors is recorded instead of raised.
 
     Attributes:
@@ -46,6 +46,11 @@ class RowsProcessor:
     def key(self) -> Hashable | None:
         """See `BlockProcessor.key`; None while rows have their own processors."""
         return None if self.own else self._shared.key
+
+    @property
+    def reads_text(self) -> bool:
+        """See `BlockProcessor`; rows with their own processors count as rows whose text is read."""
+        return bool(self.own) or self._shared.reads_text
 
     def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
         """See `BlockProcessor.__call__`."""

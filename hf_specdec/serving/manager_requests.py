@@ -116,7 +116,10 @@ class RequestFactory:
         count = check_int("num_return_sequences", self._config.num_return_sequences or 1, 1)
         seeds, prompt_ids, ends = self._seeds_of(seed, count), prompt.tolist(), end_tokens(self._config, eos_token_id)
         sampling = self._sampling(options)
-        config = own_config(self._model, self._config, options, prompt, limit, ends, self._samples_each, processors)
+        has_own_ends = ends != end_tokens(self._config, None)
+        config = own_config(
+            self._model, self._config, options, prompt, limit, ends, self._samples_each, processors, has_own_ends
+        )
         if request_id is None:
             request_id = next(name for name in self._names if not self._is_in_use(name))
         return [

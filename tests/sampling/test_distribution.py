@@ -196,6 +196,8 @@ class Text:
             [torch.stack([self._logits[tuple(row[:step])] for step in range(width + 1)]) for row in drafts.tolist()]
         )
         process = BlockProcessor(self.processors, self.prompt.expand(num, -1), [0] * num, temperature)
+        if process.row_rules:
+            state.set_row_rules(range(num), process.row_rules)
         return process(logits, block, state)
 
     def law_of_continuations(self):
