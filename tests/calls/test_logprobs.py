@@ -18,6 +18,7 @@ OPTIONS = {
     "ends": {"do_sample": False, "eos_token_id": [7, 11, 13, 20, 31], "pad_token_id": PAD},
     "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 12, "seeds": [3, 4, 5]},
     "penalty": {"do_sample": False, "repetition_penalty": 1.4, "stop_strings": None},
+    "ngrams": {"do_sample": False, "no_repeat_ngram_size": 1},
 }
 
 
@@ -30,7 +31,7 @@ def of_tokens(steps, tokens):
 @pytest.mark.core_for(kind=["eagle3"], option=["ends", "sampled"])
 @pytest.mark.parametrize(
     ("option", "kind"),
-    [*product(["ends", "sampled"], ["eagle3", "copy"]), *product(["greedy", "penalty"], ["p-eagle", "none"])],
+    [*product(["ends", "sampled"], ["eagle3", "copy"]), *product(["greedy", "penalty", "ngrams"], ["p-eagle", "none"])],
 )
 def test_those_of_generate(monkeypatch, option, kind):
     """The bits of `output_scores` in a call that returns these, and the same in captured rounds, as are the scores."""

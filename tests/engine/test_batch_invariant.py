@@ -110,6 +110,7 @@ def refused(target, drafter, **options):
         {"top_h": 0.5},
         {"renormalize_logits": True, "min_p": 0.05},
         {"repetition_penalty": 1.2, "top_p": 0.8},
+        {"no_repeat_ngram_size": 2, "top_p": 0.8},
     ],
     ids=lambda options: "-".join(options),
 )

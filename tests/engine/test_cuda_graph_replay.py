@@ -34,11 +34,12 @@ OPTIONS = {
     "greedy": {"do_sample": False},
     "end of sequence": {"do_sample": False, "eos_token_id": [7, 11, 13], "pad_token_id": PAD},
     "penalty": {"do_sample": False, "repetition_penalty": 1.3},
+    "ngrams": {"do_sample": False, "no_repeat_ngram_size": 2},
     "sampling": {"do_sample": True, "temperature": 1.3, "top_k": 20},
 }
 
 
-@pytest.mark.core_for(kind=["noisy copy"], batch=[3], option=["penalty", "sampling"])
+@pytest.mark.core_for(kind=["noisy copy"], batch=[3], option=["ngrams", "sampling"])
 @pytest.mark.parametrize(
     ("kind", "batch", "option"),
     cases(
@@ -54,7 +55,7 @@ def test_captured_rounds_generate_the_same(monkeypatch, option, kind, batch):
     inputs = padded_prompts(PROMPTS[batch])
     options = {"max_new_tokens": MAX_NEW_TOKENS, "num_assistant_tokens": 3, **OPTIONS[option]}
     if kind == "oracle":
-        greedy_options = OPTIONS["penalty" if option == "penalty" else "greedy"]
+        greedy_options = OPTIONS["greedy" if option == "sampling" else option]
         free = target.generate(**inputs, **greedy_options, max_new_tokens=MAX_NEW_TOKENS)
         drafter = OracleDrafter(target, continuations(inputs, free), PROMPTS[batch], 0.7)
     else:
@@ -322,15 +323,15 @@ REPLAYED = cases(
         for kind, option in every
         if kind == "eagle3"
         or (option == "sampling" and kind != "p-eagle-sequential")
-        or (kind, option) in (("none", "penalty"), ("mtp-by-target", "penalty"))
+        or (kind, option) in (("none", "ngrams"), ("mtp-by-target", "ngrams"))
     ],
 )
 
 
-@pytest.mark.core_for(kind=["eagle3"], option=["penalty", "sampling"])
+@pytest.mark.core_for(kind=["eagle3"], option=["penalty", "ngrams", "sampling"])
 @pytest.mark.parametrize(("kind", "option"), REPLAYED)
 def test_replayed_calls_generate_what_eager_calls_generate(kind, option, monkeypatch):
-    """Prompts of one bucket of lengths, in a batch that is filled up with an inert row unless processors read texts;
+    """Prompts of one bucket of lengths, in a batch that is filled up with an inert row unless the host reads texts;
     what is captured reads nothing on the host."""
     target = tiny_target("llama")
     batches = [[9, 1, 5], [1, 1, 1], [3, 9, 4]][: num_cases(3, 2)]
@@ -339,7 +340,7 @@ def test_replayed_calls_generate_what_eager_calls_generate(kind, option, monkeyp
     capture, drafter = replay_on_cpu(monkeypatch, watched), MAKERS[kind](target)
     assert generate(target, drafter, batches, **options) == eager
     assert drafter.stats.execution.startswith("captured in")
-    assert (capture.count, capture.hostings, len(drafter.sessions)) == (3 if option == "penalty" else 2, 1, 1)
+    assert (capture.count, capture.hostings, len(drafter.sessions)) == (3 if option == "ngrams" else 2, 1, 1)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "mtp-by-target"])
@@ -373,7 +374,7 @@ def test_graphs_of_a_session_share_a_memory_pool(monkeypatch):
     target = tiny_target("llama")
     drafter = random_eagle3(target)
     generate(target, drafter, [[9, 1], [17, 30]])
-    generate(target, drafter, [[9, 1]], repetition_penalty=1.3)
+    generate(target, drafter, [[9, 1]], no_repeat_ngram_size=2)
     generate(target, drafter, [[9]])
     first, *_, last = memories
     assert [memory is first for memory in memories] == 5 * [True] + 2 * [False] and memories[-2] is last

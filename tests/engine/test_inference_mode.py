@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODES = {"greedy": {"do_sample": False}, "sampling": {"do_sample": True, "temperature": 1.2, "seeds": 3}}
 ENGINES = ["static", "stock", "captured"]
 greedy = partial(lossless.greedy, max_new_tokens=num_cases(16, 8))
-MODES["penalty"] = {"do_sample": False, "repetition_penalty": 1.3}
+MODES["ngrams"] = {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
 
 
 @pytest.fixture(params=ENGINES)

@@ -328,6 +328,21 @@ def test_requests_that_have_lost_their_rows_come_back(monkeypatch, rooms, kind, 
     assert found[0] == 0 < found[-1]
 
 
+def test_rules_of_requests_that_come_back(monkeypatch, rooms):
+    """A minimum of new tokens counts from the end of the prompt, and a penalty the whole text, as before."""
+    monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 16)
+    monkeypatch.setattr("hf_specdec.engine.run.TOKENS_AHEAD", 8)
+    target, prompts = tiny_target("llama"), prompts_of((5, 60, 9, 30, 17, 70))
+    options = {"repetition_penalty": 1.3, "min_new_tokens": NEW - 2, "eos_token_id": END}
+    expected = [
+        target.generate(torch.tensor([one]), max_new_tokens=NEW, do_sample=False, **options)[0, len(one) :].tolist()
+        for one in prompts
+    ]
+    set_policy(monkeypatch, "cpu", cache_bytes=committed_bytes(CPU) + 60 * 1024)
+    texts, errors = in_rows(NoDrafter(target), prompts, 4, **options)
+    assert texts == expected and errors == [None] * 6 and rooms
+
+
 def test_a_text_that_does_not_fit_alone_is_the_only_one_that_fails(monkeypatch):
     monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 16)
     set_policy(monkeypatch, "cpu", cache_bytes=committed_bytes(CPU) + 50 * 1024)

@@ -108,7 +108,7 @@ def test_captured_rounds(monkeypatch, kind, stand_in):
     assert len(session.rounds) == 4 and len(session.catch_ups) == 3
     assert drafter.stats.execution.startswith("captured in one graph")
     inputs = padded_prompts([5, 9, 1])
-    for processors in ({}, {"repetition_penalty": 1.3}):
+    for processors in ({}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}):
         expected = greedy(target(), inputs, **processors)
         for _ in range(2):
             assert torch.equal(greedy(target(), inputs, drafter, **processors), expected)

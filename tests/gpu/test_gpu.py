@@ -7,6 +7,7 @@ import torch
 from chi_square import Cells, p_value
 from decoding_modes import MODES
 from oracle import RANDOM_DRAFTERS
+from rule_blocks import LISTS, check_bits
 from sampled_calls import MODES as DRAWS
 from sampled_calls import drafter_of, sample
 from shipped_drafters import DRAFTERS, chat_batches
@@ -52,7 +53,7 @@ def test_replay_equals_eager(monkeypatch, kind, mode, batch):
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "p-eagle"])
-@pytest.mark.parametrize("mode", ["greedy", "penalty", "hot sampling"])
+@pytest.mark.parametrize("mode", ["greedy", "penalty", "ngrams", "hot sampling"])
 def test_logprobs_of_replays_are_those_of_scores(kind, mode):
     target, inputs = on_gpu("llama"), prompts([9, 1, 5])
     drafter = RANDOM_DRAFTERS[kind](target).configure(compile_rounds=False)
@@ -86,7 +87,7 @@ def test_replays_read_the_processors_of_the_call_that_captured(monkeypatch, opti
     assert all(text == texts[-1] for text in texts)
 
 
-@pytest.mark.parametrize("mode", ["greedy", "penalty", "hot sampling"])
+@pytest.mark.parametrize("mode", ["greedy", "penalty", "ngrams", "hot sampling"])
 @pytest.mark.parametrize("kind", RANDOM_DRAFTERS)
 def test_replayed_prefills_equal_eager_ones(monkeypatch, kind, mode):
     """Prompts of several lengths in one session, in one bucket and in others; the longest are not captured."""
@@ -146,6 +147,7 @@ def test_greedy_is_identical_in_float32(family, kind):
         *((kind, "hot sampling", "llama") for kind in RANDOM_DRAFTERS),
         *(("eagle3", "greedy", family) for family in STATIC_FAMILIES),
         ("eagle3", "penalty", "llama"),
+        ("eagle3", "ngrams", "llama"),
     ],
 )
 def test_compiled_rounds_generate_the_same(kind, mode, family):
@@ -167,6 +169,11 @@ def test_temperature_division_equals_the_warpers_bit_for_bit():
     for temperature in torch.linspace(0.05, 2.5, 50).tolist():
         out = divide(scores, torch.tensor(temperature, device="cuda"))
         assert torch.equal(out, TemperatureLogitsWarper(temperature)(None, scores))
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_rules_equal_the_processors_bit_for_bit(name):
+    check_bits(name, "cuda")
 
 
 @pytest.mark.parametrize("mode", DRAWS)

@@ -245,7 +245,7 @@ def test_two_targets_in_two_threads(mode, is_compiled):
 
 
 @two_gpus
-@pytest.mark.parametrize("mode", ["greedy", "penalty", "hot sampling"])
+@pytest.mark.parametrize("mode", ["greedy", "penalty", "ngrams", "hot sampling"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_target_on_another_device_than_the_current_one(monkeypatch, kind, mode):
     """Eagerly and captured; nothing of it is on the current device."""

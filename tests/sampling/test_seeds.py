@@ -74,7 +74,9 @@ def test_replayed_rounds_serve_rows_of_any_temperature(monkeypatch):
     assert not torch.equal(eager[0], eager[1]) and not torch.equal(eager[0], eager[2])
 
 
-@pytest.mark.parametrize(("options", "graphs_of_a_round"), [({}, 1), ({"repetition_penalty": 1.2}, 2)])
+@pytest.mark.parametrize(
+    ("options", "graphs_of_a_round"), [({}, 1), ({"repetition_penalty": 1.2}, 1), ({"no_repeat_ngram_size": 2}, 2)]
+)
 def test_calls_of_any_temperature_share_a_round(options, graphs_of_a_round, monkeypatch):
     target, inputs = tiny_target("llama"), padded_prompts([5, 9])
 
