@@ -160,10 +160,6 @@ def processors_of_row(processors: LogitsProcessorList, row: int, batch: int) -> 
     return LogitsProcessorList(map(of_row, processors))
 
 
-def _frozen(value: Any) -> str:
-    return str(value.tolist() if isinstance(value, torch.Tensor) else value)
-
-
 class BlockProcessor:
     """Applies `generate()`'s logits processors to every position of a round's block.
 
@@ -206,6 +202,7 @@ class BlockProcessor:
             processors = [one for one, before in pairs if not {type(one), type(before)} <= LENGTH_RULES]
         self._processors = LogitsProcessorList(map(self._for_current_rows, processors))
         self._current_rows: set[int] = set()
+        self._texts_of: dict[int, tuple[torch.Tensor, int | None, str]] = {}
         self._prompts = prompts
         self._padding = torch.tensor(padding, device=prompts.device)
         # Decided once: a compiled round that compared temperatures would be recompiled for each of them. The caller may
@@ -221,9 +218,20 @@ class BlockProcessor:
         if not self._is_at_once:
             return None
         return self._ends, *(
-            (type(one), *(() if is_in_state else ((n, _frozen(v)) for n, v in vars(one).items())))
+            (type(one), *(() if is_in_state else ((n, self._frozen(v)) for n, v in vars(one).items())))
             for one, is_in_state in zip(self._processors, self._are_in_state, strict=True)
         )
+
+    def _frozen(self, value: Any) -> str:
+        """`value` as text. A tensor is read once, and again after it was written: it may be on a GPU that computes."""
+        if not isinstance(value, torch.Tensor):
+            return str(value)
+        version = None if value.is_inference() else value._version
+        known, when, text = self._texts_of.get(id(value), (None, None, ""))
+        if known is not value or when != version:
+            text = str(value.tolist())
+            self._texts_of[id(value)] = value, version, text
+        return text
 
     def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
         """Process the logits `[B, K + 1, V]` of a block `[B, K + 1]` int64 (the last committed token and the drafts).

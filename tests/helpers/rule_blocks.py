@@ -15,8 +15,21 @@ from hf_specdec.cache.key_layers import attention_layers
 from hf_specdec.sampling.processors import BlockProcessor
 from hf_specdec.state import Shape
 
-# Tokens without a score are in texts, too.
-SCORED, VOCAB, PAD, WIDTH = 60, 64, 3, 9
+
+def _ignores_padding():
+    """Whether transformers' penalty can leave out the padding of rows, as since 5.23, and takes tokens without a score,
+    as since 5.18."""
+    try:
+        RepetitionPenaltyLogitsProcessor(1.5, torch.tensor([0]))
+    except ValueError:
+        return False
+    return True
+
+
+IGNORES_PADDING = _ignores_padding()
+# Tokens without a score are in texts, too, where transformers' processors take them.
+SCORED, PAD, WIDTH = 60, 3, 9
+VOCAB = 64 if IGNORES_PADDING else SCORED
 PADDING = [0, 2, 5, 0]
 ENDS = [5, 9, 14, 61]
 
@@ -36,7 +49,7 @@ def penalty(value=1.8, ignored=None):
 LISTS = {
     "penalty": lambda on: [penalty()],
     "reward": lambda on: [penalty(0.7)],
-    "penalty without padding": lambda on: [penalty(1.05, torch.tensor(PADDING))],
+    **({"penalty without padding": lambda on: [penalty(1.05, torch.tensor(PADDING))]} if IGNORES_PADDING else {}),
     "length": lambda on: [least(13, device=on)],
     "new": lambda on: [least_new(3, device=on)],
     "new and length": lambda on: [least_new(3, device=on), least(12, device=on)],
