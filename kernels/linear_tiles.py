@@ -185,8 +185,10 @@ def choose_stored_tiles(rows: int, weight: StoredWeight) -> LinearTiles:
     row 8.8 / 6.2, 6.8 / 4.1, 31.8 / 28.9, 17.4 / 14.5; in blocks of 128 x 128 9.5, 7.2, 33.1, 19.7; 4 bits in groups of
     128 8.4 / 3.1, 6.3 / 2.1, 26.9 / 14.5, 18.2 / 7.2; as many at four rows. Slower are tiles of half the depth (10.0,
     7.1, 39.7, 20.2), sums in 8 instead of 4 splits (10.5, 7.9, 42.7, 17.9), and rows of 64 bytes in shared memory,
-    which have no bank conflicts (a round with EAGLE-3 5.9 instead of 3.3 ms). With inputs in registers 4 bits take 7.1,
-    5.8, 24.6, 16.4 at one row but 7.4, 6.0, 26.7, 18.5 at four, and e4m3 8.4, 7.0, 36.2, 21.9.
+    which have no bank conflicts (a round with EAGLE-3 5.9 instead of 3.3 ms). Fetching 2, 4 or 8 lines instead of one
+    of each row into the L2 cache at the start is no faster for any format and product (4 bits 27.1 / 28.1 / 32.3 /
+    31.5). With inputs in registers 4 bits take 7.1, 5.8, 24.6, 16.4 at one row but 7.4, 6.0, 26.7, 18.5 at four, and
+    e4m3 8.4, 7.0, 36.2, 21.9.
     """
     size_out, size_in = weight.shape[-2:]
     is_halves = weight.values.shape[-1] < size_in
