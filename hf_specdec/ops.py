@@ -22,6 +22,7 @@ from .kernels.linear_tiles import (
     MAX_GATED_ROWS,
     MAX_ROWS,
     MAX_STORED_ROWS,
+    MIN_FEATURES,
     ROWS_OF_LONG_PASSES,
     choose_descriptor_tiles,
     choose_gated_tiles,
@@ -192,8 +193,7 @@ def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -
         return is_taken and _is_fast_stored(inputs, weight)
     if len(inputs) <= MAX_ROWS:
         return _has_tiles(choose_tiles, inputs, weight)
-    # Elsewhere the host takes longer to launch it.
-    return is_capturing() and _has_tiles(lambda rows, out, _: choose_descriptor_tiles(rows, out, None), inputs, weight)
+    return _has_whole_tiles(inputs, weight)
 
 
 def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:
@@ -203,6 +203,17 @@ def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) 
         is_taken = has_fast_linear(inputs, weight) and _wide_stored_tiles(inputs, weight) is None
         return is_taken and weight.shape[0] % 2 == 0 and is_for_triton(inputs)
     return len(inputs) <= MAX_GATED_ROWS and len(weight) % 2 == 0 and _has_tiles(choose_gated_tiles, inputs, weight)
+
+
+def _has_whole_tiles(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether descriptors are faster for more than `MAX_ROWS` rows: in captures, since the host is slower with them."""
+    if not is_capturing() or min(weight.shape) < MIN_FEATURES:
+        return False
+    if not _has_tiles(lambda rows, size_out, _: choose_descriptor_tiles(rows, size_out, None), inputs, weight):
+        return False
+    from .kernels import linear_descriptors
+
+    return linear_descriptors.takes(inputs, weight)
 
 
 def _is_16_bit(inputs: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ MAX_ROWS, MAX_GATED_ROWS = 64, 128
 # Rows of the smallest tile: the minimum of `tl.dot`.
 FEWEST_ROWS = 16
 # cuBLAS runs layers with fewer features, and layers whose rows are not aligned for loads of 16 bytes.
-_MIN_FEATURES, _ALIGNMENT = 256, 8
+MIN_FEATURES, _ALIGNMENT = 256, 8
 # So many tiles of 64 output features run at once on a GPU of 132 multiprocessors: a deep pipeline then pays.
 _ONE_WAVE = 264
 # Bytes of each row of a stored weight in a tile.
@@ -89,7 +89,7 @@ def choose_tiles(rows: int, size_out: int, size_in: int) -> LinearTiles | None:
     3072 x 2048 9.8 and by tiles of 64 rows 11.6.
     """
     is_aligned = size_in % _ALIGNMENT == 0
-    if not (0 < rows <= MAX_ROWS and is_aligned and min(size_out, size_in) >= _MIN_FEATURES):
+    if not (0 < rows <= MAX_ROWS and is_aligned and min(size_out, size_in) >= MIN_FEATURES):
         return None
     if rows > 32:
         if size_out >= _FEWEST_OUTPUTS:

@@ -83,7 +83,8 @@ class Session:
 
     Attributes:
         state: the buffers.
-        rounds: captured rounds, by `BlockProcessor.key`, K and `RaggedCache.kernel_span`.
+        rounds: captured rounds, by `BlockProcessor.key`, log-probabilities, scores and logits that calls get, K and
+            `RaggedCache.kernel_span`.
         catch_ups: captured `catch_up`, by width and `RaggedCache.kernel_span`.
         prefills: captured chunks of prefills, by width.
         round_times: times of its rounds in calls with a fixed K, which ranks of one model do not share.

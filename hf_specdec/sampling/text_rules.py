@@ -51,8 +51,9 @@ def rules_of_rows(
     for one in penalties:
         ignored = one.prompt_ignore_length
         if ignored is None:
-            found = [set(row[:pad].tolist()) if pad else set() for row, pad in zip(prompts, padding, strict=True)]
-            if any(len(tokens) > 1 for tokens in found):
+            texts = prompts.tolist() if any(padding) else [[]] * len(padding)
+            found = [set(row[:pad]) for row, pad in zip(texts, padding, strict=True)]
+            if any(len(tokens) > 1 or min(tokens, default=0) < 0 for tokens in found):
                 return None
             pads = [next(iter(tokens), NO_TOKEN) for tokens in found]
         elif not isinstance(ignored, torch.Tensor) or ignored.tolist() != list(padding):

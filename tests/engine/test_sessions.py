@@ -403,7 +403,7 @@ def test_round_in_one_graph_returns_the_results(tape, monkeypatch, kind):
         assert options or generated == plain
     rounds = [result for result in results if result is not None]
     assert len(rounds) == 2  # prefills return nothing
-    assert not any(logprobs or walk for _, logprobs, walk in rounds)
+    assert all(one[1:] == ((), None, None, None) for one in rounds)
     assert all(tensor.shape in ((4,), (4, 4)) and tensor.dtype == torch.int64 for one, *_ in rounds for tensor in one)
 
 

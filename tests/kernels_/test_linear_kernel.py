@@ -209,9 +209,14 @@ def test_small_layers_of_many_rows():
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_host_bound_passes_keep_cublas(is_captured, monkeypatch):
     monkeypatch.setattr(ops, "_is_16_bit", lambda inputs: True)
-    inputs, weight = torch.zeros(128, 576), torch.zeros(576, 576)
+    inputs, weight = torch.zeros(128, 576, dtype=torch.bfloat16), torch.zeros(576, 576, dtype=torch.bfloat16)
     with capturing() if is_captured else nullcontext():
         assert ops.has_fast_linear(inputs, weight) == is_captured
+        assert not ops.has_fast_linear(inputs, weight[:16]), "a router"
+        assert not ops.has_fast_linear(inputs, weight[:570]), "results that descriptors do not take"
+        with monkeypatch.context() as patches:
+            patches.setattr(linear_descriptors, "_has_descriptors", lambda device: False)
+            assert not ops.has_fast_linear(inputs, weight), "before Hopper"
     assert ops.has_fast_linear(inputs[:48], weight)
 
 
