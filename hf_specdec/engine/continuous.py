@@ -133,7 +133,8 @@ class ContinuousRunner(Runner):
         process = RowsProcessor(block, fails_alone=settings.arrivals is not None)
         super().__init__(call, target, process)
         self._settings = settings
-        self._row_sampling = next((one for one in call.processors if type(one) is RowSampling), None)
+        self._samples_each = any(type(one) is RowSampling for one in call.processors)
+        self._row_sampling = block.row_sampling
         self._has_rules = any(type(one) in TEXT_RULES for one in call.processors)
         self._most = _most_rows(call, settings)
         # The sessions in which requests are prefilled; None if their prompts are packed.
@@ -178,8 +179,6 @@ class ContinuousRunner(Runner):
 
     def _suit(self, requests: Sequence[Request]) -> None:
         """Let rounds compute what `requests`, the occupants of rows, need: each case has its own captured round."""
-        if self._row_sampling is not None:
-            self._row_sampling.filters = any(one.sampling.filters for one in requests)
         self._logprobs = tuple(sorted({one.return_logprobs for one in requests} - {None}))
 
     def keep(self) -> None:
@@ -432,7 +431,9 @@ class ContinuousRunner(Runner):
             prompt_lengths=[len(one.prompt) for one in requests],
             adapters=self.target.adapters_of(requests),
         )
-        if self._row_sampling is not None:
+        if self._samples_each:
             state.set_row_sampling(rows, [one.sampling for one in requests])
+        elif self._row_sampling is not None:
+            state.set_row_sampling(rows, [self._row_sampling] * len(rows))
         if self._has_rules:
             state.set_row_rules(rows, [rules_of_prompt(self._call.processors, len(one.prompt)) for one in requests])

@@ -5,9 +5,9 @@ from transformers import (
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
-    TopKLogitsWarper,
 )
 
 from hf_specdec import Drafter, DrafterConfig
@@ -53,8 +53,8 @@ LISTS = {
     "length": lambda on: [least(13, device=on)],
     "new": lambda on: [least_new(3, device=on)],
     "new and length": lambda on: [least_new(3, device=on), least(12, device=on)],
-    "length and new": lambda on: [TopKLogitsWarper(30), least(11, device=on), least_new(4, device=on)],
-    "all": lambda on: [penalty(1.3), least(14, device=on), TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)],
+    "length and new": lambda on: [MinPLogitsWarper(0.02), least(11, device=on), least_new(4, device=on)],
+    "all": lambda on: [penalty(1.3), least(14, device=on), TemperatureLogitsWarper(0.7), MinPLogitsWarper(0.01)],
     "after others": lambda on: [TemperatureLogitsWarper(0.7), least(14, device=on), penalty(1.3)],
 }
 
@@ -90,6 +90,8 @@ class RuleBlock:
         process = BlockProcessor(LogitsProcessorList(processors), self.prompts.to(device), PADDING)
         assert process.key is not None and len(process.row_rules) == 4
         state.set_row_rules(range(4), process.row_rules if rules is None else rules)
+        if process.row_sampling is not None:
+            state.set_row_sampling(range(4), [process.row_sampling] * 4)
         block, _ = state.block(self.drafts.to(device))
         return process(self.logits.to(device), block, state).cpu()
 

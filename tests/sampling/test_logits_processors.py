@@ -11,6 +11,7 @@ from targets import STOCK_FAMILY, VOCAB, padded_prompts, tiny_target
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
+from hf_specdec import ops
 from hf_specdec.kernels.types import NO_TOP_K, SamplingSettings
 from hf_specdec.sampling.logits import (
     DraftVocabularyLogitsProcessor,
@@ -117,8 +118,8 @@ def test_rows_with_settings_of_their_own():
         torch.tensor([one.top_k for one in settings]),
     )
     tail = torch.tensor([1 - one.top_p for one in settings])
-    processor, blank = RowSampling(), torch.zeros(4, 1, dtype=torch.int64)
-    found = processor.of_rows(scores, temperatures, top_k, tail)
+    blank = torch.zeros(4, 1, dtype=torch.int64)
+    found = ops.apply_top_k_top_p(scores, temperatures, top_k, tail)
     for row, one in enumerate(settings):
         expected = scores[row] / one.temperature
         if one.top_k == 0:
@@ -130,13 +131,8 @@ def test_rows_with_settings_of_their_own():
         if one.top_p < 1:
             expected = logits_process.TopPLogitsWarper(one.top_p)(blank, expected)
         assert torch.equal(found[row], expected), one
-    processor.filters = False
-    rows = [0, 1, 6]
-    assert not any(settings[row].filters for row in rows)
-    plain = processor.of_rows(scores[rows], temperatures[rows], top_k[rows], tail[rows])
-    assert torch.equal(plain, found[rows])
     with pytest.raises(RuntimeError, match="RowSampling reads the rows of a continuous batch"):
-        processor(blank, scores[0])
+        RowSampling()(blank, scores[0])
 
 
 @pytest.mark.core_for(batch=[3], name=FEW)
