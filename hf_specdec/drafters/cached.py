@@ -355,8 +355,7 @@ class CachedDrafter(Drafter):
             return tree_of_independent(logits, self.target_ids, state.num_nodes)
         if not state.draft_probs:
             return Proposal(ops.best_draft(logits, self.target_ids), None)
-        temperatures = state.temperature * state.row_temperatures
-        index, probs = draw_draft(logits, temperatures, state.seeds, state.lengths, first)
+        index, probs = draw_draft(logits, state.draft_temperatures, state.seeds, state.lengths, first)
         return Proposal(self.target_tokens(index), probs)
 
     def target_tokens(self, drafts: torch.Tensor) -> torch.Tensor:
