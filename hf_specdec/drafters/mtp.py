@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..cache.ragged_cache import RaggedCache
-from ..checkpoints.checkpoint import Checkpoint, config_errors
+from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.mtp_layouts import missing_experts, module_tensors, needed_tensors
 from ..checkpoints.weight_files import check_not_quantised
 from ..config import MtpConfig
@@ -114,15 +114,11 @@ class MtpDrafter(CachedDrafter):
 
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: MtpConfig) -> None:
-        if _is_normal_form(checkpoint):
-            super().check_checkpoint(checkpoint, config)
-            return
-        check_not_quantised(checkpoint.tensors, checkpoint.name, "MTP modules")
-        experts = missing_experts(module_tensors(checkpoint.config, checkpoint.tensors))
-        checkpoint.check_differences(missing=experts)
-        with config_errors(checkpoint.name), torch.device("meta"):
-            weights = {name: torch.empty(one.shape, dtype=torch.bfloat16) for name, one in checkpoint.tensors.items()}
-            cls.load_checkpoint(checkpoint, config, weights, device_map="meta", ignore_mismatched_sizes=True)
+        if not _is_normal_form(checkpoint):
+            check_not_quantised(checkpoint.tensors, checkpoint.name, "MTP modules")
+            experts = missing_experts(module_tensors(checkpoint.config, checkpoint.tensors))
+            checkpoint.check_differences(missing=experts)
+        super().check_checkpoint(checkpoint, config)
 
     @classmethod
     def tensor_names(cls, checkpoint: Checkpoint, config: MtpConfig) -> dict[str, str]:
