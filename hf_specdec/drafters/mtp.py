@@ -330,35 +330,22 @@ class MtpDrafter(CachedDrafter):
         rows: Sequence[int] | None = None,
         first: int = 0,
     ) -> list[torch.Tensor]:
-        rows = [len(input_ids)] * num_steps if rows is None else rows
-        unrolled = self._unroll_by_modules if self.chains_passes else self._unroll_by_target
+        rows = [len(input_ids)] * num_steps if rows is None else rows[:num_steps]
+        tokens, hidden, outputs = input_ids, aux_hidden_states.to(self.dtype), []
+        slots = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        attend, inputs = UnrolledAttention(), []  # tokens and hidden states of the steps in these keys
         with registered_attention(self.decoder, UNROLLED_NAME):
-            outputs = unrolled(input_ids, aux_hidden_states.to(self.dtype), rows[:num_steps])
-        return [output[:, first:] for output in outputs]
-
-    def _unroll_by_modules(self, tokens: torch.Tensor, hidden: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
-        """`unroll` with `chaining="modules"`: a step reads the output of the step before at each slot."""
-        slots, outputs = torch.arange(tokens.shape[1], device=tokens.device)[None], []
-        for step, count in enumerate(rows):
-            tokens, hidden, index = shift_left(tokens[:count]), hidden[:count], step % self.config.num_modules
-            attention = {"attention_mask": None, "attend": UnrolledAttention()}
-            normed, hidden = self._run_module(index, tokens, slots, slots, hidden, **attention)
-            outputs.append(normed)
-        return outputs
-
-    def _unroll_by_target(self, tokens: torch.Tensor, hidden: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
-        """`unroll` with `chaining="target"`: a step's module first runs the earlier steps that its keys still lack."""
-        slots, outputs = torch.arange(tokens.shape[1], device=tokens.device)[None], []
-        attention = {"attention_mask": None, "attend": UnrolledAttention()}
-        inputs = []  # tokens and hidden states of each step
-        for step, count in enumerate(rows):
-            tokens = shift_left(tokens[:count])
-            inputs = [(ids[:count], states[:count]) for ids, states in (*inputs, (tokens, hidden))]
-            for ahead in range(max(step - self.config.num_modules + 1, 0), step + 1):
-                ids, states = inputs[ahead]
-                index = step % self.config.num_modules
-                normed, hidden = self._run_module(index, ids, slots + ahead, slots + ahead, states, **attention)
-            outputs.append(normed)
+            for step, count in enumerate(rows):
+                if self.chains_passes:  # each step has keys of its own, and reads the output of the step before
+                    attend, inputs = UnrolledAttention(), []
+                tokens, index = shift_left(tokens[:count]), step % self.config.num_modules
+                inputs = [(ids[:count], states[:count]) for ids, states in (*inputs, (tokens, hidden))]
+                # A module first runs the earlier steps that its keys still lack.
+                for ahead in range(max(len(inputs) - self.config.num_modules, 0), len(inputs)):
+                    places, (ids, states) = slots + ahead, inputs[ahead]
+                    attention = {"attention_mask": None, "attend": attend}
+                    normed, hidden = self._run_module(index, ids, places, places, states, **attention)
+                outputs.append(normed[:, first:])
         return outputs
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
