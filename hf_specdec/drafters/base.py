@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache.layer_kinds import LayerKinds
-from ..checkpoints.checkpoint import Checkpoint, config_errors, quiet_loading
+from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.tensors import KEY_MAPPING, check_draft_vocabulary, is_ignored, is_plain, rename
 from ..checkpoints.weight_files import check_not_quantised
 from ..config import AUTO, DrafterConfig, check_int, check_num_or_auto, check_type
@@ -265,7 +265,7 @@ class Drafter(PreTrainedModel):
             raise ValueError(
                 f"{checkpoint.name} has several tensors that are {repeated[0]} by their names; expected one."
             )
-        with config_errors(checkpoint.name), torch.device("meta"):
+        with torch.device("meta"):
             weights = {name: torch.empty(one.shape, dtype=torch.bfloat16) for name, one in checkpoint.tensors.items()}
             cls.load_checkpoint(checkpoint, config, weights, device_map="meta", ignore_mismatched_sizes=True)
         check_draft_vocabulary(checkpoint, config)

@@ -114,7 +114,7 @@ class MtpDrafter(CachedDrafter):
 
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: MtpConfig) -> None:
-        if not _is_normal_form(checkpoint):
+        if checkpoint.config.get("model_type") != MtpConfig.model_type:
             check_not_quantised(checkpoint.tensors, checkpoint.name, "MTP modules")
             experts = missing_experts(module_tensors(checkpoint.config, checkpoint.tensors))
             checkpoint.check_differences(missing=experts)
@@ -122,7 +122,7 @@ class MtpDrafter(CachedDrafter):
 
     @classmethod
     def tensor_names(cls, checkpoint: Checkpoint, config: MtpConfig) -> dict[str, str]:
-        if _is_normal_form(checkpoint):
+        if checkpoint.config.get("model_type") == MtpConfig.model_type:  # the normal form
             return super().tensor_names(checkpoint, config)
         shared = {"share_head": not config.own_head, "share_embedding": not config.own_embedding}
         tensors = needed_tensors(checkpoint.config, checkpoint.tensors, shared)
@@ -421,8 +421,3 @@ class MtpDrafter(CachedDrafter):
             slots = torch.cat([slots, state.next_slots(step - self.shift)], dim=1)
             hidden = torch.cat([hidden, feedback[:, -1:]], dim=1)
         return drafts
-
-
-def _is_normal_form(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint has the normal form that `save_pretrained` writes."""
-    return checkpoint.config.get("model_type") == MtpConfig.model_type
