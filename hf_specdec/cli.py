@@ -19,7 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", required=True)
     add_doctor(subparsers)
     if why_broken() is None:  # else the other subcommands cannot be imported
-        from .bench import add_bench
+        from .bench.command import add_bench
         from .inspection.report import add_inspect
         from .serving.server import add_serve
 

@@ -73,7 +73,7 @@ class DFlashReader(LayersReader):
             "mask_token_id": self._mask_token(fields["vocab_size"]),
             "block_size": block_size,
             "anchor_first": anchor_first,
-            "causal": self._causal(fields["layer_types"]),
+            "causal": self._unless_given("causal", lambda: self._causal(fields["layer_types"])),
             "output_bias": self._has("layers.0.self_attn.o_proj.bias", fields["attention_bias"]),
             "embedding_scale": float(self._setting("input_embedding_scale", 1.0)),
             "logit_scale": fields["logit_scale"] * float(self._setting("output_multiplier", 1.0)),
@@ -204,8 +204,6 @@ class DFlashReader(LayersReader):
         """For each layer, whether attention within a block is causal."""
         count = self._num_layers()
         windowed = [kind == "sliding_attention" for kind in layer_types or ["full_attention"] * count]
-        if "causal" in self.given:
-            return self._decide("causal", None, "")
         for key, stated in (
             ("is_causal", self.top.get("is_causal")),
             ("causal", self.nested.get("causal")),
@@ -229,8 +227,6 @@ class DFlashReader(LayersReader):
         return self._decide("causal", windowed, rule, doubtful=any(windowed))
 
     def _layer_ids(self) -> list[int] | None:
-        if IDS in self.given:
-            return self._decide(IDS, None, "")
         stated = self._stated_ids(
             (source, (key,), offset)
             for key, source, offset in (
@@ -263,7 +259,7 @@ class DFlashReader(LayersReader):
         rope = super()._rope()
         theirs = getattr(self.target, "rope_parameters", None) or {}
         base = theirs.get("rope_theta", DEFAULT_ROPE_THETA) if "rope_type" in theirs else rope["rope_theta"]
-        if base != rope["rope_theta"] and not {"rope_parameters", "rope_theta"} & self.given.keys():
+        if base != rope["rope_theta"] and "rope_theta" not in self.given:
             rule = f"config.json, though drafters are trained with the target's base, which is {base}"
             self._decide("rope_theta", rope["rope_theta"], rule, doubtful=True)
         return rope

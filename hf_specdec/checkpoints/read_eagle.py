@@ -45,10 +45,6 @@ class Eagle3Reader(LayersReader):
 
     def _layer_ids(self) -> list[int] | None:
         """The ids as inputs of layers. In `config.json` publishers count inputs or outputs of layers."""
-        if not self._reads_aux_hidden_states():
-            return None
-        if IDS in self.given:
-            return self._decide(IDS, None, "")
         everywhere = ("eagle_aux_hidden_state_layer_ids", IDS)
         nested = ("eagle_aux_hidden_state_layer_ids", "layer_ids", IDS)
         places = [(self.top, everywhere, 0), (self.top, ("target_layer_ids",), 1), (self.nested, nested, 0)]
@@ -138,7 +134,7 @@ class PEagleReader(Eagle3Reader):
 
     def _rope(self) -> dict[str, Any]:
         rope = super()._rope()
-        if self.dialect != SPECFORGE or rope["rope_type"] == "default" or "rope_parameters" in self.given:
+        if self.dialect != SPECFORGE or rope["rope_type"] == "default":
             return rope
         plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
         rule = f"SpecForge's P-EAGLE trainer leaves out the {rope['rope_type']} scaling that config.json has"

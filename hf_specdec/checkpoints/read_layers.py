@@ -75,14 +75,14 @@ class LayersReader:
 
     def _config(self) -> DraftLayersConfig:
         layers = self._layers()
-        layer_ids = self._layer_ids()
+        layer_ids = self._unless_given(IDS, self._layer_ids) if self._reads_aux_hidden_states() else None
         sizes = self._sizes(layers, layer_ids)
         has_small_head = sizes["draft_vocab_size"] < layers["vocab_size"]
         fields = {
             **layers,
             **sizes,
             "aux_hidden_state_layer_ids": layer_ids,
-            "rope_parameters": self._rope(),
+            "rope_parameters": self._unless_given("rope_parameters", self._rope),
             "own_embedding": self._has_own("share_embedding", "embed_tokens.weight", False),
             "own_head": self._has_own("share_head", "lm_head.weight", self.config_class.own_head or has_small_head),
             "fc_bias": "fc.bias" in self.tensors,
@@ -91,6 +91,10 @@ class LayersReader:
             "target_name_or_path": speculators_target(self.top),
         }
         return self.config_class(**fields | self._fields(fields))
+
+    def _unless_given(self, keyword: str, read: Callable[[], Any]) -> Any:
+        """The caller's override `keyword` if given, else the result of `read`, which records its own decision."""
+        return self._decide(keyword, None, "") if keyword in self.given else read()
 
     def _layer_settings(self) -> Mapping[str, Any]:
         """The part of config.json that describes the draft layers."""
@@ -252,8 +256,6 @@ class LayersReader:
         return check_mask_token(self._decide("mask_token_id", value, f"{key} of config.json"), vocab_size, self.name)
 
     def _rope(self) -> dict[str, Any]:
-        if "rope_parameters" in self.given:
-            return self._decide("rope_parameters", None, "")
         return read_rope(self.layer, self.dialect, self.name, self.decisions)
 
     def _has_own(self, keyword: str, tensor: str, planned: bool) -> bool:

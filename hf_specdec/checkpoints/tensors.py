@@ -1,4 +1,4 @@
-"""Names of tensors, and the check that a checkpoint holds exactly the tensors that its configuration describes."""
+"""Names of tensors in the normal form, and the check of the draft vocabulary."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import re
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..config import DrafterConfig
-from .checkpoint import Checkpoint, config_errors
-from .weight_files import check_not_quantised
+from .checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -71,32 +69,8 @@ def plain_weight(weight: torch.Tensor) -> torch.Tensor:
     return weight if is_plain(weight) else weight.dequantize()
 
 
-def check_tensors(checkpoint: Checkpoint, family: type[nn.Module], config: DrafterConfig) -> None:
-    """Compare names and shapes of the files' tensors with those of a `family` model with this `config`.
-
-    No weights but `d2t` are loaded. Raises `ValueError` for differences, which it names, for quantised tensors that
-    `with_scales` does not read, and for a `d2t` without offsets.
-    """
-    with config_errors(checkpoint.name), torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in family(config).state_dict().items()}
-    names = [rename(name, family.key_mapping) for name in checkpoint.tensors]
-    stored = dict(zip(names, (tensor.shape for tensor in checkpoint.tensors.values()), strict=True))
-    check_not_quantised(stored.keys() - expected.keys(), checkpoint.name)
-    if len(stored) < len(checkpoint.tensors):
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{checkpoint.name} has several tensors that are {repeated} by their names; expected one.")
-    checkpoint.check_differences(
-        missing=expected.keys() - stored.keys(),
-        unexpected=[name for name in stored.keys() - expected.keys() if not _is_ignored(name, config)],
-        mismatched=[
-            (name, stored[name], shape) for name, shape in expected.items() if stored.get(name, shape) != shape
-        ],
-    )
-    if "d2t" in stored:
-        _check_draft_vocabulary(checkpoint, config)
-
-
-def _is_ignored(name: str, config: DrafterConfig) -> bool:
+def is_ignored(name: str, config: DrafterConfig) -> bool:
+    """Whether drafting does not use the tensor called `name` in the normal form."""
     if name == "norm.weight":
         return not getattr(config, "final_norm", True)
     if name == "d2t":
@@ -104,9 +78,11 @@ def _is_ignored(name: str, config: DrafterConfig) -> bool:
     return _IGNORED.fullmatch(name) is not None
 
 
-def _check_draft_vocabulary(checkpoint: Checkpoint, config: DrafterConfig) -> None:
-    """Raise `ValueError` unless `d2t` has offsets: draft token t is the target's token t + d2t[t]."""
-    (name,) = (name for name in checkpoint.tensors if rename(name) == "d2t")
+def check_draft_vocabulary(checkpoint: Checkpoint, config: DrafterConfig) -> None:
+    """Raise `ValueError` if there is a `d2t` without offsets: draft token t is the target's token t + d2t[t]."""
+    name = next((name for name in checkpoint.tensors if rename(name) == "d2t"), None)
+    if name is None:
+        return
     table = checkpoint.only([name]).read()[name].to(torch.int64)
     own = torch.arange(len(table))
     if config.draft_vocab_size == config.vocab_size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -15,7 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache.layer_kinds import LayerKinds
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
-from ..checkpoints.tensors import KEY_MAPPING, check_tensors, is_plain, rename
+from ..checkpoints.tensors import KEY_MAPPING, check_draft_vocabulary, is_ignored, is_plain, rename
+from ..checkpoints.weight_files import check_not_quantised
 from ..config import AUTO, DrafterConfig, check_int, check_num_or_auto, check_type
 from ..kernels.types import MOST_WORDS, WORD_BITS, Proposal, VerificationResult
 from ..modules.hidden_states import num_decoder_layers
@@ -257,7 +259,16 @@ class Drafter(PreTrainedModel):
     def check_checkpoint(cls, checkpoint: Checkpoint, config: DrafterConfig) -> None:
         """Compare the tensors of the files with those that `config` needs; weights are not loaded. Raises `ValueError`,
         which names each tensor that is missing, unexpected or of another shape."""
-        check_tensors(checkpoint, cls, config)
+        names = Counter(rename(name, cls.key_mapping) for name in checkpoint.tensors)
+        repeated = [name for name, count in names.items() if count > 1]
+        if repeated:
+            raise ValueError(
+                f"{checkpoint.name} has several tensors that are {repeated[0]} by their names; expected one."
+            )
+        with torch.device("meta"):
+            weights = {name: torch.empty(one.shape, dtype=torch.bfloat16) for name, one in checkpoint.tensors.items()}
+            cls.load_checkpoint(checkpoint, config, weights, device_map="meta", ignore_mismatched_sizes=True)
+        check_draft_vocabulary(checkpoint, config)
 
     @classmethod
     def tensor_names(cls, checkpoint: Checkpoint, config: DrafterConfig) -> dict[str, str]:
@@ -292,7 +303,9 @@ class Drafter(PreTrainedModel):
             drafter, info = cls.from_pretrained(
                 None, config=config, state_dict=state, output_loading_info=True, **options
             )
-        checkpoint.check_loaded(info)
+        unexpected = [name for name in info["unexpected_keys"] if not is_ignored(name, config)]
+        check_not_quantised(unexpected, checkpoint.name)
+        checkpoint.check_loaded({**info, "unexpected_keys": unexpected})
         return drafter
 
     def configure(

@@ -31,11 +31,6 @@ class DFlashDrafter(DraftLayersDrafter):
 
     config_class = DFlashConfig
     shift = 1
-    # A DSpark checkpoint may have a confidence head without a Markov head. It is then DFlash with `anchor_first`.
-    _keys_to_ignore_on_load_unexpected = [
-        *DraftLayersDrafter._keys_to_ignore_on_load_unexpected,
-        r"^confidence_(head\.)?proj\.",
-    ]
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)

@@ -27,8 +27,6 @@ class DraftLayersDrafter(CachedDrafter):
     # Prefixes of the names of weights that a round reads once, and of weights that it reads for each draft.
     read_once: tuple[str, ...] = ("fc.", "input_norm.", "fc_norm.", "hidden_norm.")
     read_by_draft: tuple[str, ...] = ()
-    # Tensors of published files that only training uses. `check_tensors` checks the other tensors.
-    _keys_to_ignore_on_load_unexpected = [r"^t2d$", r"^d2t$", r"rotary_emb\.", r"^verifier_", r"^norm\.weight$"]
 
     def __init__(self, config: DraftLayersConfig):
         super().__init__(config)

@@ -60,7 +60,6 @@ class DSpineDrafter(WalkingDrafter):
 
     config_class = DSpineConfig
     read_once = (*WalkingDrafter.read_once, "injection.")
-    _keys_to_ignore_on_load_unexpected = [*WalkingDrafter._keys_to_ignore_on_load_unexpected, r"^transfer_ready$"]
 
     def __init__(self, config: DSpineConfig):
         super().__init__(config)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..cache.ragged_cache import RaggedCache
-from ..checkpoints.checkpoint import Checkpoint, config_errors
+from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.mtp_layouts import missing_experts, module_tensors, needed_tensors
 from ..checkpoints.weight_files import check_not_quantised
 from ..config import MtpConfig
@@ -114,19 +114,15 @@ class MtpDrafter(CachedDrafter):
 
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: MtpConfig) -> None:
-        if _is_normal_form(checkpoint):
-            super().check_checkpoint(checkpoint, config)
-            return
-        check_not_quantised(checkpoint.tensors, checkpoint.name, "MTP modules")
-        experts = missing_experts(module_tensors(checkpoint.config, checkpoint.tensors))
-        checkpoint.check_differences(missing=experts)
-        with config_errors(checkpoint.name), torch.device("meta"):
-            weights = {name: torch.empty(one.shape, dtype=torch.bfloat16) for name, one in checkpoint.tensors.items()}
-            cls.load_checkpoint(checkpoint, config, weights, device_map="meta", ignore_mismatched_sizes=True)
+        if checkpoint.config.get("model_type") != MtpConfig.model_type:
+            check_not_quantised(checkpoint.tensors, checkpoint.name, "MTP modules")
+            experts = missing_experts(module_tensors(checkpoint.config, checkpoint.tensors))
+            checkpoint.check_differences(missing=experts)
+        super().check_checkpoint(checkpoint, config)
 
     @classmethod
     def tensor_names(cls, checkpoint: Checkpoint, config: MtpConfig) -> dict[str, str]:
-        if _is_normal_form(checkpoint):
+        if checkpoint.config.get("model_type") == MtpConfig.model_type:  # the normal form
             return super().tensor_names(checkpoint, config)
         shared = {"share_head": not config.own_head, "share_embedding": not config.own_embedding}
         tensors = needed_tensors(checkpoint.config, checkpoint.tensors, shared)
@@ -334,35 +330,22 @@ class MtpDrafter(CachedDrafter):
         rows: Sequence[int] | None = None,
         first: int = 0,
     ) -> list[torch.Tensor]:
-        rows = [len(input_ids)] * num_steps if rows is None else rows
-        unrolled = self._unroll_by_modules if self.chains_passes else self._unroll_by_target
+        rows = [len(input_ids)] * num_steps if rows is None else rows[:num_steps]
+        tokens, hidden, outputs = input_ids, aux_hidden_states.to(self.dtype), []
+        slots = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        attend, inputs = UnrolledAttention(), []  # tokens and hidden states of the steps in these keys
         with registered_attention(self.decoder, UNROLLED_NAME):
-            outputs = unrolled(input_ids, aux_hidden_states.to(self.dtype), rows[:num_steps])
-        return [output[:, first:] for output in outputs]
-
-    def _unroll_by_modules(self, tokens: torch.Tensor, hidden: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
-        """`unroll` with `chaining="modules"`: a step reads the output of the step before at each slot."""
-        slots, outputs = torch.arange(tokens.shape[1], device=tokens.device)[None], []
-        for step, count in enumerate(rows):
-            tokens, hidden, index = shift_left(tokens[:count]), hidden[:count], step % self.config.num_modules
-            attention = {"attention_mask": None, "attend": UnrolledAttention()}
-            normed, hidden = self._run_module(index, tokens, slots, slots, hidden, **attention)
-            outputs.append(normed)
-        return outputs
-
-    def _unroll_by_target(self, tokens: torch.Tensor, hidden: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
-        """`unroll` with `chaining="target"`: a step's module first runs the earlier steps that its keys still lack."""
-        slots, outputs = torch.arange(tokens.shape[1], device=tokens.device)[None], []
-        attention = {"attention_mask": None, "attend": UnrolledAttention()}
-        inputs = []  # tokens and hidden states of each step
-        for step, count in enumerate(rows):
-            tokens = shift_left(tokens[:count])
-            inputs = [(ids[:count], states[:count]) for ids, states in (*inputs, (tokens, hidden))]
-            for ahead in range(max(step - self.config.num_modules + 1, 0), step + 1):
-                ids, states = inputs[ahead]
-                index = step % self.config.num_modules
-                normed, hidden = self._run_module(index, ids, slots + ahead, slots + ahead, states, **attention)
-            outputs.append(normed)
+            for step, count in enumerate(rows):
+                if self.chains_passes:  # each step has keys of its own, and reads the output of the step before
+                    attend, inputs = UnrolledAttention(), []
+                tokens, index = shift_left(tokens[:count]), step % self.config.num_modules
+                inputs = [(ids[:count], states[:count]) for ids, states in (*inputs, (tokens, hidden))]
+                # A module first runs the earlier steps that its keys still lack.
+                for ahead in range(max(len(inputs) - self.config.num_modules, 0), len(inputs)):
+                    places, (ids, states) = slots + ahead, inputs[ahead]
+                    attention = {"attention_mask": None, "attend": attend}
+                    normed, hidden = self._run_module(index, ids, places, places, states, **attention)
+                outputs.append(normed[:, first:])
         return outputs
 
     def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
@@ -438,8 +421,3 @@ class MtpDrafter(CachedDrafter):
             slots = torch.cat([slots, state.next_slots(step - self.shift)], dim=1)
             hidden = torch.cat([hidden, feedback[:, -1:]], dim=1)
         return drafts
-
-
-def _is_normal_form(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint has the normal form that `save_pretrained` writes."""
-    return checkpoint.config.get("model_type") == MtpConfig.model_type

@@ -30,6 +30,7 @@ class WeightlessDrafter(Drafter):
 
     @classmethod
     def load_checkpoint(cls, checkpoint: Checkpoint, config: DrafterConfig, *weights: Any, **options: Any) -> Drafter:
+        checkpoint.check_differences(unexpected=checkpoint.tensors)
         return cls(config)
 
     def _fit(self, target: PreTrainedModel) -> None:
