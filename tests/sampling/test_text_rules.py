@@ -243,3 +243,12 @@ def test_tensors_of_processors_are_read_once(monkeypatch):
     assert process.key == first and not read
     suppressed.suppress_tokens[0] = 4
     assert process.key != first and len(read) == 1
+
+
+def test_end_tokens_are_read_once(monkeypatch):
+    """Also where two minimum lengths share them, as those of settings do."""
+    ends, read, original = torch.tensor([3, 7]), [], torch.Tensor.tolist
+    processors = LogitsProcessorList([min_length(9, ends=ends), min_new(4, ends=ends)])
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda one: read.append(one) or original(one))
+    process = BlockProcessor(processors, torch.ones(1, 6, dtype=torch.int64), [0], ends={7, 3})
+    assert process.row_rules == [RowRules(min_length=13)] and process.key is not None and len(read) == 1
