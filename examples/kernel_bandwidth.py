@@ -31,6 +31,7 @@ from hf_specdec.kernels import (
     recurrence_reference,
     round_state_reference,
     short_conv_reference,
+    top_k_top_p_reference,
     verification_reference,
 )
 from hf_specdec.kernels.attention import attention
@@ -274,6 +275,8 @@ def time_vocabulary(batch: int, num_queries: int) -> Iterator[tuple[str, float, 
     seeds, lengths = torch.arange(batch, device="cuda"), torch.full((batch,), 100, device="cuda")
     temperatures = torch.ones(batch, device="cuda")
     scores = logits[: max(1, num_inputs // 2)].float()
+    scores += 1e-3 * torch.rand_like(scores)  # no ties
+    top_k, tail = torch.full_like(lengths, 20), torch.full_like(temperatures, 0.2)
     probs = torch.rand(batch, num_drafts, DRAFT_VOCABULARY, device="cuda").softmax(dim=-1) if num_drafts else None
     law = (probs, draft_ids if num_drafts else None, seeds, lengths)
     kernels = (
@@ -292,6 +295,14 @@ def time_vocabulary(batch: int, num_queries: int) -> Iterator[tuple[str, float, 
             scores,
             (drafts, *law),
             4 * size,
+        ),
+        (
+            "apply_top_k_top_p",
+            ops.apply_top_k_top_p,
+            top_k_top_p_reference.apply_top_k_top_p,
+            scores,
+            (temperatures, top_k, tail),
+            8 * size,
         ),
         (
             "best_draft",

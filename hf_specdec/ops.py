@@ -110,6 +110,11 @@ prepare_inputs = kernel_op("round_state.prepare_inputs")
 suffix_drafts = kernel_op("suffix_drafts.suffix_drafts")
 best_draft = kernel_op("draft_sampling.best_draft")
 draw_draft = kernel_op("draft_sampling.draw_draft")
+apply_top_k_top_p = kernel_op(
+    "top_k_top_p.apply_top_k_top_p",
+    fake=lambda logits, *settings: logits.new_empty(logits.shape, dtype=torch.float32),
+    is_opaque=True,  # it reads which rows have a setting
+)
 add_target_noise = kernel_op("draft_sampling.add_target_noise")
 likeliest_tokens = kernel_op("logprobs.likeliest_tokens")
 best_paths = kernel_op("draft_tree.best_paths")

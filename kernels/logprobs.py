@@ -12,9 +12,8 @@ descending logits, and among equal logits by ascending ids:
     logprobs[b, i, j] = logits[b, i, v_j] - log(sum over v of exp(logits[b, i, v]))
     tokens[b, i, j] = target_ids[v_j]
 
-A row is cut into groups of tokens. One program finds the largest logit of each group of a block as a key (see
-`reduction`), and the softmax statistics of the block. The W largest logits of the row are in the W groups whose largest
-logits are the largest, and only these are read again.
+A row is cut into groups of tokens (see `reduction.group_keys`). The W largest logits of the row are in the W groups
+whose largest logits are the largest, and only these are read again.
 """
 
 from __future__ import annotations
@@ -28,16 +27,18 @@ import triton.language as tl
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .reduction import (
     LEAST_KEY,
+    MOST_OF_GROUP,
+    group_keys,
     index_of_key,
     keys_of,
     load_softmax,
     softmax_stats,
-    store_softmax_stats,
     value_of_key,
+    without_nan,
 )
 
-# Tokens of a block; fewest tokens of a group.
-_BLOCK, _LEAST_GROUP = tl.constexpr(1024), 32
+# Fewest tokens of a group.
+_LEAST_GROUP = 32
 
 
 @kernel
@@ -93,42 +94,6 @@ def token_logprobs(scores, tokens):
 
 
 @kernel
-def _groups_kernel(
-    logits_ptr,
-    keys_ptr,
-    stats,
-    strides,
-    width: Unspecialised,
-    vocabulary,
-    GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The largest logit of each group of GROUP tokens of a block of a row, and the block's softmax statistics.
-
-    Grid: (B * n, blocks). Reads _BLOCK elements of `logits` `[B, n, V]`; writes as many elements of `keys`
-    `[B * n, blocks * groups of a block]` as a block has groups, and one element of both `stats` `[B * n, blocks]`.
-    """
-    GROUPS: tl.constexpr = _BLOCK // GROUP
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
-    is_token = token < vocabulary
-    logits_ptr += row // width * strides[0] + row % width * strides[1]
-    at = row * tl.num_programs(1) + tl.program_id(1)
-    wait_for_inputs(PDL)
-    value = _ordered(tl.load(logits_ptr + token, mask=is_token, other=float("-inf")))
-    store_softmax_stats(stats, at, value)
-    keys = tl.reshape(keys_of(value, token, is_token), [GROUPS, GROUP])
-    tl.store(keys_ptr + at * GROUPS + tl.arange(0, GROUPS), tl.max(keys, axis=1))
-
-
-@triton.jit
-def _ordered(logits):
-    """Logits in float32; NaN counts as -inf."""
-    value = logits.to(tl.float32)
-    return tl.where(value > float("-inf"), value, float("-inf"))
-
-
-@kernel
 def _likeliest_kernel(
     logits_ptr,
     keys_ptr,
@@ -142,6 +107,7 @@ def _likeliest_kernel(
     num_blocks: Unspecialised,
     COUNT: tl.constexpr,
     CHOSEN: tl.constexpr,
+    GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     KEYS: tl.constexpr,
     STATS: tl.constexpr,
@@ -159,7 +125,7 @@ def _likeliest_kernel(
     wait_for_inputs(PDL)
     base, total = load_softmax(stats, row, num_blocks, STATS)
     normaliser = tl.sum(base + tl.log(total), axis=0)
-    num_keys = num_blocks * (_BLOCK // GROUP)
+    num_keys = num_blocks * GROUPS
     keys = tl.load(keys_ptr + row * num_keys + place, mask=place < num_keys, other=LEAST_KEY)
     # The first token of each chosen group; `vocabulary` or more if there are fewer groups.
     first = tl.full([CHOSEN], vocabulary, tl.int64)
@@ -169,7 +135,7 @@ def _likeliest_kernel(
         first = tl.where(index == rank, index_of_key(key) // GROUP * GROUP, first)
     token = tl.reshape(first[:, None] + tl.arange(0, GROUP)[None, :], [CHOSEN * GROUP])
     is_token = token < vocabulary
-    value = _ordered(tl.load(logits_ptr + token, mask=is_token, other=float("-inf")))
+    value = without_nan(tl.load(logits_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32))
     keys = keys_of(value, token, is_token)
     for rank in range(COUNT):
         key = tl.max(keys, axis=0)
@@ -187,22 +153,15 @@ def likeliest_tokens(logits, target_ids, count):
     Two launches, which depend only on shapes.
     """
     batch, width, vocabulary = logits.shape
-    assert logits.stride(2) == 1 or vocabulary == 1, "rows must have unit stride"
     assert count <= vocabulary, "there must be as many tokens"
-    rows, num_blocks = batch * width, triton.cdiv(vocabulary, _BLOCK.value)
     # About as many groups as tokens are read again.
-    group = triton.next_power_of_2(math.isqrt(vocabulary // count))
-    group = min(max(group, _LEAST_GROUP), _BLOCK.value)
-    num_keys = num_blocks * (_BLOCK.value // group)
-    keys = torch.empty(rows, num_keys, dtype=torch.int64, device=logits.device)
-    stats = tuple(torch.empty(2, rows, num_blocks, dtype=torch.float32, device=logits.device))
+    group = max(triton.next_power_of_2(math.isqrt(vocabulary // count)), _LEAST_GROUP)
+    group = min(group, MOST_OF_GROUP)
+    keys, stats = group_keys(logits, group, None, NAN_IS_LEAST=True)
+    num_blocks = stats[0].shape[1]
     logprobs = torch.empty(batch, width, count, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(batch, width, count, dtype=torch.int64, device=logits.device)
-    launch = dependent_launch(logits.device)
-    _groups_kernel[(rows, num_blocks)](
-        logits, keys, stats, logits.stride()[:2], width, vocabulary, GROUP=group, num_warps=4, **launch
-    )
-    _likeliest_kernel[(rows,)](
+    _likeliest_kernel[(batch * width,)](
         logits,
         keys,
         stats,
@@ -215,10 +174,11 @@ def likeliest_tokens(logits, target_ids, count):
         num_blocks,
         COUNT=count,
         CHOSEN=triton.next_power_of_2(count),
+        GROUPS=keys.shape[1] // num_blocks,
         GROUP=group,
-        KEYS=triton.next_power_of_2(num_keys),
+        KEYS=triton.next_power_of_2(keys.shape[1]),
         STATS=triton.next_power_of_2(num_blocks),
         num_warps=4,
-        **launch,
+        **dependent_launch(logits.device),
     )
     return logprobs, tokens

@@ -29,6 +29,20 @@ REDUCE_BLOCK = 4096
 SAMPLE_BLOCK = 1024
 REDUCE_WARPS = 8
 SAMPLE_WARPS = 4
+# The most tokens of a group, see `group_keys`: those of a program.
+MOST_OF_GROUP = 1024
+
+
+@triton.jit
+def reciprocal(value):
+    """1 / value of a float32, with which torch multiplies on a GPU to divide by a Python number."""
+    return tl.div_rn(tl.full([], 1.0, tl.float32), value)
+
+
+@triton.jit
+def without_nan(value):
+    """Float32 values, with -inf for NaN."""
+    return tl.where(value > float("-inf"), value, float("-inf"))
 
 
 @triton.jit
@@ -50,7 +64,7 @@ def largest_key(value, index, is_valid):
 @triton.jit
 def index_of_key(key):
     """Index of a key's value."""
-    return _WORD - (key & _WORD)
+    return (key & _WORD) ^ _WORD
 
 
 @triton.jit
@@ -187,6 +201,78 @@ def softmax_stats(scores: torch.Tensor, temperatures: torch.Tensor | None = None
         **dependent_launch(scores.device),
     )
     return maxima, totals
+
+
+@kernel
+def _groups_kernel(
+    logits_ptr,
+    keys_ptr,
+    stats,
+    temperatures,
+    strides,
+    width: Unspecialised,
+    vocabulary,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    NAN_IS_LEAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Keys of the groups of a block of a row, and the block's softmax statistics.
+
+    Grid: (B * n, blocks). Reads BLOCK elements of `logits` `[B, n, V]` and, if given, their divisor in the first of
+    `temperatures`, whose stride is the second; writes BLOCK // GROUP elements of `keys`
+    `[B * n, blocks * BLOCK // GROUP]`, and one element of both `stats` `[B * n, blocks]`.
+    """
+    GROUPS: tl.constexpr = BLOCK // GROUP
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = token < vocabulary
+    logits_ptr += row // width * strides[0] + row % width * strides[1]
+    at = row * tl.num_programs(1) + tl.program_id(1)
+    wait_for_inputs(PDL)
+    value = tl.load(logits_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
+    if temperatures is not None:
+        value *= reciprocal(tl.load(temperatures[0] + row // width * temperatures[1]))
+    if NAN_IS_LEAST:
+        value = without_nan(value)
+    store_softmax_stats(stats, at, value)
+    keys = tl.reshape(keys_of(value, token, is_token), [GROUPS, GROUP])
+    tl.store(keys_ptr + at * GROUPS + tl.arange(0, GROUPS), tl.max(keys, axis=1))
+
+
+def group_keys(
+    logits: torch.Tensor, group: int, temperatures: tuple[torch.Tensor, int] | None, NAN_IS_LEAST: bool = False
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Key of the largest of each `group` tokens, a power of two, and the softmax statistics of blocks of groups.
+
+    Args:
+        logits: `[B, n, V]`.
+        temperatures: `[B]` float32 and its stride: divisors of the logits; None for none.
+        NAN_IS_LEAST: whether NaN counts as -inf; otherwise it is the largest.
+
+    Returns:
+        Keys `[B * n, groups]` int64, and maximum and sum of exponentials `[B * n, blocks]` float32.
+    """
+    batch, width, vocabulary = logits.shape
+    assert logits.stride(2) == 1 or vocabulary == 1, "rows must have unit stride"
+    rows, num_blocks = batch * width, triton.cdiv(vocabulary, MOST_OF_GROUP)
+    keys = torch.empty(rows, num_blocks * (MOST_OF_GROUP // group), dtype=torch.int64, device=logits.device)
+    stats = tuple(torch.empty(2, rows, num_blocks, dtype=torch.float32, device=logits.device))
+    _groups_kernel[(rows, num_blocks)](
+        logits,
+        keys,
+        stats,
+        temperatures,
+        logits.stride()[:2],
+        width,
+        vocabulary,
+        BLOCK=MOST_OF_GROUP,
+        GROUP=group,
+        NAN_IS_LEAST=NAN_IS_LEAST,
+        num_warps=4,
+        **dependent_launch(logits.device),
+    )
+    return keys, stats
 
 
 @kernel

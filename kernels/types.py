@@ -185,11 +185,6 @@ class SamplingSettings(NamedTuple):
     top_k: int = NO_TOP_K
     top_p: float = 1.0
 
-    @property
-    def filters(self) -> bool:
-        """Whether top-k or top-p leaves tokens out when sampling."""
-        return 0 < self.top_k < NO_TOP_K or self.top_p < 1
-
 
 class RowRules(NamedTuple):
     """How the scores of a row follow from its text.

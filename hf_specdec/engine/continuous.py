@@ -132,7 +132,8 @@ class ContinuousRunner(Runner):
         process = RowsProcessor(*blocks, fails_alone=settings.arrivals is not None)
         super().__init__(call, target, process)
         self._settings = settings
-        self._row_sampling = next((one for one in call.processors if type(one) is RowSampling), None)
+        self._samples_each = any(type(one) is RowSampling for one in call.processors)
+        self._row_sampling = blocks[0].row_sampling
         self._most = _most_rows(call, settings)
         # The sessions in which requests are prefilled; None if their prompts are packed.
         self._groups = None if can_pack(target) else Groups(call, target, is_continuous=True)
@@ -176,8 +177,6 @@ class ContinuousRunner(Runner):
 
     def _suit(self, requests: Sequence[Request]) -> None:
         """Let rounds compute what `requests`, the occupants of rows, need: each case has its own captured round."""
-        if self._row_sampling is not None:
-            self._row_sampling.filters = any(one.sampling.filters for one in requests)
         self._logprobs = tuple(sorted({one.return_logprobs for one in requests} - {None}))
 
     def keep(self) -> None:
@@ -430,8 +429,10 @@ class ContinuousRunner(Runner):
             prompt_lengths=[len(one.prompt) for one in requests],
             adapters=self.target.adapters_of(requests),
         )
-        if self._row_sampling is not None:
+        if self._samples_each:
             state.set_row_sampling(rows, [one.sampling for one in requests])
+        elif self._row_sampling is not None:
+            state.set_row_sampling(rows, [self._row_sampling] * len(rows))
         rules = {row: one.processors for row, one in zip(rows, requests, strict=True)}
         rules = {row: one for row, one in rules.items() if isinstance(one, RowRules) and one != RowRules()}
         if rules:

@@ -203,6 +203,8 @@ class Lockstep(Runner):
         )
         if self._process.row_rules:
             state.set_row_rules(rows, [self._process.row_rules[one.index] for one in requests])
+        if self._process.row_sampling is not None:
+            state.set_row_sampling(rows, [self._process.row_sampling] * len(rows))
         temperatures = self._call.row_temperatures
         if temperatures is not None:
             at = upload(rows, state.lengths)

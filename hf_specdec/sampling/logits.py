@@ -138,31 +138,9 @@ class RowTemperature(LogitsProcessor):
 class RowSampling(LogitsProcessor):
     """`temperature`, `top_k` and `top_p` of each row, in the order of `generate()`; greedy decoding if `top_k` is 0.
 
-    They are in the state of a generation (`DecodeState.row_temperatures` and others), since requests come and go.
-
-    Attributes:
-        filters: whether some row has a `top_k` or `top_p`, for which scores are sorted; if False neither is applied.
+    They are in the state of a generation (`DecodeState.row_temperatures` and others), since requests come and go;
+    `BlockProcessor` applies them.
     """
-
-    def __init__(self) -> None:
-        self.filters = True
-
-    def of_rows(
-        self, scores: torch.Tensor, temperatures: torch.Tensor, top_k: torch.Tensor, tail: torch.Tensor
-    ) -> torch.Tensor:
-        """`scores` `[B, n, V]` float32 by the settings of each row, `[B]` each; `tail` is 1 - `top_p`."""
-        temperatures, top_k, tail = (one[:, None, None] for one in (temperatures, top_k, tail))
-        greedy = certain(scores)
-        scores = divide(scores, temperatures)
-        if self.filters:
-            ordered, order = scores.sort(dim=-1)
-            place = (scores.shape[-1] - top_k.clamp(1, scores.shape[-1])).expand(*scores.shape[:-1], 1)
-            lowest = ordered.gather(-1, place)
-            scores = scores.masked_fill(scores < lowest, float("-inf"))
-            left_out = ordered.masked_fill(ordered < lowest, float("-inf")).softmax(-1).cumsum(-1) <= tail
-            left_out[..., -1] = False
-            scores = scores.masked_fill(torch.zeros_like(left_out).scatter(-1, order, left_out), float("-inf"))
-        return torch.where(top_k == 0, greedy, scores)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(

@@ -27,8 +27,9 @@ from transformers import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from .. import ops
 from ..host.generation import allowed_tokens_of, rows_of_prompt
-from ..kernels.types import RowRules
+from ..kernels.types import RowRules, SamplingSettings
 from ..modules.patch import user_code
 from ..state import DecodeState
 from .logits import MaskTokenLogitsProcessor, RowSampling, RowTemperature, divide
@@ -163,6 +164,30 @@ def processors_of_row(processors: LogitsProcessorList, row: int, batch: int) -> 
     return LogitsProcessorList(map(of_row, processors))
 
 
+def _filters_in_state(
+    processors: LogitsProcessorList, temperature: float | None
+) -> tuple[LogitsProcessorList, SamplingSettings | None]:
+    """`processors` with a `RowSampling` in place of `temperature`, top-k and top-p that follow one another, and the
+    settings of its rows besides the temperature; the same `processors` and None if there is no such thing."""
+    kinds = [type(one) for one in processors]
+    first = next((place for place, kind in enumerate(kinds) if kind in (TopKLogitsWarper, TopPLogitsWarper)), None)
+    if first is None or RowSampling in kinds:
+        return processors, None
+    last = first + (2 if kinds[first : first + 2] == [TopKLogitsWarper, TopPLogitsWarper] else 1)
+    settings = {"filter_value": float("-inf"), "min_tokens_to_keep": 1}
+    found = SamplingSettings()
+    for one in processors[first:last]:
+        if any(getattr(one, name, value) != value for name, value in settings.items()):
+            return processors, None
+        name = "top_k" if type(one) is TopKLogitsWarper else "top_p"
+        found = found._replace(**{name: getattr(one, name)})
+    if first and kinds[first - 1] is TemperatureLogitsWarper and processors[first - 1].temperature == temperature:
+        first -= 1
+    elif temperature not in (None, 1.0):
+        return processors, None
+    return LogitsProcessorList([*processors[:first], RowSampling(), *processors[last:]]), found
+
+
 class BlockProcessor:
     """Applies `generate()`'s logits processors to every position of a round's block.
 
@@ -174,8 +199,8 @@ class BlockProcessor:
     ignored. `prefix_allowed_tokens_fn` is not called for them.
 
     If no processor reads `input_ids`, apart from `TEXT_RULES` for which `RowRules` are enough, all positions are
-    processed at once. Temperatures, including those of `RowTemperature`, and `RowRules` are then read from the state,
-    so that one captured round serves any of them.
+    processed at once. Temperatures, including those of `RowTemperature`, top-k, top-p and `RowRules` are then read from
+    the state, so that one captured round serves any of them.
 
     Args:
         processors: as prepared by `generate()`.
@@ -189,6 +214,7 @@ class BlockProcessor:
     Attributes:
         reads_text: whether a processor may read the text.
         row_rules: what belongs into the state, for each row of `prompts`; empty if there is nothing.
+        row_sampling: what belongs into the state, for every row; None if there is nothing.
     """
 
     def __init__(
@@ -204,6 +230,9 @@ class BlockProcessor:
         if self._is_at_once:  # minimum lengths, which follow one another, are one: `row_min_lengths`
             pairs = itertools.pairwise([None, *processors])
             processors = [one for before, one in pairs if not {type(one), type(before)} <= LENGTH_RULES]
+        self.row_sampling = None
+        if self._is_at_once:
+            processors, self.row_sampling = _filters_in_state(processors, temperature)
         self._processors = LogitsProcessorList(map(self._for_current_rows, processors))
         self._current_rows: set[int] = set()
         self._texts_of: dict[int, tuple[torch.Tensor, int | None, str]] = {}
@@ -226,9 +255,12 @@ class BlockProcessor:
         """What the processing depends on besides the state, hashable; None if the host takes part in it."""
         if not self._is_at_once:
             return None
-        return tuple(
-            (type(one), *(() if is_in_state else ((n, self._frozen(v)) for n, v in vars(one).items())))
-            for one, is_in_state in zip(self._processors, self._are_in_state, strict=True)
+        return (
+            self.row_sampling is None,
+            *(
+                (type(one), *(() if is_in_state else ((n, self._frozen(v)) for n, v in vars(one).items())))
+                for one, is_in_state in zip(self._processors, self._are_in_state, strict=True)
+            ),
         )
 
     def _frozen(self, value: Any) -> str:
@@ -247,15 +279,18 @@ class BlockProcessor:
         Returns float32 scores, or `logits` themselves if there are no processors."""
         if not self._processors:
             return logits
-        scores = logits.float()
         if self._is_at_once:
-            tokens, shape = block.reshape(-1, 1), scores.shape
-            scores = scores.clone()
+            tokens, shape, scores = block.reshape(-1, 1), logits.shape, logits
+            if type(self._processors[0]) is not RowSampling:
+                scores = logits.to(torch.float32, copy=True)
             for processor, is_in_state in zip(self._processors, self._are_in_state, strict=True):
                 if type(processor) is RowTemperature:
                     scores = scores / state.row_temperatures[:, None, None]
                 elif type(processor) is RowSampling:
-                    scores = processor.of_rows(scores, state.row_temperatures, state.row_top_k, state.row_tail)
+                    temperatures = state.row_temperatures
+                    if self.row_sampling is not None:
+                        temperatures = state.temperature.expand(len(block))
+                    scores = ops.apply_top_k_top_p(scores, temperatures, state.row_top_k, state.row_tail)
                 elif type(processor) in TEXT_RULES:
                     apply_rule(type(processor), scores, block, state)
                 elif is_in_state:
@@ -263,7 +298,7 @@ class BlockProcessor:
                 else:
                     scores = processor(tokens, scores.flatten(0, 1)).view(shape)
             return scores
-        return self._one_length_at_a_time(scores.clone(), block, state)
+        return self._one_length_at_a_time(logits.to(torch.float32, copy=True), block, state)
 
     def _for_current_rows(self, processor: LogitsProcessor) -> LogitsProcessor:
         # A constraint may fail on texts outside of its grammar, such as rows cut or padded to a call's length.

@@ -19,7 +19,7 @@ from ..host.generation import prepared_config
 from ..integration.continuous import asked_logprobs, call_of
 from ..integration.dispatch import generate_continuously
 from ..integration.request_processors import own_processing, processors_of_prompt
-from ..kernels.types import RowRules, SamplingSettings
+from ..kernels.types import RowRules
 from ..modules.evaluation import Evaluation
 from ..modules.locks import lock_of
 from ..modules.module_hooks import hooks_of
@@ -27,13 +27,10 @@ from ..modules.patch import on_host
 from ..modules.signature import Fingerprint, Signature
 from ..sampling.logits import RowSampling
 from .manager_queue import RequestQueue
-from .manager_requests import GREEDY, end_tokens
+from .manager_requests import end_tokens
 
 # Tokens of the prompts and answers of `warm_up`: prompts are longer than a captured chunk of a prefill.
 _WARMUP_PROMPT, _WARMUP_ANSWER = 161, 2
-
-# Rounds that sort scores are captured apart from rounds that do not.
-_FILTERED = SamplingSettings(1.0, 50, 0.9)
 
 # Rounds in which some row has rules are captured apart from rounds in which none has.
 _WITH_RULES = RowRules(repetition_penalty=1.1)
@@ -128,7 +125,6 @@ class ManagedCall:
         counts = {min(count, most) for count in (*row_sizes(most, is_captured=True), *GROUP_SIZES)}
         prompt, ends = torch.zeros(1, dtype=torch.int64), end_tokens(self.config, None)
         own = own_processing(self.model, self.config, {}, prompt, _WARMUP_ANSWER, ends, self._samples_each)
-        samplings = (GREEDY, _FILTERED) if self._samples_each and isinstance(own, RowRules) else (SamplingSettings(),)
         every = (own, _WITH_RULES) if self._samples_each and own == RowRules() else (own,)
         return [
             [
@@ -137,14 +133,12 @@ class ManagedCall:
                     torch.zeros(length, dtype=torch.int64),
                     _WARMUP_ANSWER,
                     ends=ends,
-                    sampling=sampling,
                     config=None if isinstance(one, RowRules) else one,
                     processors=one if isinstance(one, RowRules) else None,
                     return_logprobs=asked_logprobs(self.settings.return_logprobs),
                 )
                 for length in lengths
             ]
-            for sampling in samplings
             for one in every
             for count in sorted(counts)
             for lengths in self._warmup_lengths(count)

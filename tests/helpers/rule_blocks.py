@@ -5,9 +5,9 @@ from transformers import (
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
-    TopKLogitsWarper,
 )
 
 from hf_specdec import Drafter, DrafterConfig
@@ -58,12 +58,12 @@ LISTS = {
     "length": lambda on: [min_length(13, device=on)],
     "new": lambda on: [min_new(3, device=on)],
     "new and length": lambda on: [min_new(3, device=on), min_length(12, device=on)],
-    "length and new": lambda on: [TopKLogitsWarper(30), min_length(11, device=on), min_new(4, device=on)],
+    "length and new": lambda on: [MinPLogitsWarper(0.02), min_length(11, device=on), min_new(4, device=on)],
     "presence": lambda on: [of_new(presence=1.3)],
     "frequency": lambda on: [of_new(frequency=0.7)],
     "rewards": lambda on: [of_new(-0.3, -0.9), TemperatureLogitsWarper(0.7)],
-    "every rule": lambda on: [penalty(1.3), min_length(14, device=on), of_new(1.1, 0.3), TopKLogitsWarper(20)],
-    "all": lambda on: [penalty(1.3), min_length(14, device=on), TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)],
+    "every rule": lambda on: [penalty(1.3), min_length(14, device=on), of_new(1.1, 0.3), MinPLogitsWarper(0.01)],
+    "all": lambda on: [penalty(1.3), min_length(14, device=on), TemperatureLogitsWarper(0.7), MinPLogitsWarper(0.01)],
     "after others": lambda on: [TemperatureLogitsWarper(0.7), min_length(14, device=on), penalty(1.3)],
 }
 
@@ -101,6 +101,8 @@ class RuleBlock:
         process = BlockProcessor(LogitsProcessorList(processors), self.prompts.to(device), PADDING, ends=ENDS)
         assert process.key is not None and len(process.row_rules) == 4
         state.set_row_rules(range(4), process.row_rules if rules is None else rules)
+        if process.row_sampling is not None:
+            state.set_row_sampling(range(4), [process.row_sampling] * 4)
         block, _ = state.block(self.drafts.to(device))
         return process(self.logits.to(device), block, state).cpu()
 

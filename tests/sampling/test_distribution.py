@@ -198,6 +198,8 @@ class Text:
         process = BlockProcessor(self.processors, self.prompt.expand(num, -1), [0] * num, temperature)
         if process.row_rules:
             state.set_row_rules(range(num), process.row_rules)
+        if process.row_sampling is not None:
+            state.set_row_sampling(range(num), [process.row_sampling] * num)
         return process(logits, block, state)
 
     def law_of_continuations(self):

@@ -5,12 +5,14 @@ from itertools import product
 import pytest
 import torch
 from case_counts import cases
+from graph_stand_ins import replay_on_cpu
 from lossless import MAX_NEW_TOKENS, PROMPTS, continuations
 from oracle import OracleDrafter, random_eagle3
 from targets import STOCK_FAMILY, VOCAB, padded_prompts, tiny_target
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
+from hf_specdec import ops
 from hf_specdec.kernels.types import NO_TOP_K, SamplingSettings
 from hf_specdec.sampling.logits import (
     DraftVocabularyLogitsProcessor,
@@ -117,8 +119,8 @@ def test_rows_with_settings_of_their_own():
         torch.tensor([one.top_k for one in settings]),
     )
     tail = torch.tensor([1 - one.top_p for one in settings])
-    processor, blank = RowSampling(), torch.zeros(4, 1, dtype=torch.int64)
-    found = processor.of_rows(scores, temperatures, top_k, tail)
+    blank = torch.zeros(4, 1, dtype=torch.int64)
+    found = ops.apply_top_k_top_p(scores, temperatures, top_k, tail)
     for row, one in enumerate(settings):
         expected = scores[row] / one.temperature
         if one.top_k == 0:
@@ -130,13 +132,8 @@ def test_rows_with_settings_of_their_own():
         if one.top_p < 1:
             expected = logits_process.TopPLogitsWarper(one.top_p)(blank, expected)
         assert torch.equal(found[row], expected), one
-    processor.filters = False
-    rows = [0, 1, 6]
-    assert not any(settings[row].filters for row in rows)
-    plain = processor.of_rows(scores[rows], temperatures[rows], top_k[rows], tail[rows])
-    assert torch.equal(plain, found[rows])
     with pytest.raises(RuntimeError, match="RowSampling reads the rows of a continuous batch"):
-        processor(blank, scores[0])
+        RowSampling()(blank, scores[0])
 
 
 @pytest.mark.core_for(batch=[3], name=FEW)
@@ -314,3 +311,42 @@ def test_processors_that_mix_rows_are_refused(family):
         expected = target.generate(**inputs, logits_processor=processors, **options)
         found = target.generate(**inputs, assistant_model=drafter, logits_processor=processors, **options)
         assert torch.equal(found, expected)
+
+
+class HostTemperature(logits_process.TemperatureLogitsWarper):
+    pass
+
+
+class HostTopK(logits_process.TopKLogitsWarper):
+    pass
+
+
+class HostTopP(logits_process.TopPLogitsWarper):
+    pass
+
+
+@pytest.mark.parametrize("is_bulk", [False, True])
+def test_values_of_top_k_and_top_p_share_a_captured_round(monkeypatch, is_bulk):
+    """Texts are those of processors that the host calls, since subclasses may read the text."""
+    capture, target, inputs = replay_on_cpu(monkeypatch), tiny_target("llama"), padded_prompts(PROMPTS[3])
+    drafter = random_eagle3(target).configure(4, draft_probs=False)
+    options = {"max_new_tokens": 12, "do_sample": True, "eos_token_id": None, "pad_token_id": 0, "seeds": [1, 2, 3]}
+    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(*inputs.values(), strict=True)]
+    host = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "assistant_model": drafter}
+
+    def call(temperature, top_k, top_p):
+        settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "assistant_model": drafter}
+        if not is_bulk:
+            return target.generate(**inputs, **options, **settings)[:, -12:].tolist()
+        out = target.generate_batch(prompts, **options, **settings)
+        return [one.generated_tokens for one in out.values()]
+
+    found = {one: call(*one) for one in ((0.7, 9, 0.8), (1.4, 30, 0.5), (2.0, 3, 0.95))}
+    assert drafter.stats.execution.startswith("captured in one graph")
+    count = capture.count
+    assert call(0.9, 4, 0.7) and capture.count == count
+    for (temperature, top_k, top_p), texts in found.items():
+        processors = [HostTemperature(temperature), HostTopK(top_k), HostTopP(top_p)]
+        expected = target.generate(**inputs, **options, **host, logits_processor=LogitsProcessorList(processors))
+        assert texts == expected[:, -12:].tolist()
+    assert len({str(texts) for texts in found.values()}) == 3
