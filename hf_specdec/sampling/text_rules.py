@@ -153,8 +153,8 @@ def apply_presence_and_frequency_penalty(scores: torch.Tensor, block: torch.Tens
     new, some_new = _scored(tokens, is_new, vocabulary)
     counts = torch.zeros(batch, vocabulary, dtype=scores.dtype, device=scores.device)
     counts.scatter_add_(1, new, (is_new & (tokens == new)).to(scores.dtype))
-    drafts, _ = _scored(*_drafts(block), vocabulary, some_new[:, None])
-    _, is_before = _drafts(block)
+    drafts, is_before = _drafts(block)
+    drafts, _ = _scored(drafts, is_before, vocabulary, some_new[:, None])
     is_same = (drafts[..., None] == block[:, None, None]) & is_before[:, None]
     drafted = counts.gather(1, drafts.flatten(1)).view_as(drafts) + is_same.sum(-1)
     presence, frequency = state.row_presence_penalties[:, None, None], state.row_frequency_penalties[:, None, None]
@@ -178,9 +178,9 @@ def _text(state: DecodeState, begin: torch.Tensor | int) -> tuple[torch.Tensor, 
 def _drafts(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens of a `block` `[B, n]` at each position, `[B, n, n]`, and which are drafts before it, `[n, n]`."""
     width = block.shape[1]
-    is_before = torch.ones(width, width, dtype=torch.bool, device=block.device).tril()
-    is_before[:, 0] = False  # the last committed token
-    return block[:, None].expand(-1, width, -1), is_before
+    index = torch.arange(width, device=block.device)
+    is_draft = index > 0  # after the last committed token
+    return block[:, None].expand(-1, width, -1), is_draft & (index <= index[:, None])
 
 
 def _scored(
