@@ -22,8 +22,8 @@ NUMBERS = {
     "prompt_lengths": 1,
     "seeds": 0,
     "row_top_k": NO_TOP_K,
-    "row_least": 0,
-    "row_pads": NO_TOKEN,
+    "row_min_lengths": 0,
+    "row_padding_tokens": NO_TOKEN,
     "cached": 0,
     "draft_starts": 0,
     "position_offsets": 0,
@@ -31,7 +31,15 @@ NUMBERS = {
     "adapters": 0,
 }
 # Initial values of the other buffers of a row that is admitted.
-NEW_ROW = {"eos": NO_TOKEN, "row_temperatures": 1.0, "row_tail": 0.0, "row_penalties": 1.0, "finished": False}
+NEW_ROW = {
+    "eos": NO_TOKEN,
+    "row_temperatures": 1.0,
+    "row_tail": 0.0,
+    "row_repetition_penalties": 1.0,
+    "row_presence_penalties": 0.0,
+    "row_frequency_penalties": 0.0,
+    "finished": False,
+}
 
 
 class Shape(NamedTuple):
@@ -95,8 +103,8 @@ class DecodeState:
         row_temperatures: `[B]` float32, factors on `temperature`; 1 without a `RowTemperature` or `RowSampling`.
         row_top_k: `[B]` int64, for `RowSampling`: number of tokens that each row is drawn from; 0 for greedy decoding.
         row_tail: `[B]` float32, for `RowSampling`: 1 - `top_p`, the share of probability that is left out.
-        row_least, row_pads: `[B]` int64, and
-        row_penalties: `[B]` float32, see `RowRules`.
+        row_min_lengths, row_padding_tokens: `[B]` int64, and
+        row_repetition_penalties, row_presence_penalties, row_frequency_penalties: `[B]` float32, see `RowRules`.
         slots, is_sampling, draft_probs, verification: see `Shape`.
         most_draft_tokens, most_nodes: the largest K and N of a round, which determine the sizes of buffers.
         num_draft_tokens, num_nodes: K and N of the next round, see `RoundShape`.
@@ -136,9 +144,11 @@ class DecodeState:
     row_temperatures: torch.Tensor
     row_top_k: torch.Tensor
     row_tail: torch.Tensor
-    row_least: torch.Tensor
-    row_pads: torch.Tensor
-    row_penalties: torch.Tensor
+    row_min_lengths: torch.Tensor
+    row_padding_tokens: torch.Tensor
+    row_repetition_penalties: torch.Tensor
+    row_presence_penalties: torch.Tensor
+    row_frequency_penalties: torch.Tensor
     slots: int
     most_draft_tokens: int
     most_nodes: int
@@ -187,7 +197,9 @@ class DecodeState:
             temperature=torch.ones((), dtype=torch.float32, device=device),
             row_temperatures=torch.ones(batch, dtype=torch.float32, device=device),
             row_tail=torch.zeros(batch, dtype=torch.float32, device=device),
-            row_penalties=torch.ones(batch, dtype=torch.float32, device=device),
+            row_repetition_penalties=torch.ones(batch, dtype=torch.float32, device=device),
+            row_presence_penalties=torch.zeros(batch, dtype=torch.float32, device=device),
+            row_frequency_penalties=torch.zeros(batch, dtype=torch.float32, device=device),
             slots=shape.slots,
             most_draft_tokens=shape.num_draft_tokens,
             most_nodes=shape.num_nodes,
@@ -275,9 +287,10 @@ class DecodeState:
     def set_row_rules(self, rows: Sequence[int], rules: Sequence[RowRules]) -> None:
         """Set how the scores of `rows` follow from their texts, which `sampling.text_rules` applies."""
         at = upload(rows, self.lengths)
-        self.row_least[at] = upload([one.least for one in rules], self.row_least)
-        self.row_pads[at] = upload([one.pad for one in rules], self.row_pads)
-        self.row_penalties[at] = upload([one.penalty for one in rules], self.row_penalties)
+        penalties = self.row_repetition_penalties, self.row_presence_penalties, self.row_frequency_penalties
+        buffers = self.row_min_lengths, self.row_padding_tokens, *penalties
+        for buffer, values in zip(buffers, zip(*rules, strict=True), strict=True):
+            buffer[at] = upload(values, buffer)
 
     def copy_rows(self, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor) -> None:
         """Copy rows of another state, between two rounds, to rows of this one, which continue them.

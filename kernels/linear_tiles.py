@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from .types import SCALES_OF_NUMBERS, LinearTiles, StoredWeight
 
-# Most rows for which the kernels may be faster than cuBLAS, and for gate and up with their activation.
+# Most rows for which `linear` may be faster than cuBLAS, and for gate and up with their activation. In captures
+# `linear_descriptors` may be faster with more, see `choose_descriptor_tiles`.
 MAX_ROWS, MAX_GATED_ROWS = 64, 128
 # Rows of the smallest tile: the minimum of `tl.dot`.
 FEWEST_ROWS = 16

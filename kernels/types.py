@@ -190,14 +190,20 @@ class RowRules(NamedTuple):
     """How the scores of a row follow from its text.
 
     Attributes:
-        least: number of tokens, prompt included, before which an end token gets -inf.
-        pad: a token that counts as seen besides those of the text; `NO_TOKEN` for none.
-        penalty: factor on the scores of tokens that were seen, if they are below 0, else divisor; 1 for none.
+        min_length: number of tokens, prompt included, before which the tokens that end the row get -inf.
+        padding_token: a token that the repetition penalty counts as seen besides those of the text; `NO_TOKEN` for
+            none.
+        repetition_penalty: factor on the scores of tokens that were seen, if they are below 0, else divisor; 1 for
+            none.
+        presence_penalty: subtracted once from the scores of tokens generated since the prompt; 0 for none.
+        frequency_penalty: subtracted as often as a token was generated since the prompt; 0 for none.
     """
 
-    least: int = 0
-    pad: int = NO_TOKEN
-    penalty: float = 1.0
+    min_length: int = 0
+    padding_token: int = NO_TOKEN
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
 
 class LinearTiles(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..host.generation import GenerationOutput, RequestStatus
-from ..kernels.types import NO_TOKEN, SamplingSettings
+from ..kernels.types import NO_TOKEN, RowRules, SamplingSettings
 from ..modules.patch import user_code
 from ..state import upload
 
@@ -30,9 +30,10 @@ class Request:
         ends: tokens that end it.
         seed: key of its random numbers.
         sampling: its sampling settings, where requests have their own.
-        config: settings of its own logits processors, `max_new_tokens` among them; None if all rows share processors.
+        config: settings of its own logits processors, `max_new_tokens` among them; None if `processors` are known.
         user_processors: those of its own logits processors that the user passed.
-        processors: its own logits processors, made once it has a row, see `ContinuousBatching.processors_of`.
+        processors: its own logits processors, or its `RowRules` for those that all rows share; None if these are not
+            known before it has a row, see `ContinuousBatching.processors_of`.
         criteria: stopping criteria besides `ends`, called with its text, `[1, n]` int64 on the host, after each token.
         request_id: its name; None if nobody takes its result.
         prompt_id: the name of the last sequence of its prompt, by which a manager cancels all of them.
@@ -57,7 +58,7 @@ class Request:
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     config: GenerationConfig | None = None
     user_processors: LogitsProcessorList | None = None
-    processors: LogitsProcessorList | None = None
+    processors: LogitsProcessorList | RowRules | None = None
     criteria: StoppingCriteriaList | None = None
     records_timestamps: bool = False
     request_id: str | None = None
@@ -206,8 +207,7 @@ class ContinuousBatching:
         longest: tokens of a text that the first buffers have room for, if requests arrive.
         records_timestamps: whether the requests of a call record when each token reached the host.
         reuses_prefixes: whether keys and values of shared prefixes are computed once.
-        processors_of: returns the logits processors that only this request of the call has, such as those that read the
-            text; None if it has none.
+        processors_of: returns what `Request.processors` is to be; called where that is None.
     """
 
     max_rows: int | None = None
@@ -217,7 +217,7 @@ class ContinuousBatching:
     longest: int = 1
     records_timestamps: bool = False
     reuses_prefixes: bool = True
-    processors_of: Callable[[Request], LogitsProcessorList | None] | None = None
+    processors_of: Callable[[Request], LogitsProcessorList | RowRules] | None = None
 
 
 def end(request: Request, now: float, settings: ContinuousBatching) -> None:

@@ -50,7 +50,7 @@ class CapturedRound:
         backend: str | None = None,
     ):
         model, self._state = target.model, session.state
-        self._process = process  # kept alive: every replay reads its tensors
+        self._process = process.shared  # kept alive: every replay reads its tensors
         state, graph = session.state, functools.partial(capture, device=model.device, memory=session.graph_pool)
         if backend is not None:
             target = compiled(target, backend, same_everywhere=tensor_parallel_group(model) is not None)
@@ -62,7 +62,7 @@ class CapturedRound:
 
         with state.idle():
             if process.key is not None:
-                self._round = graph(lambda: result(run_round(state, target, drafter, process)))
+                self._round = graph(lambda: result(run_round(state, target, drafter, self._process)))
             else:
                 self._round = None
                 self._draft_and_forward = graph(lambda: draft_and_forward(state, target, drafter))

@@ -20,7 +20,7 @@ from ..calls.request import Arrived, ContinuousBatching, Request, end, ends_of
 from ..device_policy import policy_of
 from ..graphs.buckets import fewer_rows, next_power_of_two, row_sizes
 from ..host.caches import OUTPUT_NAME
-from ..kernels.types import NO_TOKEN
+from ..kernels.types import NO_TOKEN, RowRules
 from ..memory.virtual_memory import allocating, slots_in_memory
 from ..modules.patch import user_code
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
@@ -28,7 +28,7 @@ from ..patching.support import stated_positions
 from ..sampling.logits import RowSampling
 from ..sampling.processors import BlockProcessor
 from ..sampling.row_processors import RowsProcessor
-from ..sampling.text_rules import TEXT_RULES, rules_of_prompt
+from ..sampling.text_rules import TEXT_RULES, with_all_rules
 from ..state import DecodeState, set_rows, upload
 from .alone import times_if_alone, without_drafter
 from .groups import Groups
@@ -88,8 +88,6 @@ def _run(
     except BaseException:
         with settled_on_error(runner.session):
             raise
-    finally:
-        runner._process.own = {}  # captured graphs keep the processor alive
     runner.keep()
     run.stats(call, draft_probs)
 
@@ -128,14 +126,14 @@ class ContinuousRunner(Runner):
     """Rows that requests take and leave; they move to a session of another size where that pays."""
 
     def __init__(self, call: Call, settings: ContinuousBatching, target: HostedTarget):
-        blank = torch.empty(0, 0, dtype=torch.int64, device=call.model.device)
-        block = BlockProcessor(call.processors, blank, [], call.temperature)
-        process = RowsProcessor(block, fails_alone=settings.arrivals is not None)
+        processors = call.processors if settings.arrivals is None else with_all_rules(call.processors)
+        others = LogitsProcessorList(one for one in processors if type(one) not in TEXT_RULES)
+        blocks = [BlockProcessor(some, temperature=call.temperature) for some in (others, processors)]
+        process = RowsProcessor(*blocks, fails_alone=settings.arrivals is not None)
         super().__init__(call, target, process)
         self._settings = settings
         self._samples_each = any(type(one) is RowSampling for one in call.processors)
-        self._row_sampling = block.row_sampling
-        self._has_rules = any(type(one) in TEXT_RULES for one in call.processors)
+        self._row_sampling = blocks[0].row_sampling
         self._most = _most_rows(call, settings)
         # The sessions in which requests are prefilled; None if their prompts are packed.
         self._groups = None if can_pack(target) else Groups(call, target, is_continuous=True)
@@ -187,14 +185,14 @@ class ContinuousRunner(Runner):
             self._groups.keep()
         self.lease.keep()
 
-    def _processors_of(self, requests: Iterable[tuple[int, Request]]) -> dict[int, LogitsProcessorList]:
-        """The logits processors of requests that have their own, by row; made when they are first asked for."""
+    def _processors_of(self, requests: Iterable[tuple[int, Request]]) -> dict[int, LogitsProcessorList | RowRules]:
+        """The logits processors or rules of requests that have their own, by row; made when first asked for."""
         make, found = self._settings.processors_of, {}
         for row, one in requests:
             if one.processors is None and make is not None:
                 with user_code():
                     one.processors = make(one)
-            if one.processors is not None:
+            if one.processors not in (None, RowRules()):
                 found[row] = one.processors
         return found
 
@@ -435,5 +433,7 @@ class ContinuousRunner(Runner):
             state.set_row_sampling(rows, [one.sampling for one in requests])
         elif self._row_sampling is not None:
             state.set_row_sampling(rows, [self._row_sampling] * len(rows))
-        if self._has_rules:
-            state.set_row_rules(rows, [rules_of_prompt(self._call.processors, len(one.prompt)) for one in requests])
+        rules = {row: one.processors for row, one in zip(rows, requests, strict=True)}
+        rules = {row: one for row, one in rules.items() if isinstance(one, RowRules) and one != RowRules()}
+        if rules:
+            state.set_row_rules(list(rules), list(rules.values()))

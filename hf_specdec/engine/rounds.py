@@ -43,7 +43,9 @@ class RoundOutput(NamedTuple):
 
     def along_path(self) -> RoundOutput:
         """The same output with `scores` and `logits` `[B, K + 1, V]` at the tokens of `result`."""
-        return self._replace(scores=_along(self.walk, self.scores), logits=_along(self.walk, self.logits))
+        scores = _along(self.walk, self.scores)
+        logits = scores if self.logits is self.scores else _along(self.walk, self.logits)
+        return self._replace(scores=scores, logits=logits)
 
 
 def _along(walk: Walk | None, values: torch.Tensor | None) -> torch.Tensor | None:
@@ -201,16 +203,20 @@ class RoundReport:
         output: of the round. The next round may overwrite its tensors.
         names: `DecodeState.logprobs`, the names of its log-probabilities.
         kept: names of `scores` and `logits` that the report keeps.
+        num_rows: number of leading rows of these that it keeps; None for all.
 
     Attributes:
         logprobs: log-probabilities on the host by name, valid after `read`.
         records: the tensors in `kept`, see `RoundOutput`.
     """
 
-    def __init__(self, output: RoundOutput, names: tuple[str, ...], kept: Sequence[str] = ()):
+    def __init__(
+        self, output: RoundOutput, names: tuple[str, ...], kept: Sequence[str] = (), num_rows: int | None = None
+    ):
         result, logprobs, walk, scores, logits = output
-        read = {"scores": scores, "logits": logits}
-        self.records = {name: one.clone() for name, one in read.items() if name in kept}
+        read = {name: one for name, one in (("scores", scores), ("logits", logits)) if name in kept}
+        copies = {id(one): one[:num_rows].clone() for one in read.values()}  # one where no processor has changed them
+        self.records = {name: copies[id(one)] for name, one in read.items()}
         self._num_tokens = result.tokens.shape[1]
         parts = (result.tokens, result.accepted[:, None], result.committed[:, None], *(walk or ()))
         packed = torch.cat(parts, dim=1)

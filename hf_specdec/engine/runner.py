@@ -94,7 +94,7 @@ class Runner:
 
     def report(self, output: RoundOutput) -> RoundReport:
         """`output` on its way to the host."""
-        return RoundReport(output, self.state.logprobs, self._call.kept)
+        return RoundReport(output, self.state.logprobs, self._call.kept, self._call.batch)
 
     def finish(self, rows: Sequence[int]) -> None:
         """Mark `rows` as finished: later rounds commit nothing to them."""

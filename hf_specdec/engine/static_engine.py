@@ -71,7 +71,8 @@ class Lockstep(Runner):
         call = replace(call, prompts=_with_reread(call, target))
         prompts = call.prompts
         padding = [pad - prompts.hidden for pad in prompts.padding]
-        process = BlockProcessor(call.processors, prompts.input_ids.to(call.device), padding, call.temperature)
+        texts = prompts.input_ids.to(call.device)
+        process = BlockProcessor(call.processors, texts, padding, call.temperature, call.ends)
         super().__init__(call, target, process)
         # A captured session may have more rows than the call; they stay finished.
         is_shared = target.is_captured and process.key is not None

@@ -33,9 +33,11 @@ from ..drafters.attachment import Attachment
 from ..drafters.base import Drafter
 from ..host.generation import GenerationOutput, WorkloadHints, pad_token, prepared_config
 from ..host.generation import stopping_criteria as make_criteria
+from ..kernels.types import RowRules
 from ..modules.patch import on_host
 from ..sampling.processors import are_of_all_rows, readers_of
 from ..sampling.randomness import Randomness
+from ..sampling.text_rules import rules_of_prompt
 from .dispatch import generate_continuously, new_call, row_adapters
 from .request_processors import processors_of_prompt
 from .validation import TOKEN_DTYPES, check_call, check_tokens
@@ -120,20 +122,19 @@ def generate_batch(
 
 def _processors_of_requests(
     call: Call, config: GenerationConfig, sequences: int, given: Mapping[str, Any]
-) -> Callable[[Request], LogitsProcessorList | None]:
+) -> Callable[[Request], LogitsProcessorList | RowRules]:
     """`ContinuousBatching.processors_of` for `call`, with `sequences` for each prompt and arguments `given`."""
     model, is_of_all_rows = call.model, False
     processors, allowed = given.get("logits_processor"), given.get("prefix_allowed_tokens_fn")
 
-    def processors_of(one: Request) -> LogitsProcessorList | None:
+    def processors_of(one: Request) -> LogitsProcessorList | RowRules:
         nonlocal is_of_all_rows
-        if is_of_all_rows:  # the kinds of processors are the same for all prompts
-            return None
-        own = None if allowed is None else lambda _, tokens: allowed(one.index // sequences, tokens)
-        prompt = one.prompt.to(model.device)
-        found = processors_of_prompt(model, config, prompt, call.max_new_tokens, one.ends, processors, own)
-        is_of_all_rows = are_of_all_rows(found)
-        return None if is_of_all_rows else found
+        if not is_of_all_rows:
+            own = None if allowed is None else lambda _, tokens: allowed(one.index // sequences, tokens)
+            prompt = one.prompt.to(model.device)
+            found = processors_of_prompt(model, config, prompt, call.max_new_tokens, one.ends, processors, own)
+            is_of_all_rows = are_of_all_rows(found, one.ends)  # the kinds of processors are the same for all prompts
+        return rules_of_prompt(call.processors, len(one.prompt)) if is_of_all_rows else found
 
     return processors_of
 
@@ -190,7 +191,7 @@ def call_of(
     ends = () if pad_token(config) is None else end_tokens_of(criteria)  # as in `Call.ends`
     found = processors_of_prompt(model, config, read.input_ids[0], limit, ends, *asked)
     # Otherwise those that read the text belong to requests, see `ContinuousBatching.processors_of`.
-    readers = () if are_of_all_rows(found) else readers_of(found)
+    readers = () if are_of_all_rows(found, ends) else readers_of(found)
     shared = LogitsProcessorList(_of_any_prompt(one, logits_processor) for one in found if one not in readers)
     fields = {"model": model, "prompts": read, "processors": shared, "criteria": criteria, "streamer": streamer}
     options = {"is_continuous": True, "tree": tree}

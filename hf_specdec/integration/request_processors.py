@@ -13,23 +13,26 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from ..config import check_type
 from ..errors import first_line
 from ..host.generation import logits_processors
-from ..sampling.processors import are_of_all_rows, check_processors
+from ..kernels.types import RowRules
+from ..sampling.logits import PenaltyLogitsProcessor
+from ..sampling.processors import check_processors, rules_at_once
 from .validation import vocabulary_of
 
 # Sampling settings that each request may have if `per_request_processors` is set.
 SAMPLING_OPTIONS = ("do_sample", "temperature", "top_k", "top_p")
 
+# Settings that are `RowRules`.
+_RULE_OPTIONS = ("min_length", "min_new_tokens", "repetition_penalty")
+
 # Other settings of logits processors that each request may have then: numbers, and others.
 _NUMBERS = (
+    *_RULE_OPTIONS,
     "encoder_no_repeat_ngram_size",
     "encoder_repetition_penalty",
     "epsilon_cutoff",
     "eta_cutoff",
-    "min_length",
-    "min_new_tokens",
     "min_p",
     "no_repeat_ngram_size",
-    "repetition_penalty",
     "top_h",
     "typical_p",
 )
@@ -98,7 +101,7 @@ def _integers_in(value: Any) -> Iterator[int]:
             yield from _integers_in(one)
 
 
-def own_config(
+def own_processing(
     model: PreTrainedModel,
     config: GenerationConfig,
     options: dict[str, Any],
@@ -107,12 +110,11 @@ def own_config(
     ends: Collection[int],
     samples_each: bool,
     processors: LogitsProcessorList | None = None,
-    has_own_ends: bool = False,
-) -> GenerationConfig | None:
-    """The settings of a request whose scores are processed separately; None if they are processed with all rows.
+) -> GenerationConfig | RowRules:
+    """The settings of a request whose scores are processed separately; its rules if they are processed with all rows.
 
-    Its `options` replace settings of `config`. With `samples_each` rows have their own `SAMPLING_OPTIONS`.
-    `has_own_ends` tells whether `ends` are others than those of all rows.
+    Its `options` replace settings of `config`. With `samples_each` rows have their own `SAMPLING_OPTIONS`. The
+    `prompt` is on the host.
     """
     config = copy.copy(config)
     for name, value in options.items():
@@ -123,10 +125,11 @@ def own_config(
     if config.do_sample and config.temperature == 0:
         config.do_sample = False
     found = processors_of_prompt(model, config, prompt, max_new_tokens, ends, processors)
-    is_of_all = are_of_all_rows(found) and not processors and not set(options) - set(SAMPLING_OPTIONS)
-    is_of_all &= not (has_own_ends and (config.min_length or config.min_new_tokens))
+    rules = rules_at_once(found, ends, prompt[None], [0])
+    is_by_rules = rules is not None and not set(options) - {*SAMPLING_OPTIONS, *_RULE_OPTIONS}
+    is_by_rules &= all(type(one) is PenaltyLogitsProcessor for one in processors or ())
     # `RowSampling` runs before all other warpers; transformers runs top-h between temperature and top-k.
-    if is_of_all and not (samples_each and any(type(one) is TopHLogitsWarper for one in found)):
-        return None
+    if is_by_rules and not (samples_each and any(type(one) is TopHLogitsWarper for one in found)):
+        return rules[0] if rules else RowRules()
     config.max_new_tokens = max_new_tokens
     return config

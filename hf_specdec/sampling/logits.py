@@ -97,10 +97,10 @@ class PenaltyLogitsProcessor(LogitsProcessor):
         self.prompt_length, self.presence, self.frequency = prompt_length, presence, frequency
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
-        """`scores` `[B, V]` after `input_ids` `[B, n]`."""
-        new = input_ids[:, self.prompt_length :]
-        counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
-        return scores - self.presence * (counts > 0) - self.frequency * counts
+        """`scores` `[B, V]` after `input_ids` `[B, n]`, of which tokens from V on have no score."""
+        new, size = input_ids[:, self.prompt_length :], scores.shape[1]
+        counts = torch.zeros_like(scores).scatter_add_(1, new.clamp(max=size - 1), (new < size).to(scores.dtype))
+        return torch.where(counts > 0, scores - self.presence - self.frequency * counts, scores)
 
 
 class RowTemperature(LogitsProcessor):

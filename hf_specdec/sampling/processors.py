@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +17,6 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
@@ -33,7 +33,7 @@ from ..kernels.types import RowRules, SamplingSettings
 from ..modules.patch import user_code
 from ..state import DecodeState
 from .logits import MaskTokenLogitsProcessor, RowSampling, RowTemperature, divide
-from .text_rules import LENGTH_RULES, TEXT_RULES, ends_of_rules, penalised, rules_of_rows, without_early_ends
+from .text_rules import LENGTH_RULES, TEXT_RULES, apply_rule, rules_of_rows
 
 # Processors that do not read `input_ids`, so that all K + 1 positions of a block can be processed as independent rows.
 # Exact types are compared, since a subclass may read them.
@@ -73,16 +73,19 @@ def readers_of(processors: Iterable[LogitsProcessor]) -> list[LogitsProcessor]:
 
 
 def rules_at_once(
-    processors: LogitsProcessorList, prompts: Sequence[torch.Tensor] = (), padding: Sequence[int] = ()
+    processors: LogitsProcessorList,
+    ends: Collection[int],
+    prompts: Sequence[torch.Tensor] = (),
+    padding: Sequence[int] = (),
 ) -> list[RowRules] | None:
     """`rules_of_rows`; None also if another processor may read the text."""
     is_by_rules = all(type(one) in TEXT_RULES for one in readers_of(processors))
-    return rules_of_rows(processors, prompts, padding) if is_by_rules else None
+    return rules_of_rows(processors, ends, prompts, padding) if is_by_rules else None
 
 
-def are_of_all_rows(processors: LogitsProcessorList) -> bool:
-    """Whether all positions of a block are processed at once, for any rows without padding."""
-    return rules_at_once(processors) is not None
+def are_of_all_rows(processors: LogitsProcessorList, ends: Collection[int]) -> bool:
+    """Whether all positions of a block are processed at once, for any rows without padding that `ends` end."""
+    return rules_at_once(processors, ends) is not None
 
 
 def check_processors(processors: LogitsProcessorList) -> None:
@@ -201,10 +204,12 @@ class BlockProcessor:
 
     Args:
         processors: as prepared by `generate()`.
-        prompts: `[B, P]` int64, left-padded.
+        prompts: `[B, P]` int64, left-padded; None for rows that come and go, whose `processors` must process all
+            positions at once.
         padding: padding tokens of each row; -n if the first n tokens of the row are not in `prompts`, so that
             processors do not get them.
         temperature: of the call, also in `DecodeState.temperature`; None for greedy decoding.
+        ends: tokens that end all rows of `prompts`.
 
     Attributes:
         reads_text: whether a processor may read the text.
@@ -215,17 +220,16 @@ class BlockProcessor:
     def __init__(
         self,
         processors: LogitsProcessorList,
-        prompts: torch.Tensor,
-        padding: list[int],
+        prompts: torch.Tensor | None = None,
+        padding: Sequence[int] = (),
         temperature: float | None = None,
+        ends: Collection[int] = (),
     ):
-        self.reads_text, rules = bool(readers_of(processors)), rules_at_once(processors, prompts, padding)
-        self._is_at_once, self.row_rules = rules is not None, rules or []
-        self._ends = next(iter(ends_of_rules(processors if self._is_at_once else ())), ())
-        self._end_tokens = torch.tensor(self._ends, dtype=torch.int64, device=prompts.device)
-        if self._ends:  # minimum lengths, which follow one another, are one: `row_least`
-            pairs = zip(processors, [None, *processors[:-1]], strict=True)
-            processors = [one for one, before in pairs if not {type(one), type(before)} <= LENGTH_RULES]
+        rules = [] if prompts is None else rules_at_once(processors, ends, prompts, padding)
+        self.reads_text, self._is_at_once, self.row_rules = bool(readers_of(processors)), rules is not None, rules or []
+        if self._is_at_once:  # minimum lengths, which follow one another, are one: `row_min_lengths`
+            pairs = itertools.pairwise([None, *processors])
+            processors = [one for before, one in pairs if not {type(one), type(before)} <= LENGTH_RULES]
         self.row_sampling = None
         if self._is_at_once:
             processors, self.row_sampling = _filters_in_state(processors, temperature)
@@ -233,7 +237,7 @@ class BlockProcessor:
         self._current_rows: set[int] = set()
         self._texts_of: dict[int, tuple[torch.Tensor, int | None, str]] = {}
         self._prompts = prompts
-        self._padding = torch.tensor(padding, device=prompts.device)
+        self._padding = None if prompts is None else torch.tensor(padding, device=prompts.device)
         # Decided once: a compiled round that compared temperatures would be recompiled for each of them. The caller may
         # also pass a `TemperatureLogitsWarper` with another temperature in `logits_processor`.
         self._are_in_state = [
@@ -242,12 +246,16 @@ class BlockProcessor:
         ]
 
     @property
+    def shared(self) -> BlockProcessor:
+        """What a captured round applies: this one, see `RowsProcessor`."""
+        return self
+
+    @property
     def key(self) -> tuple | None:
         """What the processing depends on besides the state, hashable; None if the host takes part in it."""
         if not self._is_at_once:
             return None
         return (
-            self._ends,
             self.row_sampling is None,
             *(
                 (type(one), *(() if is_in_state else ((n, self._frozen(v)) for n, v in vars(one).items())))
@@ -283,10 +291,8 @@ class BlockProcessor:
                     if self.row_sampling is not None:
                         temperatures = state.temperature.expand(len(block))
                     scores = ops.apply_top_k_top_p(scores, temperatures, state.row_top_k, state.row_tail)
-                elif type(processor) is RepetitionPenaltyLogitsProcessor:
-                    scores = penalised(scores, block, state)
-                elif type(processor) in LENGTH_RULES:
-                    scores = without_early_ends(scores, self._end_tokens, state)
+                elif type(processor) in TEXT_RULES:
+                    apply_rule(type(processor), scores, block, state)
                 elif is_in_state:
                     scores = divide(scores, state.temperature)
                 else:

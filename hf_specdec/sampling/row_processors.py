@@ -9,6 +9,7 @@ import torch
 from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from ..errors import first_line
+from ..kernels.types import RowRules
 from ..modules.patch import user_code
 from ..state import DecodeState
 from .logits import certain
@@ -21,40 +22,52 @@ _DEFINED_EVERYWHERE = "transformers.generation.logits_process"
 
 
 class RowsProcessor:
-    """The `BlockProcessor` of rows that come and go, some of which have their own processors.
+    """The `BlockProcessor` of rows that come and go, some of which have their own processors or `RowRules`.
 
-    The processors of a row replace those that all rows share. They get the text of the row alone, as in `generate()`
-    for its prompt: `input_ids` `[1, n]` and scores `[1, V]`, for one position of the block after the other, drafts
-    included. They must be functions of their arguments. Positions past the row's length limit are left out. So are
-    those after a draft that is ruled out or ends the row, unless all processors are transformers' own.
+    `RowRules` are in the state, for the processors that all rows share. The processors of a row replace these. They get
+    the text of the row alone, as in `generate()` for its prompt: `input_ids` `[1, n]` and scores `[1, V]`, for one
+    position of the block after the other, drafts included. They must be functions of their arguments. Positions past
+    the row's length limit are left out. So are those after a draft that is ruled out or ends the row, unless all
+    processors are transformers' own.
 
     Args:
-        shared: for all other rows; all positions at once.
+        without_rules, with_rules: for all other rows, all positions at once; the latter, with the processors of
+            `RowRules`, while some row has such rules.
         fails_alone: whether an error of a row's processors is recorded instead of raised.
 
     Attributes:
-        own: processors of the rows that have their own, by row.
+        own: processors, or `RowRules`, of the rows that have their own, by row.
         failed: recorded errors, by row; the scores of such rows are meaningless.
     """
 
-    def __init__(self, shared: BlockProcessor, fails_alone: bool):
-        self._shared, self._fails_alone = shared, fails_alone
-        self.own: dict[int, LogitsProcessorList] = {}
+    def __init__(self, without_rules: BlockProcessor, with_rules: BlockProcessor, fails_alone: bool):
+        self._without_rules, self._with_rules, self._fails_alone = without_rules, with_rules, fails_alone
+        self.own: dict[int, LogitsProcessorList | RowRules] = {}
         self.failed: dict[int, str] = {}
+
+    @property
+    def shared(self) -> BlockProcessor:
+        """The processor of the rows without their own processors, as long as `own` is the same."""
+        has_rules = any(isinstance(one, RowRules) for one in self.own.values())
+        return self._with_rules if has_rules else self._without_rules
+
+    @property
+    def _apart(self) -> dict[int, LogitsProcessorList]:
+        return {row: one for row, one in self.own.items() if not isinstance(one, RowRules)}
 
     @property
     def key(self) -> Hashable | None:
         """See `BlockProcessor.key`; None while rows have their own processors."""
-        return None if self.own else self._shared.key
+        return None if self._apart else self.shared.key
 
     @property
     def reads_text(self) -> bool:
         """See `BlockProcessor`; rows with their own processors count as rows whose text is read."""
-        return bool(self.own) or self._shared.reads_text
+        return bool(self._apart) or self.shared.reads_text
 
     def __call__(self, logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
         """See `BlockProcessor.__call__`."""
-        scores, own = self._shared(logits, block, state), self.own
+        scores, own = self.shared(logits, block, state), self._apart
         if not own:
             return scores
         scores = scores.to(torch.float32, copy=True)

@@ -18,7 +18,8 @@ from ..graphs.buckets import PACKED_TOKENS, row_sizes
 from ..host.generation import prepared_config
 from ..integration.continuous import asked_logprobs, call_of
 from ..integration.dispatch import generate_continuously
-from ..integration.request_processors import own_config, processors_of_prompt
+from ..integration.request_processors import own_processing, processors_of_prompt
+from ..kernels.types import RowRules
 from ..modules.evaluation import Evaluation
 from ..modules.locks import lock_of
 from ..modules.module_hooks import hooks_of
@@ -30,6 +31,9 @@ from .manager_requests import end_tokens
 
 # Tokens of the prompts and answers of `warm_up`: prompts are longer than a captured chunk of a prefill.
 _WARMUP_PROMPT, _WARMUP_ANSWER = 161, 2
+
+# Rounds in which some row has rules are captured apart from rounds in which none has.
+_WITH_RULES = RowRules(repetition_penalty=1.1)
 
 
 @dataclass
@@ -94,10 +98,8 @@ class ManagedCall:
             if attachment is not None and stats is not before[0]:
                 attachment.note(stats, stats.seconds)
 
-    def _processors_of(self, request: Request) -> LogitsProcessorList | None:
-        """The processors of a request with its own settings; None for other requests."""
-        if request.config is None:
-            return None
+    def _processors_of(self, request: Request) -> LogitsProcessorList:
+        """The processors of a request with its own settings."""
         prompt, limit = request.prompt.to(self.model.device), request.config.max_new_tokens
         return processors_of_prompt(self.model, request.config, prompt, limit, request.ends, request.user_processors)
 
@@ -122,7 +124,8 @@ class ManagedCall:
         most = self.settings.max_requests_per_batch or policy.max_rows
         counts = {min(count, most) for count in (*row_sizes(most, is_captured=True), *GROUP_SIZES)}
         prompt, ends = torch.zeros(1, dtype=torch.int64), end_tokens(self.config, None)
-        config = own_config(self.model, self.config, {}, prompt, _WARMUP_ANSWER, ends, self._samples_each)
+        own = own_processing(self.model, self.config, {}, prompt, _WARMUP_ANSWER, ends, self._samples_each)
+        every = (own, _WITH_RULES) if self._samples_each and own == RowRules() else (own,)
         return [
             [
                 Request(
@@ -130,11 +133,13 @@ class ManagedCall:
                     torch.zeros(length, dtype=torch.int64),
                     _WARMUP_ANSWER,
                     ends=ends,
-                    config=config,
+                    config=None if isinstance(one, RowRules) else one,
+                    processors=one if isinstance(one, RowRules) else None,
                     return_logprobs=asked_logprobs(self.settings.return_logprobs),
                 )
                 for length in lengths
             ]
+            for one in every
             for count in sorted(counts)
             for lengths in self._warmup_lengths(count)
         ]

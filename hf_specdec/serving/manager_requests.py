@@ -24,9 +24,9 @@ from ..calls.request import Request
 from ..config import check_int, check_type, is_integer
 from ..graphs.buckets import next_power_of_two
 from ..integration.continuous import asked_logprobs, tokens_of
-from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS, own_config
+from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS, own_processing
 from ..integration.validation import check_tokens
-from ..kernels.types import NO_TOP_K, SamplingSettings
+from ..kernels.types import NO_TOP_K, RowRules, SamplingSettings
 from ..modules.adapters import check_adapters
 from ..modules.patch import on_host
 from ..ops import row_seeds
@@ -116,10 +116,7 @@ class RequestFactory:
         count = check_int("num_return_sequences", self._config.num_return_sequences or 1, 1)
         seeds, prompt_ids, ends = self._seeds_of(seed, count), prompt.tolist(), end_tokens(self._config, eos_token_id)
         sampling = self._sampling(options)
-        has_own_ends = ends != end_tokens(self._config, None)
-        config = own_config(
-            self._model, self._config, options, prompt, limit, ends, self._samples_each, processors, has_own_ends
-        )
+        own = own_processing(self._model, self._config, options, prompt, limit, ends, self._samples_each, processors)
         if request_id is None:
             request_id = next(name for name in self._names if not self._is_in_use(name))
         return [
@@ -131,8 +128,9 @@ class RequestFactory:
                 ends=ends,
                 seed=seeds[number],
                 sampling=sampling,
-                config=config,
+                config=None if isinstance(own, RowRules) else own,
                 user_processors=processors,
+                processors=own if isinstance(own, RowRules) else None,
                 criteria=self._stop_strings(stop_strings, tokenizer),
                 records_timestamps=record_timestamps,
                 error=self.why_too_long(len(prompt)),

@@ -11,6 +11,9 @@ from targets import PAD, padded_prompts, set_policy, tiny_target
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specdec.engine.rounds import RoundOutput, RoundReport
+from hf_specdec.kernels.types import VerificationResult
+
 
 class StopsAfterToken(StoppingCriteria):
     """Stops a row once it generates `token`."""
@@ -88,3 +91,25 @@ def test_same_output_and_statistics(monkeypatch, batch, accuracy, lag):
         torch.testing.assert_close(late_scores, now_scores, rtol=1e-4, atol=1e-3)
         assert now_rows == late_rows, name
         assert now_streamed == late_streamed, name
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_reports_copy_what_is_kept_once(is_tree):
+    """Of the rows of the call only, and one tensor for scores and logits that no processor has changed."""
+    tokens, counts = torch.zeros(4, 3, dtype=torch.int64), torch.ones(4, dtype=torch.int64)
+    logits, scores = torch.randn(4, 6, 7), torch.randn(4, 6, 7)
+    path = torch.tensor([[0, 2, 5]] * 4)
+    walk = (path, torch.zeros(4, 6, dtype=torch.int64)) if is_tree else None
+    result, both = VerificationResult(tokens, counts, counts), ("scores", "logits")
+    found = RoundReport(RoundOutput(result, (), walk, logits, logits).along_path(), (), both, 3).records
+    assert found["scores"] is found["logits"]
+    places = path[0] if is_tree else slice(None)
+    assert torch.equal(found["logits"], logits[:3, places]) and found["logits"].untyped_storage().nbytes() == (
+        4 * found["logits"].numel()
+    )
+    for kept in (both, both[:1]):
+        found = RoundReport(RoundOutput(result, (), walk, scores, logits).along_path(), (), kept, 3).records
+        assert tuple(found) == kept and torch.equal(found["scores"], scores[:3, places])
+        scores.zero_()  # the next round overwrites it
+        assert found["scores"].any()
+        scores.normal_()

@@ -11,6 +11,7 @@ from lossless import PROMPTS, GreedyTexts, continuations
 from oracle import (
     RANDOM_DRAFTERS,
     TreeOracle,
+    copy_of,
     random_draft_model,
     random_eagle3,
     random_mtp,
@@ -262,13 +263,19 @@ def test_ends_and_limits_inside_of_trees():
         assert torch.equal(found, plain[:, : width + count])
 
 
-def test_scores_and_log_probabilities_of_accepted_paths():
+@pytest.mark.parametrize("options", [{}, {"suppress_tokens": [3, 9, 27]}], ids=["as they are", "processed"])
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_scores_and_log_probabilities_of_accepted_paths(monkeypatch, is_captured, options):
+    """Captured rounds have more rows than the call, and give the scores of later rounds, too."""
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])
-    kept = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    kept = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, **options}
     plain = TEXTS.greedy(target, inputs, **kept)
-    drafter = tree_oracle(target, inputs, plain.sequences)
+    drafter = copy_of(target, noise=0.03)
+    if is_captured:
+        replay_on_cpu(monkeypatch)
     found = TEXTS.greedy(target, inputs, drafter, 5, tree=14, return_logprobs="raw", **kept)
     assert torch.equal(found.sequences, plain.sequences) and drafter.stats.acceptance_length > 1.8
+    assert drafter.stats.execution.startswith("captured in one graph") == is_captured
     for ours, right in ((found.scores, plain.scores), (found.logits, plain.logits)):
         torch.testing.assert_close(torch.stack(ours), torch.stack(right), rtol=1e-4, atol=1e-4)
     new = plain.sequences[:, -NEW:]

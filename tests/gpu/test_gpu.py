@@ -52,22 +52,32 @@ def test_replay_equals_eager(monkeypatch, kind, mode, batch):
     assert all(row == rows[0] for row in rows)
 
 
+@pytest.mark.parametrize("tree", [None, 12])
 @pytest.mark.parametrize("kind", ["eagle3", "p-eagle"])
 @pytest.mark.parametrize("mode", ["greedy", "penalty", "ngrams", "hot sampling"])
-def test_logprobs_of_replays_are_those_of_scores(kind, mode):
+def test_scores_and_logprobs_of_replays_are_those_of_eager_rounds(monkeypatch, kind, mode, tree):
     target, inputs = on_gpu("llama"), prompts([9, 1, 5])
-    drafter = RANDOM_DRAFTERS[kind](target).configure(compile_rounds=False)
     options = {"max_new_tokens": 20, "return_dict_in_generate": True, "return_logprobs": "both", **MODES[mode]}
-    torch.manual_seed(3)
-    kept = target.generate(**inputs, assistant_model=drafter, output_scores=True, output_logits=True, **options)
-    tokens = kept.sequences[:, inputs["input_ids"].shape[1] :]
-    for _ in range(2):
+    both = {"output_scores": True, "output_logits": True}
+
+    def generated(drafter, **kept):
         torch.manual_seed(3)
-        out = target.generate(**inputs, assistant_model=drafter, **options)
+        return target.generate(**inputs, assistant_model=drafter, num_assistant_tokens=4, tree=tree, **options, **kept)
+
+    set_policy(monkeypatch, "cuda", cuda_graphs=False)
+    kept = generated(RANDOM_DRAFTERS[kind](target), **both)
+    tokens = kept.sequences[:, inputs["input_ids"].shape[1] :]
+    set_policy(monkeypatch, "cuda", cuda_graphs=True)
+    drafter = RANDOM_DRAFTERS[kind](target).configure(compile_rounds=False)
+    for one in (both, both, {}, {}):
+        out = generated(drafter, **one)
         assert drafter.stats.execution.startswith("captured") and torch.equal(out.sequences, kept.sequences)
-        for found, steps in ((out.logprobs, kept.scores), (out.raw_logprobs, kept.logits)):
-            expected = torch.stack(steps, dim=1).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+        for found, name in ((out.logprobs, "scores"), (out.raw_logprobs, "logits")):
+            steps = torch.stack(getattr(kept, name), dim=1)
+            expected = steps.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+            if one:
+                torch.testing.assert_close(torch.stack(getattr(out, name), dim=1), steps, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "eta_cutoff": 0.2, "seeds": [7]}])

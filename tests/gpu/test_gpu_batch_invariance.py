@@ -3,7 +3,7 @@
 import pytest
 import torch
 from oracle import RANDOM_DRAFTERS, SELDOM, copy_of
-from targets import STATIC_FAMILIES, on_gpu, padded_prompts
+from targets import STATIC_FAMILIES, on_gpu, padded_prompts, set_policy
 
 from hf_specdec import NoDrafter
 
@@ -85,8 +85,10 @@ def test_calls_of_both_kinds_have_sessions_of_their_own():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_logits(family):
-    """Of eager rounds, and of a prompt that is one pass and of the same tokens generated in rounds."""
+@pytest.mark.parametrize("captures", [False, True])
+def test_the_same_logits(monkeypatch, family, captures):
+    """Of eager and of captured rounds, and of a prompt that is one pass and of the same tokens generated in rounds."""
+    set_policy(monkeypatch, "cuda", cuda_graphs=captures)
     target = on_gpu(family).bfloat16()
     kept = {"return_dict_in_generate": True, "output_logits": True}
     alone, drafter = NoDrafter(target, batch_invariant=True), copy_of(target, noise=0.05).bfloat16()

@@ -16,6 +16,8 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from hf_specdec import NoDrafter
 from hf_specdec.engine.capture import CapturedRound
 from hf_specdec.integration.request_processors import PROCESSOR_OPTIONS
+from hf_specdec.sampling import processors
+from hf_specdec.sampling.logits import PenaltyLogitsProcessor
 
 END, NEW = [7, 23, 12, 57, 83], 14
 PROMPTS = [[5, 6, 7], [9] * 8, [4], [33, 34, 33, 34, 33], list(range(40, 60)), [88, 5]]
@@ -255,8 +257,78 @@ def test_rounds_are_captured_whole_where_no_row_reads_its_text(monkeypatch):
 
     monkeypatch.setattr(CapturedRound, "__call__", noted)
     with running(target, random_eagle3(target), rows=2) as manager:
-        for options in ({}, {"repetition_penalty": 1.4}, {}):
+        for options in ({}, {"no_repeat_ngram_size": 1}, {}):
             name = manager.add_request(PROMPTS[1], **options)
             assert texts_of(manager, [name]) == [alone(target, PROMPTS[1], **options)]
             assert halves and set(halves) == {bool(options)}
             halves.clear()
+
+
+class Penalty(PenaltyLogitsProcessor):
+    """Of a class that is not known, so that the host calls it, one position after the other."""
+
+
+def by_rules(prompt, kind=PenaltyLogitsProcessor):
+    """Settings that are numbers of a row."""
+    return [
+        {"repetition_penalty": 1.4},
+        {"min_length": 12},
+        {"min_new_tokens": 9, "eos_token_id": [*END, 41]},
+        {"logits_processor": LogitsProcessorList([kind(len(prompt), presence=1.2)])},
+        {"logits_processor": LogitsProcessorList([kind(len(prompt), frequency=-0.8)])},
+        {"repetition_penalty": 0.8, "min_new_tokens": 6, "logits_processor": [kind(len(prompt), 0.9, 0.4)]},
+        {},
+    ]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("settings", [{}, {"min_length": 10, "repetition_penalty": 1.2, "suppress_tokens": [9, 12]}])
+def test_penalties_and_minimum_lengths_run_inside_captured_rounds(monkeypatch, settings):
+    """Beside requests that have none, and with those of the manager, which they replace."""
+    replay_on_cpu(monkeypatch)
+    target, captured = target_of(), set()
+    run = CapturedRound.__call__
+    monkeypatch.setattr(
+        CapturedRound, "__call__", lambda self, process: captured.add(self.execution) or run(self, process)
+    )
+    asked = [(prompt, options) for prompt in PROMPTS[:2] for options in by_rules(prompt)]
+    expected = [alone(target, prompt, **settings | options) for prompt, options in asked]
+    assert len({tuple(one) for one in expected}) >= len(asked) // 2
+    with running(target, random_eagle3(target), **settings) as manager:
+        names = [manager.add_request(prompt, **options) for prompt, options in asked]
+        assert texts_of(manager, names) == expected
+    assert len(captured) == 1 and "in one graph" in captured.pop()
+
+
+def test_drawn_texts_with_penalties_are_those_of_processors_that_the_host_calls():
+    target, prompt = target_of(), PROMPTS[3]
+    sampled = {"do_sample": True, "temperature": 1.1, "top_k": 40, "seed": 5}
+    texts = []
+    for kind in (PenaltyLogitsProcessor, Penalty):
+        with running(target, random_eagle3(target).configure(3)) as manager:
+            names = [manager.add_request(prompt, **sampled, **options) for options in by_rules(prompt, kind)]
+            texts.append(texts_of(manager, names))
+    assert texts[0] == texts[1]
+
+
+def test_rounds_without_rules_do_not_read_texts(monkeypatch):
+    """Only as long as some row has rules are they applied; the rounds of both kinds are warmed up."""
+    capture, target, applied = replay_on_cpu(monkeypatch), target_of(), []
+    apply = processors.apply_rule
+    monkeypatch.setattr(processors, "apply_rule", lambda *args: applied.append(1) or apply(*args))
+    with running(target, random_eagle3(target), rows=2) as manager:
+        count = capture.count
+        for options in ({}, {"repetition_penalty": 1.4}, {"min_new_tokens": 9}, {}):
+            with manager.pause():  # the last round may still run
+                applied.clear()
+            name = manager.add_request(PROMPTS[1], **options)
+            assert texts_of(manager, [name]) == [alone(target, PROMPTS[1], **options)]
+            assert bool(applied) == bool(options)
+        assert capture.count == count
+
+
+def test_a_manager_without_end_tokens_has_requests_with_minimum_lengths():
+    target = target_of()
+    with running(target, random_eagle3(target), per_request=False, eos_token_id=-1, min_new_tokens=9) as manager:
+        found = texts_of(manager, [manager.add_request(prompt, eos_token_id=END) for prompt in PROMPTS])
+    assert found == [alone(target, prompt, min_new_tokens=9) for prompt in PROMPTS] != expected_of()

@@ -447,6 +447,20 @@ def sorted_tokens(logits, target_ids, count):
     return logprobs, index[..., :count] if target_ids is None else target_ids[index[..., :count]]
 
 
+class Noting:
+    """A kernel that tells the options of its launches."""
+
+    def __init__(self, kernel, note):
+        self.kernel, self.note = kernel, note
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self.note(options)
+            return self.kernel[grid](*args, **options)
+
+        return launch
+
+
 @pytest.mark.parametrize(
     ("vocabulary", "dtype", "has_ids"),
     cases(
@@ -468,3 +482,25 @@ def test_likeliest_tokens(vocabulary, dtype, has_ids):
         found, tokens = run.likeliest_tokens(logits.to(DEVICE), target_ids, count)
         assert torch.equal(tokens, expected[1]) and found.dtype == torch.float32
         torch.testing.assert_close(found.double(), expected[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "count", "group"),
+    [(5000, 1, 128), (24000, 2, 128), (33000, 1, 256), (70000, 2, 256), (264000, 1, 1024)],
+)
+def test_likeliest_tokens_of_larger_groups(monkeypatch, vocabulary, count, group):
+    """At both ends of a group, in the last group, and equal ones in several groups."""
+    sizes, generator = [], torch.Generator().manual_seed(count)
+    launch = logprobs._groups_kernel
+    monkeypatch.setattr(logprobs, "_groups_kernel", Noting(launch, lambda options: sizes.append(options["GROUP"])))
+    logits = torch.randn(1, 3, vocabulary, generator=generator)
+    logits[0, 0, [3 * group, 4 * group - 1]] = torch.tensor([9.0, 10.0])
+    logits[0, 1, [vocabulary - 1, vocabulary - 2, 7]] = 9.0
+    logits[0, 2, vocabulary - group :] = -torch.inf
+    logits[0, 2, [group - 1, group]] = 9.0
+    expected = sorted_tokens(logits.to(DEVICE), None, count)
+    for run in (logprobs, logprobs_reference):
+        found, tokens = run.likeliest_tokens(logits.to(DEVICE), None, count)
+        assert torch.equal(tokens, expected[1])
+        torch.testing.assert_close(found.double(), expected[0], rtol=1e-5, atol=1e-5)
+    assert sizes == [group]

@@ -6,14 +6,17 @@ from graph_stand_ins import replay_on_cpu, tape_on_cpu
 from lossless import PROMPTS
 from oracle import copy_of, random_eagle3
 from rule_blocks import (
+    ENDS,
     IGNORES_PADDING,
     LISTS,
     PAD,
     PADDING,
+    WIDTH,
     RuleBlock,
     check_bits,
-    least,
-    least_new,
+    min_length,
+    min_new,
+    of_new,
     penalty,
     same_bits,
 )
@@ -29,6 +32,7 @@ from transformers import (
 
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.kernels.types import RowRules
+from hf_specdec.sampling.logits import PenaltyLogitsProcessor
 from hf_specdec.sampling.processors import BlockProcessor
 
 
@@ -41,9 +45,9 @@ def test_scores_are_those_of_transformers_bit_for_bit(name):
 def test_rows_have_rules_of_their_own():
     """Rows that have none keep their bits."""
     block = RuleBlock()
-    processors = [penalty(1.3), least(14)]
-    expected, others = block.expected(processors), block.expected([penalty(0.6), least(12)])
-    of_rows = BlockProcessor(LogitsProcessorList(processors), block.prompts, PADDING).row_rules
+    processors = [penalty(1.3), min_length(14)]
+    expected, others = block.expected(processors), block.expected([penalty(0.6), min_length(12)])
+    of_rows = BlockProcessor(LogitsProcessorList(processors), block.prompts, PADDING, ends=ENDS).row_rules
     rules = [of_rows[0], RowRules(), RowRules(12 - PADDING[2], PAD, 0.6), RowRules()]
     found = block.found(processors, rules)
     assert same_bits(found[0], expected[0]) and same_bits(found[2], others[2])
@@ -63,23 +67,31 @@ class Penalty(RepetitionPenaltyLogitsProcessor):
         *([([penalty(ignored=torch.tensor([0, 2, 4, 0]))], PADDING)] if IGNORES_PADDING else []),
         ([penalty()], [0, 3, 5, 0]),  # of several tokens
         ([penalty()], [0, 2, 5, -1]),
-        ([least(12)], [0, 2, 5, -1]),
-        ([least(12), least_new(3, ends=[5])], PADDING),
-        ([least(12), penalty(), least_new(3)], PADDING),
+        ([min_length(12)], [0, 2, 5, -1]),
+        ([min_length(12), min_new(3, ends=[5])], PADDING),
+        ([min_length(12, ends=ENDS[1:])], PADDING),
+        ([of_new(1.0), of_new(0.0, 1.0)], PADDING),
+        ([PenaltyLogitsProcessor(WIDTH - 1, 1.0)], PADDING),
+        ([min_length(12), penalty(), min_new(3)], PADDING),
         ([Penalty(1.8)], PADDING),
     ],
 )
 def test_what_needs_more_than_rules_is_left_to_the_host(processors, padding):
-    process = BlockProcessor(LogitsProcessorList(processors), RuleBlock().prompts, padding)
+    process = BlockProcessor(LogitsProcessorList(processors), RuleBlock().prompts, padding, ends=ENDS)
     assert process.key is None and process.reads_text and process.row_rules == []
 
 
-def test_keys_have_kinds_and_end_tokens_only():
-    def key(*processors):
-        return BlockProcessor(LogitsProcessorList(processors), RuleBlock().prompts, PADDING).key
+def test_keys_have_kinds_only():
+    def key(*processors, ends=ENDS):
+        return BlockProcessor(LogitsProcessorList(processors), RuleBlock().prompts, PADDING, ends=ends).key
 
-    assert key(penalty(), least(12), least_new(3)) == key(penalty(0.7), least(13), least_new(1, skipped=2)) is not None
-    assert key(least(12)) != key(least(12, ends=[5])) and key(penalty()) != key()
+    assert (
+        key(penalty(), min_length(12), min_new(3))
+        == key(penalty(0.7), min_length(13), min_new(1, skipped=2))
+        is not None
+    )
+    assert key(min_length(12)) == key(min_length(12, ends=[5]), ends=[5]) != key(penalty()) != key()
+    assert key(of_new(1.2)) == key(of_new(0.3, 0.9)) is not None
     assert not BlockProcessor(LogitsProcessorList([TopKLogitsWarper(3)]), RuleBlock().prompts, PADDING).reads_text
 
 
@@ -183,8 +195,8 @@ def test_bulk_calls_with_any_rules_share_a_captured_round(monkeypatch):
 @pytest.mark.parametrize(
     "processors",
     [
-        [least_new(7, skipped=4, ends=CALL["eos_token_id"])],
-        [least(12, ends=[3, 11]), penalty(1.4)],
+        [min_new(7, skipped=4, ends=CALL["eos_token_id"])],
+        [min_length(12, ends=[3, 11]), penalty(1.4)],
         [penalty(1.4, ignored=1)],
         [penalty(1.4), NoRepeatNGramLogitsProcessor(2)],
     ],
@@ -231,3 +243,12 @@ def test_tensors_of_processors_are_read_once(monkeypatch):
     assert process.key == first and not read
     suppressed.suppress_tokens[0] = 4
     assert process.key != first and len(read) == 1
+
+
+def test_end_tokens_are_read_once(monkeypatch):
+    """Also where two minimum lengths share them, as those of settings do."""
+    ends, read, original = torch.tensor([3, 7]), [], torch.Tensor.tolist
+    processors = LogitsProcessorList([min_length(9, ends=ends), min_new(4, ends=ends)])
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda one: read.append(one) or original(one))
+    process = BlockProcessor(processors, torch.ones(1, 6, dtype=torch.int64), [0], ends={7, 3})
+    assert process.row_rules == [RowRules(min_length=13)] and process.key is not None and len(read) == 1
