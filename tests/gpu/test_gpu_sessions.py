@@ -180,22 +180,22 @@ def test_sessions_are_reused_on_another_stream(kind):
 
 
 def test_captured_rounds_keep_no_scores_and_are_bounded(captures):
-    """Another `top_p` is another round; of each only what is read stays in memory."""
+    """Another `min_p` is another round; of each only what is read stays in memory."""
     target = copy.deepcopy(tiny_target("llama", num_layers=3))
     target.resize_token_embeddings(64_000)
     target = target.to("cuda")
     drafter = drafter_of(target, "draft-model")
     batch, num_drafts, allocated = 8, 7, []
 
-    def call(top_p):
-        options = {"do_sample": True, "top_p": top_p, "top_k": 0, "seeds": 3, "max_new_tokens": 4}
+    def call(min_p):
+        options = {"do_sample": True, "min_p": min_p, "top_k": 0, "seeds": 3, "max_new_tokens": 4}
         prompts = {name: tensor.to("cuda") for name, tensor in padded_prompts([5] * batch).items()}
         target.generate(**prompts, **options, assistant_model=drafter, num_assistant_tokens=num_drafts)
         gc.collect()
         allocated.append(torch.cuda.memory_allocated())
 
     for number in range(2 * sessions.MAX_CAPTURES):
-        call(0.5 + 0.01 * number)
+        call(0.1 + 0.01 * number)
     scores = batch * (num_drafts + 1) * 64_000 * 4
     assert max(allocated[1:]) - allocated[0] < scores / 4, [size - allocated[0] for size in allocated]
     assert len(captures) == 2 * sessions.MAX_CAPTURES
