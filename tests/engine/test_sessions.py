@@ -367,13 +367,13 @@ def test_captures_of_a_session_are_bounded(tape, monkeypatch):
 
     monkeypatch.setattr(lease, "capture_round", noting)
 
-    def call(top_p, length=9):
+    def call(min_p, length=9):
         options = {**padded_prompts([length]), "do_sample": True, "max_new_tokens": 6, "seeds": 3, "top_k": 0}
         before = len(made)
-        out = target.generate(**options, top_p=top_p, assistant_model=drafter, num_assistant_tokens=3)
+        out = target.generate(**options, min_p=min_p, assistant_model=drafter, num_assistant_tokens=3)
         return out.tolist(), len(made) - before
 
-    texts = {top_p: call(top_p)[0] for top_p in (0.1, 0.2, 0.3)}
+    texts = {min_p: call(min_p)[0] for min_p in (0.1, 0.2, 0.3)}
     assert call(0.1) == (texts[0.1], 0)
     call(0.4)  # 0.2 was used least recently
     gc.collect()
