@@ -385,8 +385,8 @@ class DecodeState:
     def draft_temperatures(self) -> torch.Tensor:
         """`[B]` float32, the temperatures at which drafts are drawn: those of the rows times `top_p`.
 
-        Top-p leaves the likelier tokens, as a lower temperature does. Acceptance lengths of SmolLM2 with EAGLE-3, K = 4,
-        32 chat prompts: 2.36 instead of 2.19 at temperature 0.7 and `top_p` 0.8, and 2.38 instead of 2.26 at 0.6 and 0.9.
+        Top-p leaves the likelier tokens, as a lower temperature does. Acceptance lengths of SmolLM2 with EAGLE-3 on 32
+        prompts, two seeds, without and with `top_p`: 2.19 / 2.28 and 2.23 / 2.32 at temperature 0.7 and `top_p` 0.8.
         """
         temperatures = self.temperature * self.row_temperatures
         return torch.addcmul(temperatures, temperatures, self.row_tail, value=-1)

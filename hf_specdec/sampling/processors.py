@@ -33,7 +33,7 @@ from ..kernels.types import RowRules, SamplingSettings
 from ..modules.patch import user_code
 from ..state import DecodeState
 from .logits import MaskTokenLogitsProcessor, RowSampling, RowTemperature, divide
-from .text_rules import LENGTH_RULES, TEXT_RULES, apply_rule, rules_of_rows
+from .text_rules import AT_ONCE, LENGTH_RULES, TEXT_RULES, apply_rule, rules_of_rows
 
 # Processors that do not read `input_ids`, so that all K + 1 positions of a block can be processed as independent rows.
 # Exact types are compared, since a subclass may read them.
@@ -79,7 +79,7 @@ def rules_at_once(
     padding: Sequence[int] = (),
 ) -> list[RowRules] | None:
     """`rules_of_rows`; None also if another processor may read the text."""
-    is_by_rules = all(type(one) in TEXT_RULES for one in readers_of(processors))
+    is_by_rules = all(type(one) in AT_ONCE for one in readers_of(processors))
     return rules_of_rows(processors, ends, prompts, padding) if is_by_rules else None
 
 
@@ -198,7 +198,7 @@ class BlockProcessor:
     position at its length; the other rows of `input_ids` are cut or padded to that length, and their scores are
     ignored. `prefix_allowed_tokens_fn` is not called for them.
 
-    If no processor reads `input_ids`, apart from `TEXT_RULES` for which `RowRules` are enough, all positions are
+    If no processor reads `input_ids`, apart from those in `AT_ONCE` for which `RowRules` are enough, all positions are
     processed at once. Temperatures, including those of `RowTemperature`, top-k, top-p and `RowRules` are then read from
     the state, so that one captured round serves any of them.
 
@@ -291,8 +291,8 @@ class BlockProcessor:
                     if self.row_sampling is not None:
                         temperatures = state.temperature.expand(len(block))
                     scores = ops.apply_top_k_top_p(scores, temperatures, state.row_top_k, state.row_tail)
-                elif type(processor) in TEXT_RULES:
-                    apply_rule(type(processor), scores, block, state)
+                elif type(processor) in AT_ONCE:
+                    apply_rule(processor, scores, block, state)
                 elif is_in_state:
                     scores = divide(scores, state.temperature)
                 else:

@@ -1,4 +1,4 @@
-"""Logits processors that need only a few numbers of each row besides its tokens.
+"""Logits processors that need only a few numbers of each row, or of the call, besides its tokens.
 
 A round processes all positions of a block by them at once, on the device. They change the scores of a few tokens (those
 of the text, its drafts and its ends), in place, and touch no others.
@@ -14,6 +14,7 @@ from transformers import (
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
 
@@ -25,6 +26,8 @@ from .logits import PenaltyLogitsProcessor, RowSampling, divide
 LENGTH_RULES = frozenset({MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor})
 PENALTY_RULES = frozenset({RepetitionPenaltyLogitsProcessor, PenaltyLogitsProcessor})
 TEXT_RULES = LENGTH_RULES | PENALTY_RULES
+# With one whose number is the same for all rows, so that it is not in the state.
+AT_ONCE = TEXT_RULES | {NoRepeatNGramLogitsProcessor}
 
 
 def with_all_rules(processors: Sequence[LogitsProcessor]) -> LogitsProcessorList:
@@ -49,6 +52,8 @@ def rules_of_rows(
     Negative `padding` stands for tokens that are not in `prompts`.
     """
     rules = [one for one in processors if type(one) in TEXT_RULES]
+    if any(padding) and any(type(one) is NoRepeatNGramLogitsProcessor for one in processors):
+        return None  # n-grams may have padding in them
     if not rules:
         return []
     if any(sum(type(one) is kind for one in rules) > 1 for kind in PENALTY_RULES) or min(padding, default=0) < 0:
@@ -106,11 +111,14 @@ def _rules(processors: Sequence[LogitsProcessor], padding: int, pad: int, length
     return RowRules(min_length, pad, repetition, presence, frequency)
 
 
-def apply_rule(kind: type[LogitsProcessor], scores: torch.Tensor, block: torch.Tensor, state: DecodeState) -> None:
-    """Change `scores` `[B, n, V]` float32 of a `block` `[B, n]` int64 in place, as a processor of the `kind`, one of
-    `TEXT_RULES`, does with the `RowRules` in `state`. The text before a position has the drafts before it."""
+def apply_rule(processor: LogitsProcessor, scores: torch.Tensor, block: torch.Tensor, state: DecodeState) -> None:
+    """Change `scores` `[B, n, V]` float32 of a `block` `[B, n]` int64 in place, as the `processor` of a kind in
+    `AT_ONCE` does, with the `RowRules` in `state`. The text before a position has the drafts before it."""
+    kind = type(processor)
     if kind in LENGTH_RULES:
         apply_min_length(scores, state)
+    elif kind is NoRepeatNGramLogitsProcessor:
+        apply_no_repeat_ngram(processor.ngram_size, scores, block, state)
     elif kind is RepetitionPenaltyLogitsProcessor:
         apply_repetition_penalty(scores, block, state)
     else:
@@ -125,6 +133,24 @@ def apply_min_length(scores: torch.Tensor, state: DecodeState) -> None:
     is_early = (lengths < state.row_min_lengths[:, None]) & (some_end >= 0)
     ends = ends[:, None].expand(-1, width, -1)
     scores.scatter_(2, ends, scores.gather(2, ends).masked_fill(is_early[:, :, None], float("-inf")))
+
+
+def apply_no_repeat_ngram(size: int, scores: torch.Tensor, block: torch.Tensor, state: DecodeState) -> None:
+    """-inf for tokens with which an n-gram of `size` tokens would occur in the text again."""
+    width, vocabulary = scores.shape[1:]
+    tokens, _ = _text(state, 0)
+    num_slots = tokens.shape[1]
+    # Slots of the last token before each position. Rows that have finished may have none.
+    last = (state.lengths[:, None] - 1 + torch.arange(width, device=block.device)).clamp(max=num_slots - 1)
+    text = torch.nn.functional.pad(tokens.scatter(1, last, block), (0, size - 1))
+    first = torch.arange(num_slots, device=block.device)
+    is_repeated = first + size - 1 <= last[:, :, None]
+    for place in range(size - 1):
+        token = text.gather(1, (last - (size - 2 - place)).clamp(min=0))
+        is_repeated &= text[:, None, place : place + num_slots] == token[:, :, None]
+    following = text[:, None, size - 1 :].expand(-1, width, -1)
+    ruled_out, some = _scored(following, is_repeated, vocabulary)
+    scores.scatter_(2, ruled_out, scores.gather(2, ruled_out).masked_fill(some >= 0, float("-inf")))
 
 
 def apply_repetition_penalty(scores: torch.Tensor, block: torch.Tensor, state: DecodeState) -> None:

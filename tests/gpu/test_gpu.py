@@ -77,7 +77,8 @@ def test_scores_and_logprobs_of_replays_are_those_of_eager_rounds(monkeypatch, k
             expected = steps.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
             if one:
-                torch.testing.assert_close(torch.stack(getattr(out, name), dim=1), steps, rtol=1e-5, atol=1e-5)
+                # Captured rounds may add in another order.
+                torch.testing.assert_close(torch.stack(getattr(out, name), dim=1), steps, rtol=1e-4, atol=5e-5)
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "eta_cutoff": 0.2, "seeds": [7]}])

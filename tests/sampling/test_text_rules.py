@@ -1,4 +1,4 @@
-"""Minimum lengths and the repetition penalty, whole blocks at once: bits, texts, and graphs that calls share."""
+"""Minimum lengths, penalties and n-grams, whole blocks at once: bits, texts, and graphs that calls share."""
 
 import pytest
 import torch
@@ -11,8 +11,10 @@ from rule_blocks import (
     LISTS,
     PAD,
     PADDING,
+    VOCAB,
     WIDTH,
     RuleBlock,
+    Silent,
     check_bits,
     min_length,
     min_new,
@@ -30,10 +32,13 @@ from transformers import (
     TopKLogitsWarper,
 )
 
+from hf_specdec import DrafterConfig
+from hf_specdec.cache.key_layers import attention_layers
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.kernels.types import RowRules
 from hf_specdec.sampling.logits import PenaltyLogitsProcessor
 from hf_specdec.sampling.processors import BlockProcessor
+from hf_specdec.state import Shape
 
 
 @pytest.mark.core_for(name=["all", "penalty"])
@@ -52,6 +57,28 @@ def test_rows_have_rules_of_their_own():
     found = block.found(processors, rules)
     assert same_bits(found[0], expected[0]) and same_bits(found[2], others[2])
     assert same_bits(found[[1, 3]], block.logits[[1, 3]])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_repeated_ngrams_are_ruled_out_as_by_transformers(size):
+    """In rows of several lengths, the first of them shorter than an n-gram; drafts are part of n-grams."""
+    generator = torch.Generator().manual_seed(size)
+    texts = [torch.randint(4, 7, (count,), generator=generator) for count in (1, 4, 9, 40)]
+    drafts, logits = torch.randint(4, 7, (4, 6), generator=generator), torch.randn(4, 7, VOCAB, generator=generator)
+    drafter, processor = Silent(DrafterConfig(vocab_size=VOCAB)), NoRepeatNGramLogitsProcessor(size)
+    state = drafter.new_state(Shape(4, 64, 6, False, False, 0), layers=attention_layers(1), device=torch.device("cpu"))
+    state.tokens.random_(4, 7)  # as earlier texts of the rows leave them
+    state.admit(range(4), texts, [20] * 4, [0] * 4)
+    process = BlockProcessor(LogitsProcessorList([processor]), torch.zeros(4, 1, dtype=torch.int64), [0] * 4)
+    assert process.key is not None
+    found, num_ruled_out = process(logits, state.block(drafts)[0], state), 0
+    for row, text in enumerate(texts):
+        for step in range(7):
+            before = torch.cat([text, drafts[row, :step]])[None]
+            expected = processor(before, logits[row, step, None].clone())[0]
+            assert torch.equal(found[row, step], expected)
+            num_ruled_out += int(expected.isneginf().sum())
+    assert num_ruled_out > 5
 
 
 class Penalty(RepetitionPenaltyLogitsProcessor):
@@ -179,6 +206,19 @@ def in_rows(target, drafter, rows=2, **options):
 
 def alone(target, prompt, **options):
     return target.generate(torch.tensor([prompt]), do_sample=False, **CALL | options)[0, len(prompt) :].tolist()
+
+
+def test_calls_without_repeated_ngrams_are_captured_whole(monkeypatch):
+    """Where prompts have no padding: it would be part of n-grams."""
+    replay_on_cpu(monkeypatch)
+    target, options = tiny_target("llama"), {"no_repeat_ngram_size": 2, "repetition_penalty": 0.7}
+    drafter, inputs = copy_of(target, noise=0.02), padded_prompts([6, 6])
+    expected = target.generate(**inputs, **CALL, **options, do_sample=False)
+    assert not torch.equal(expected, target.generate(**inputs, **CALL, repetition_penalty=0.7, do_sample=False))
+    assert torch.equal(target.generate(**inputs, **CALL, **options, do_sample=False, assistant_model=drafter), expected)
+    assert drafter.stats.execution.startswith("captured in one graph")
+    assert in_rows(target, drafter, **options) == [alone(target, prompt, **options) for prompt in BULK]
+    assert drafter.stats.execution.startswith("captured in one graph")
 
 
 @pytest.mark.core
