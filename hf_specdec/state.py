@@ -30,16 +30,16 @@ NUMBERS = {
     "prompt_length_gap": 0,
     "adapters": 0,
 }
-# Initial values of the other buffers of a row that is admitted.
-NEW_ROW = {
-    "eos": NO_TOKEN,
+# The float32 settings of a row, likewise.
+SETTINGS = {
     "row_temperatures": 1.0,
     "row_tail": 0.0,
     "row_repetition_penalties": 1.0,
     "row_presence_penalties": 0.0,
     "row_frequency_penalties": 0.0,
-    "finished": False,
 }
+# Initial values of the other buffers of a row that is admitted.
+NEW_ROW = {"eos": NO_TOKEN, "finished": False}
 
 
 class Shape(NamedTuple):
@@ -94,6 +94,7 @@ class DecodeState:
     Attributes:
         tokens: `[B, slots]` int64, committed tokens; the prompt, without padding, comes first.
         numbers: the `NUMBERS` of each row. `lengths` and the other `[B]` int64 buffers are views of it.
+        settings: the `SETTINGS` of each row. `row_temperatures` and the other `[B]` float32 buffers are views of it.
         lengths: `[B]` int64, committed tokens of each row. The target has processed all of them but the last.
         limits: `[B]` int64, length at which a row ends.
         finished: `[B]` bool; a finished row computes on the dummy slot and commits nothing.
@@ -135,6 +136,7 @@ class DecodeState:
 
     tokens: torch.Tensor
     numbers: torch.Tensor
+    settings: torch.Tensor
     lengths: torch.Tensor
     limits: torch.Tensor
     finished: torch.Tensor
@@ -186,7 +188,9 @@ class DecodeState:
         # Kernels take `[batch]` views; for an address that 16 does not divide, Triton would compile another variant.
         numbers = torch.empty(len(NUMBERS), batch + batch % 2, dtype=torch.int64, device=device)[:, :batch]
         numbers.copy_(numbers_of(batch, numbers))
-        views = dict(zip(NUMBERS, numbers, strict=True))
+        settings = torch.empty(len(SETTINGS), batch + -batch % 4, dtype=torch.float32, device=device)[:, :batch]
+        settings.copy_(upload([*SETTINGS.values()], settings)[:, None])
+        views = dict(zip((*NUMBERS, *SETTINGS), (*numbers, *settings), strict=True))
         cache = RaggedCache(layers, shape.slots, views["lengths"], None, shape.num_draft_tokens) if layers else None
         if shape.keeps_hidden_states:
             cache.hidden_states = HiddenStates()
@@ -195,11 +199,6 @@ class DecodeState:
             finished=torch.ones(batch, dtype=torch.bool, device=device),
             eos=torch.full((batch, shape.num_ends), NO_TOKEN, dtype=torch.int64, device=device),
             temperature=torch.ones((), dtype=torch.float32, device=device),
-            row_temperatures=torch.ones(batch, dtype=torch.float32, device=device),
-            row_tail=torch.zeros(batch, dtype=torch.float32, device=device),
-            row_repetition_penalties=torch.ones(batch, dtype=torch.float32, device=device),
-            row_presence_penalties=torch.zeros(batch, dtype=torch.float32, device=device),
-            row_frequency_penalties=torch.zeros(batch, dtype=torch.float32, device=device),
             slots=shape.slots,
             most_draft_tokens=shape.num_draft_tokens,
             most_nodes=shape.num_nodes,
@@ -212,6 +211,7 @@ class DecodeState:
             live=shape.slots,
             row_slots=shape.slots,
             numbers=numbers,
+            settings=settings,
             **views,
             result=VerificationResult(
                 tokens=torch.zeros(batch, shape.num_draft_tokens + 1, dtype=torch.int64, device=device),
@@ -242,6 +242,7 @@ class DecodeState:
         limits = [length + new for length, new in zip(lengths, max_new_tokens, strict=True)]
         given = {"lengths": lengths, "limits": limits, "seeds": seeds, "prompt_lengths": lengths, **numbers}
         self.numbers[:, at] = numbers_of(len(rows), self.numbers, **given)
+        self.settings[:, at] = upload([*SETTINGS.values()], self.settings)[:, None]
         for name, value in NEW_ROW.items():
             set_rows(getattr(self, name), at, value)
         texts = upload(torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True), self.tokens)
@@ -268,6 +269,7 @@ class DecodeState:
         """Mark all rows as finished, with a text of one token."""
         self.result.committed.zero_()
         self.numbers.copy_(numbers_of(len(self.lengths), self.numbers))
+        self.settings.copy_(upload([*SETTINGS.values()], self.settings)[:, None])
         for name, value in {**NEW_ROW, "finished": True}.items():
             getattr(self, name).fill_(value)
         self.block_width = self.live = 1
@@ -305,6 +307,7 @@ class DecodeState:
         """
         self.tokens[rows, :slots] = source.tokens[source_rows, :slots]
         self.numbers[:, rows] = source.numbers[:, source_rows]
+        self.settings[:, rows] = source.settings[:, source_rows]
         for name in NEW_ROW:
             getattr(self, name)[rows] = getattr(source, name)[source_rows]
         self.cache.copy_rows(rows, source.cache, slots, source_rows)

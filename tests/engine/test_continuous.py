@@ -314,8 +314,9 @@ def test_pointwise_processors_of_the_caller():
     [
         ({"do_sample": True, "top_k": 1}, False),
         ({"repetition_penalty": 1.5, "min_new_tokens": 3, "eos_token_id": [*END]}, False),
-        ({"no_repeat_ngram_size": 2}, True),
-        ({"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}, True),
+        ({"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}, False),
+        ({"bad_words_ids": [[5, 6]]}, True),
+        ({"repetition_penalty": 1.5, "bad_words_ids": [[5, 6]]}, True),
     ],
 )
 def test_processors_are_made_once_where_they_are_those_of_all_rows(options, is_own, monkeypatch):

@@ -242,7 +242,7 @@ def test_a_round_that_is_captured_after_the_prefill_changes_no_drafts(capture, k
     hot = {"temperature": 1.5}
     alone = accepted(RANDOM_DRAFTERS[kind](target), **hot)
     drafter = RANDOM_DRAFTERS[kind](target)
-    accepted(drafter, top_k=5)
+    accepted(drafter, min_p=0.1)
     count = capture.count
     assert accepted(drafter, **hot) == alone and capture.count == count + 1
 
@@ -334,7 +334,8 @@ def test_replayed_calls_generate_what_eager_calls_generate(kind, option, monkeyp
     """Prompts of one bucket of lengths, in a batch that is filled up with an inert row unless the host reads texts;
     what is captured reads nothing on the host."""
     target = tiny_target("llama")
-    batches = [[9, 1, 5], [1, 1, 1], [3, 9, 4]][: num_cases(3, 2)]
+    # With n-grams the host reads texts of prompts that have padding.
+    batches = [[9, 1, 5], [1, 2, 1] if option == "ngrams" else [1, 1, 1], [3, 9, 4]][: num_cases(3, 2)]
     options = {"max_new_tokens": 6, **OPTIONS[option]}
     eager = generate(target, MAKERS[kind](target), batches, **options)
     capture, drafter = replay_on_cpu(monkeypatch, watched), MAKERS[kind](target)

@@ -24,6 +24,7 @@ from hf_specdec.kernels import (
     logprobs,
     logprobs_reference,
     random_reference,
+    reduction,
     round_state,
     round_state_reference,
     verification,
@@ -491,8 +492,8 @@ def test_likeliest_tokens(vocabulary, dtype, has_ids):
 def test_likeliest_tokens_of_larger_groups(monkeypatch, vocabulary, count, group):
     """At both ends of a group, in the last group, and equal ones in several groups."""
     sizes, generator = [], torch.Generator().manual_seed(count)
-    launch = logprobs._groups_kernel
-    monkeypatch.setattr(logprobs, "_groups_kernel", Noting(launch, lambda options: sizes.append(options["GROUP"])))
+    launch = reduction._groups_kernel
+    monkeypatch.setattr(reduction, "_groups_kernel", Noting(launch, lambda options: sizes.append(options["GROUP"])))
     logits = torch.randn(1, 3, vocabulary, generator=generator)
     logits[0, 0, [3 * group, 4 * group - 1]] = torch.tensor([9.0, 10.0])
     logits[0, 1, [vocabulary - 1, vocabulary - 2, 7]] = 9.0
