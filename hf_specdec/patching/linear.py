@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -13,7 +16,7 @@ from ..kernels.types import StoredWeight
 from ..modules.hidden_states import modules_of
 from ..modules.patch import Replacements, bound, is_unpatched, this_thread
 from ..modules.signature import fact
-from ..modules.weights import PLAIN_WEIGHTS, quantised_class, weight_of
+from ..modules.weights import quantised_class, weight_of
 
 # Up to this many rows `linear` computes the transposed matmul.
 MAX_TRANSPOSED_ROWS = 16
@@ -21,8 +24,14 @@ MAX_TRANSPOSED_ROWS = 16
 MIN_TRANSPOSED_WEIGHT = 128 * 128
 
 
-def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`inputs @ weight.T + bias`, `[..., in]` by `[out, in]`.
+def _linear(
+    module: nn.Linear | None,
+    inputs: torch.Tensor,
+    weight: torch.Tensor | StoredWeight | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`inputs @ weight.T + bias`, `[..., in]` by `[out, in]`. With a plain `module` it is its `forward`, which outside
+    of an engine's passes computes as always.
 
     `ops.linear` computes a few rows in 16-bit floating point on a GPU, and all rows of batch-invariant passes. A few
     float32 rows on a CPU with a large weight are computed as `(weight @ inputs.T).T`. A stored weight must be one that
@@ -33,6 +42,10 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torc
     is computed as two for the same reason. Rows are flattened first: otherwise `F.linear` may run one matmul for each
     of the B batch rows.
     """
+    if module is not None:
+        if not torch.compiler.is_compiling() and this_thread.engine is None:
+            return nn.Linear.forward(module, inputs)
+        weight, bias = module.weight, module.bias
     rows = inputs.numel() // inputs.shape[-1]
     flat = inputs.reshape(rows, inputs.shape[-1])
     policy = DEVICE_POLICIES.get(inputs.device.type, DEFAULT_POLICY)
@@ -52,6 +65,10 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torc
     return out.reshape(*inputs.shape[:-1], out.shape[-1])
 
 
+# Takes inputs, a weight and perhaps a bias.
+linear = functools.partial(_linear, None)
+
+
 def computes(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:
     """Whether `linear` computes `[..., in]` by `weight`, which it always does for plain ones; else its library does."""
     if not isinstance(weight, StoredWeight):
@@ -62,15 +79,13 @@ def computes(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:
     return ops.has_fast_linear(inputs.reshape(-1, inputs.shape[-1]), weight)
 
 
-def _forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
-    """`linear` of a module in passes of an engine; its library computes what `linear` does not."""
+def _stored_linear(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+    """`_linear` for a module with a quantised weight; its library computes what `linear` does not."""
     if not torch.compiler.is_compiling() and this_thread.engine is None:
         return type(module).forward(module, inputs)
-    weight = module.weight
-    if type(module) is not nn.Linear or type(weight) not in PLAIN_WEIGHTS:
-        weight = weight_of(module)
-        if weight is None or not computes(inputs, weight):
-            return type(module).forward(module, inputs)
+    weight = weight_of(module)
+    if weight is None or not computes(inputs, weight):
+        return type(module).forward(module, inputs)
     return linear(inputs, weight, module.bias)
 
 
@@ -88,7 +103,7 @@ def gated_linear(
 
 def runs_linear(module: nn.Module) -> bool:
     """Whether the `forward` of `module` runs `linear` with its weight and bias."""
-    return "forward" in vars(module) and is_unpatched(module, _forward)
+    return "forward" in vars(module) and is_unpatched(module, _linear, _stored_linear)
 
 
 @fact
@@ -114,12 +129,15 @@ def patched_linear(*models: nn.Module) -> Replacements:
     modules = modules_of(*models)
     heads = {id(module.get_output_embeddings()) for module in modules if isinstance(module, PreTrainedModel)}
 
-    def is_patched(module: nn.Module) -> bool:
-        is_own = isinstance(module, nn.Linear) and is_unpatched(module, _forward)
+    def own_forward(module: nn.Module) -> Callable | None:
+        is_own = isinstance(module, nn.Linear) and is_unpatched(module, _linear, _stored_linear)
         if not is_own or (weight := weight_of(module)) is None:
-            return False
+            return None
         policy = policy_of(module.weight.device)
-        has_own = policy.transposed_linear or id(module) in heads
-        return policy.few_row_linear or (has_own and not isinstance(weight, StoredWeight))
+        if isinstance(weight, StoredWeight):
+            return _stored_linear if policy.few_row_linear else None
+        has_own = policy.few_row_linear or policy.transposed_linear or id(module) in heads
+        return _linear if has_own else None
 
-    return Replacements({"forward": [(module, bound(_forward)) for module in modules if is_patched(module)]})
+    found = ((module, own_forward(module)) for module in modules)
+    return Replacements({"forward": [(module, bound(own)) for module, own in found if own is not None]})
