@@ -167,8 +167,8 @@ def processors_of_row(processors: LogitsProcessorList, row: int, batch: int) -> 
 def _filters_in_state(
     processors: LogitsProcessorList, temperature: float | None
 ) -> tuple[LogitsProcessorList, SamplingSettings | None]:
-    """`processors` with a `RowSampling` in place of `temperature`, top-k and top-p that follow one another, and the
-    settings of its rows besides the temperature; the same `processors` and None if there is no such thing."""
+    """`processors` with a `RowSampling` in place of `temperature`, top-k and top-p, where these follow one another; and
+    the settings of rows besides the temperature, by which drafts are drawn in any case. None if there are none."""
     kinds = [type(one) for one in processors]
     first = next((place for place, kind in enumerate(kinds) if kind in (TopKLogitsWarper, TopPLogitsWarper)), None)
     if first is None or RowSampling in kinds:
@@ -184,7 +184,7 @@ def _filters_in_state(
     if first and kinds[first - 1] is TemperatureLogitsWarper and processors[first - 1].temperature == temperature:
         first -= 1
     elif temperature not in (None, 1.0):
-        return processors, None
+        return processors, found
     return LogitsProcessorList([*processors[:first], RowSampling(), *processors[last:]]), found
 
 
@@ -230,9 +230,9 @@ class BlockProcessor:
         if self._is_at_once:  # minimum lengths, which follow one another, are one: `row_min_lengths`
             pairs = itertools.pairwise([None, *processors])
             processors = [one for before, one in pairs if not {type(one), type(before)} <= LENGTH_RULES]
-        self.row_sampling = None
+        in_state, self.row_sampling = _filters_in_state(processors, temperature)
         if self._is_at_once:
-            processors, self.row_sampling = _filters_in_state(processors, temperature)
+            processors = in_state
         self._processors = LogitsProcessorList(map(self._for_current_rows, processors))
         self._current_rows: set[int] = set()
         self._texts_of: dict[int, tuple[torch.Tensor, int | None, str]] = {}
