@@ -35,6 +35,7 @@ from .kernels.low_rank_reference import low_rank_places
 from .kernels.random_reference import exponential_sample, row_seeds, uniform
 from .kernels.ring_reference import PassPositions, with_dims_of
 from .kernels.stored_weight_reference import dequantise as dequantise_weight
+from .kernels.top_k_top_p_reference import certain, divide
 from .kernels.types import LinearTiles, StoredWeight
 from .op_choice import (
     batch_invariant,

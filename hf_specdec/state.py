@@ -189,7 +189,7 @@ class DecodeState:
         numbers = torch.empty(len(NUMBERS), batch + batch % 2, dtype=torch.int64, device=device)[:, :batch]
         numbers.copy_(numbers_of(batch, numbers))
         settings = torch.empty(len(SETTINGS), batch + -batch % 4, dtype=torch.float32, device=device)[:, :batch]
-        settings.copy_(upload([*SETTINGS.values()], settings)[:, None])
+        settings.copy_(new_settings(settings))
         views = dict(zip((*NUMBERS, *SETTINGS), (*numbers, *settings), strict=True))
         cache = RaggedCache(layers, shape.slots, views["lengths"], None, shape.num_draft_tokens) if layers else None
         if shape.keeps_hidden_states:
@@ -242,7 +242,7 @@ class DecodeState:
         limits = [length + new for length, new in zip(lengths, max_new_tokens, strict=True)]
         given = {"lengths": lengths, "limits": limits, "seeds": seeds, "prompt_lengths": lengths, **numbers}
         self.numbers[:, at] = numbers_of(len(rows), self.numbers, **given)
-        self.settings[:, at] = upload([*SETTINGS.values()], self.settings)[:, None]
+        self.settings[:, at] = new_settings(self.settings)
         for name, value in NEW_ROW.items():
             set_rows(getattr(self, name), at, value)
         texts = upload(torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True), self.tokens)
@@ -269,7 +269,7 @@ class DecodeState:
         """Mark all rows as finished, with a text of one token."""
         self.result.committed.zero_()
         self.numbers.copy_(numbers_of(len(self.lengths), self.numbers))
-        self.settings.copy_(upload([*SETTINGS.values()], self.settings)[:, None])
+        self.settings.copy_(new_settings(self.settings))
         for name, value in {**NEW_ROW, "finished": True}.items():
             getattr(self, name).fill_(value)
         self.block_width = self.live = 1
@@ -441,6 +441,11 @@ class DecodeState:
 def numbers_of(count: int, like: torch.Tensor, **given: Sequence[int]) -> torch.Tensor:
     """`[len(NUMBERS), count]` on the device of `like`: the `given` numbers of `count` rows, and defaults for others."""
     return upload([given.get(name, [default] * count) for name, default in NUMBERS.items()], like)
+
+
+def new_settings(like: torch.Tensor) -> torch.Tensor:
+    """`[len(SETTINGS), 1]` on the device of `like`: the defaults."""
+    return upload([*SETTINGS.values()], like)[:, None]
 
 
 def set_rows(buffer: torch.Tensor, rows: torch.Tensor | slice, value: float | bool) -> None:

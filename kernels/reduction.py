@@ -34,9 +34,12 @@ MOST_OF_GROUP = 1024
 
 
 @triton.jit
-def reciprocal(value):
-    """1 / value of a float32, with which torch multiplies on a GPU to divide by a Python number."""
-    return tl.div_rn(tl.full([], 1.0, tl.float32), value)
+def scale_of(temperatures, row):
+    """1 / temperature of a row of the batch, with which torch multiplies on a GPU to divide by a Python number.
+
+    The first of `temperatures` is their pointer, the second their stride.
+    """
+    return tl.div_rn(tl.full([], 1.0, tl.float32), tl.load(temperatures[0] + row * temperatures[1]))
 
 
 @triton.jit
@@ -232,7 +235,7 @@ def _groups_kernel(
     wait_for_inputs(PDL)
     value = tl.load(logits_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
     if temperatures is not None:
-        value *= reciprocal(tl.load(temperatures[0] + row // width * temperatures[1]))
+        value *= scale_of(temperatures, row // width)
     if NAN_IS_LEAST:
         value = without_nan(value)
     store_softmax_stats(stats, at, value)

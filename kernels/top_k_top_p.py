@@ -30,7 +30,7 @@ from .reduction import (
     index_of_key,
     is_key_of_nan,
     load_softmax,
-    reciprocal,
+    scale_of,
     value_of_key,
 )
 
@@ -150,12 +150,6 @@ def _last_left_out(score, left, row, GROUP: tl.constexpr):
     return found
 
 
-@triton.jit
-def _scale_of(settings, batch_row):
-    """What scores are multiplied with."""
-    return reciprocal(tl.load(settings[0] + batch_row * settings[1]))
-
-
 @kernel
 def _thresholds_kernel(
     logits_ptr,
@@ -178,10 +172,9 @@ def _thresholds_kernel(
     """Which tokens of a row are left.
 
     Grid: (B * n,). Reads a row of `keys` `[B * n, blocks * GROUPS]` and of both `stats` `[B * n, blocks]`, an element
-    of temperatures, top_k and tail in `settings`, and groups of `logits`
-    `[B, n, V]`; uses a row of `groups` `[B * n, blocks * GROUPS]` int32. Writes an element of `thresholds` and of
-    `ends` `[B * n]`: tokens above the threshold are left, and those equal to it after the token `ends`; of a greedy
-    row only that token.
+    of temperatures, top_k and tail in `settings`, and groups of `logits` `[B, n, V]`; uses a row of `groups`
+    `[B * n, blocks * GROUPS]` int32. Writes an element of `thresholds` and of `ends` `[B * n]`: tokens above the
+    threshold are left, and those equal to it after the token `ends`; of a greedy row only that token.
     """
     number = tl.program_id(0).to(tl.int64)
     batch_row = number // width
@@ -212,7 +205,7 @@ def _thresholds_kernel(
         tl.debug_barrier()
         logits_ptr += number // width * strides[0] + number % width * strides[1]
         count = tl.sum(is_listed.to(tl.int32), axis=0)
-        row = logits_ptr, groups_ptr, count, vocabulary, _scale_of(settings, batch_row), top
+        row = logits_ptr, groups_ptr, count, vocabulary, scale_of(settings, batch_row), top
         if has_top_k:
             # A row with fewer finite scores than that keeps them all.
             most = tl.minimum(most, _weight_from(low, row, GROUP, IS_MASS=False))
@@ -255,7 +248,7 @@ def _apply_kernel(
     wait_for_inputs(PDL)
     threshold, end = tl.load(thresholds_ptr + number), tl.load(ends_ptr + number)
     value = tl.load(logits_ptr + token, mask=is_token, other=0.0).to(tl.float32)
-    value *= _scale_of(settings, number // width)
+    value *= scale_of(settings, number // width)
     # NaN is left, so that the row has no distribution.
     is_out = (value < threshold) | ((value == threshold) & (token <= end))
     is_greedy = tl.load(settings[2] + number // width) == 0

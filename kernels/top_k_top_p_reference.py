@@ -5,6 +5,21 @@ from __future__ import annotations
 import torch
 
 
+def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """`values` of any shape divided by `by`, which is `[]` or broadcasts, of the same dtype.
+
+    The result equals torch's `values / float(by)` bit for bit, which on a GPU multiplies by the reciprocal of a Python
+    number (`div_true_kernel_cuda`).
+    """
+    return values * by.reciprocal() if values.is_cuda else values / by
+
+
+def certain(scores: torch.Tensor) -> torch.Tensor:
+    """Scores `[..., V]` with which only the token of greedy decoding by `scores` can be drawn, also with NaN."""
+    is_best = torch.arange(scores.shape[-1], device=scores.device) == scores.argmax(-1, keepdim=True)
+    return torch.zeros_like(scores).masked_fill(~is_best, float("-inf"))
+
+
 def apply_top_k_top_p(
     logits: torch.Tensor, temperatures: torch.Tensor, top_k: torch.Tensor, tail: torch.Tensor
 ) -> torch.Tensor:
@@ -23,8 +38,7 @@ def apply_top_k_top_p(
     """
     temperatures, top_k, tail = (one[:, None, None] for one in (temperatures, top_k, tail))
     logits, vocabulary = logits.float(), logits.shape[-1]
-    # On a GPU torch divides by a Python number, as transformers does, by multiplying with its reciprocal.
-    scores = logits * temperatures.reciprocal() if logits.is_cuda else logits / temperatures
+    scores = divide(logits, temperatures)
     if (top_k < vocabulary).any():
         place = top_k.clamp(1, vocabulary)
         most = int(place.where(place < vocabulary, 1).max())
@@ -36,6 +50,5 @@ def apply_top_k_top_p(
         is_out[..., -1] = False
         scores = scores.masked_fill(torch.zeros_like(is_out).scatter(-1, order, is_out), float("-inf"))
     if (top_k == 0).any():
-        is_best = torch.arange(vocabulary, device=scores.device) == logits.argmax(-1, keepdim=True)
-        scores = torch.where(top_k == 0, torch.zeros_like(scores).masked_fill(~is_best, float("-inf")), scores)
+        scores = torch.where(top_k == 0, certain(logits), scores)
     return scores

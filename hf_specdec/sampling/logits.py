@@ -12,21 +12,6 @@ from ..ops import invert_draft_vocabulary, over_vocabulary
 __all__ = ["DraftVocabularyLogitsProcessor", "MaskTokenLogitsProcessor", "PenaltyLogitsProcessor", "RowTemperature"]
 
 
-def divide(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """`values` of any shape divided by `by`, which is `[]` or broadcasts, of the same dtype.
-
-    The result equals torch's `values / float(by)` bit for bit, which on a GPU multiplies by the reciprocal of a Python
-    number (`div_true_kernel_cuda`).
-    """
-    return values * by.reciprocal() if values.is_cuda else values / by
-
-
-def certain(scores: torch.Tensor) -> torch.Tensor:
-    """Scores `[..., V]` with which only the token of greedy decoding by `scores` can be drawn, also with NaN."""
-    is_best = torch.arange(scores.shape[-1], device=scores.device) == scores.argmax(-1, keepdim=True)
-    return torch.zeros_like(scores).masked_fill(~is_best, float("-inf"))
-
-
 class DraftVocabularyLogitsProcessor(LogitsProcessor):
     """Maps scores over a draft vocabulary to scores over the target's; tokens outside of it get -inf.
 

@@ -32,7 +32,7 @@ from ..host.generation import allowed_tokens_of, rows_of_prompt
 from ..kernels.types import RowRules, SamplingSettings
 from ..modules.patch import user_code
 from ..state import DecodeState
-from .logits import MaskTokenLogitsProcessor, RowSampling, RowTemperature, divide
+from .logits import MaskTokenLogitsProcessor, RowSampling, RowTemperature
 from .text_rules import AT_ONCE, LENGTH_RULES, TEXT_RULES, apply_rule, rules_of_rows
 
 # Processors that do not read `input_ids`, so that all K + 1 positions of a block can be processed as independent rows.
@@ -294,7 +294,7 @@ class BlockProcessor:
                 elif type(processor) in AT_ONCE:
                     apply_rule(processor, scores, block, state)
                 elif is_in_state:
-                    scores = divide(scores, state.temperature)
+                    scores = ops.divide(scores, state.temperature)
                 else:
                     scores = processor(tokens, scores.flatten(0, 1)).view(shape)
             return scores

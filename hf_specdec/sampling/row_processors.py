@@ -11,8 +11,8 @@ from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 from ..errors import first_line
 from ..kernels.types import RowRules
 from ..modules.patch import user_code
+from ..ops import certain
 from ..state import DecodeState
-from .logits import certain
 from .processors import BlockProcessor
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,9 @@ from transformers import (
 )
 
 from ..kernels.types import NO_TOKEN, RowRules
+from ..ops import divide
 from ..state import DecodeState
-from .logits import PenaltyLogitsProcessor, RowSampling, divide
+from .logits import PenaltyLogitsProcessor, RowSampling
 
 # Exact types are compared, since a subclass may compute something else.
 LENGTH_RULES = frozenset({MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor})

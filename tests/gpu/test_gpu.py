@@ -18,7 +18,7 @@ from hf_specdec import AutoDrafter
 from hf_specdec.engine.capture import capture_prefill, capture_round
 from hf_specdec.engine.sessions import MAX_SESSIONS
 from hf_specdec.graphs import buckets, cuda_graphs
-from hf_specdec.sampling.logits import divide
+from hf_specdec.ops import divide
 
 pytestmark = [
     pytest.mark.gpu,
