@@ -27,7 +27,7 @@ from ..host.caches import CACHE_NAMES
 from ..host.generation import ModelOutput, inputs_after
 from ..host.modeling import ROPE_DELTAS
 from ..modules.hidden_states import AuxHiddenStateRecorder, modules_of, text_decoder
-from ..modules.patch import engine, this_thread, user_code
+from ..modules.patch import engine, register_pre_hook, this_thread, user_code
 from ..modules.signature import fact
 from ..patching.mask_rules import ordinary_prompts
 from ..patching.support import cache_layers, cache_name, configured_layers
@@ -241,7 +241,7 @@ def _recorded_inputs(decoder: nn.Module) -> Iterator[dict[str, Any]]:
         if this_thread.engine is ours:
             found.update(kwargs)
 
-    with decoder.register_forward_pre_hook(record, with_kwargs=True):
+    with register_pre_hook(decoder, record):
         yield found
 
 

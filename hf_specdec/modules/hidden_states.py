@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..host.modeling import HOOK_OF_ACCELERATE
-from .patch import this_thread
+from .patch import register_pre_hook, this_thread
 
 
 def modules_of(*models: nn.Module) -> list[nn.Module]:
@@ -148,17 +148,23 @@ class AuxHiddenStateRecorder:
         self.recorded.clear()
 
     def _register_hook(self, module: nn.Module, key: int):
-        def record(module, args, kwargs, output=None):
-            if not (torch.compiler.is_compiling() or this_thread.engine is self._engine):
-                return
-            if key == 0:
-                output = args[0] if args else kwargs["hidden_states"]
-            elif not isinstance(output, (tuple, torch.Tensor)):
+        def record(output) -> None:
+            if not isinstance(output, (tuple, torch.Tensor)):
                 output = output.last_hidden_state
             self.recorded[key] = output[0] if isinstance(output, tuple) else output
 
-        register = module.register_forward_pre_hook if key == 0 else module.register_forward_hook
-        return register(record, with_kwargs=True)
+        def is_run_here() -> bool:
+            return torch.compiler.is_compiling() or this_thread.engine is self._engine
+
+        def before(module, args, kwargs):
+            if is_run_here():
+                record(args[0] if args else kwargs["hidden_states"])
+
+        def after(module, args, output):
+            if is_run_here():
+                record(output)
+
+        return register_pre_hook(module, before) if key == 0 else module.register_forward_hook(after)
 
 
 # Tokens of the pass that checks shapes. More than one, since some layers of some models run the last token only.

@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..device_policy import DEFAULT_POLICY, DEVICE_POLICIES
 
@@ -81,6 +83,20 @@ def _with_default(device: torch.device, now: torch.device) -> AbstractContextMan
 
 # Dtypes that ops of layers take, see `ops`.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def register_pre_hook(module: nn.Module, hook: Callable[[nn.Module, tuple, dict[str, Any]], None]) -> RemovableHandle:
+    """Register `hook(module, args, kwargs)` to be called before each forward pass of `module`.
+
+    Torch registers a hook first and then notes that it takes keyword arguments: a pass that another thread begins
+    between the two would call it without them. `hook` is not called for such a pass.
+    """
+
+    def guarded(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is not None:
+            hook(module, args, kwargs)
+
+    return module.register_forward_pre_hook(guarded, with_kwargs=True)
 
 
 def uses_layer_kernels(states: torch.Tensor) -> bool:

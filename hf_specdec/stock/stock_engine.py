@@ -32,7 +32,7 @@ from ..host.caches import (
 from ..host.generation import CandidateGenerator, assisted_decoding
 from ..kernels.types import VerificationResult
 from ..modules.hidden_states import AuxHiddenStateRecorder
-from ..modules.patch import replaced, user_code
+from ..modules.patch import register_pre_hook, replaced, user_code
 from ..ops import over_vocabulary
 from ..patching.support import configured_layers, parts
 from ..state import DecodeState, Shape
@@ -230,7 +230,7 @@ class ReplayCache(DynamicCache):
         self._inputs: dict[str, Any] = {}
 
     def __enter__(self) -> ReplayCache:
-        self._handle = self._target.register_forward_pre_hook(self._remember, with_kwargs=True)
+        self._handle = register_pre_hook(self._target, self._remember)
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -15,6 +15,7 @@ from hf_specdec import NoDrafter
 from hf_specdec.engine import prefix_cache
 from hf_specdec.hosting.equivalence import why_not_equivalent
 from hf_specdec.modules import signature
+from hf_specdec.modules.hidden_states import LAST_HIDDEN_STATE, AuxHiddenStateRecorder
 from hf_specdec.modules.module_hooks import without_hooks
 
 greedy = functools.partial(greedy, max_new_tokens=4)
@@ -164,3 +165,18 @@ def test_models_without_their_hooks():
     assert list(map(id, other.parameters())) == list(map(id, target.parameters()))
     attention.forward = functools.partial(type(attention).forward, attention)
     assert without_hooks(target) is target
+
+
+@pytest.mark.core
+def test_pass_of_another_thread_while_hooks_are_registered():
+    """Torch has the hooks then, but does not know yet which ones take keyword arguments."""
+    target = new_target("llama", num_layers=3)
+    inputs = padded_prompts([4])
+    with AuxHiddenStateRecorder(target, [0, 2], last_hidden_state=True) as recorder:
+        modules = [target.model, *target.model.layers]
+        assert sum(len(module._forward_pre_hooks_with_kwargs) for module in modules) == 1
+        for module in modules:
+            module._forward_pre_hooks_with_kwargs.clear()
+            module._forward_hooks_with_kwargs.clear()
+        target(**inputs)
+        assert recorder.recorded.keys() == {2, LAST_HIDDEN_STATE}
