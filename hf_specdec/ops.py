@@ -19,6 +19,8 @@ from .kernels.draft_vocabulary import invert_draft_vocabulary, over_vocabulary
 from .kernels.float8_reference import FLOAT8, as_bytes, dequantise, quantise
 from .kernels.gated_activation_reference import ACTIVATIONS
 from .kernels.linear_tiles import (
+    MAX_ADAPTED_RANK,
+    MAX_ADAPTED_ROWS,
     MAX_GATED_ROWS,
     MAX_ROWS,
     MAX_STORED_ROWS,
@@ -71,6 +73,12 @@ def _linear(inputs, weight, bias=None, activation=None):
     if tiles is None or not len(inputs):
         return linear_reference.linear(inputs, weight, bias)
     return linear(inputs, weight, bias, tiles)
+
+
+def _adapted_linear(inputs, weight, bias, *args):
+    from .kernels.low_rank import adapted_linear
+
+    return adapted_linear(inputs, weight, bias, *args, choose_tiles(len(inputs), *weight.shape))
 
 
 def _stored_linear(inputs, weight, bias, activation):
@@ -137,7 +145,16 @@ expert_linear = kernel_op(
     ),
     is_opaque=True,  # it reads the plan
 )
-add_low_rank = kernel_op("low_rank.add_low_rank", writes=("out",), is_opaque=True)  # it reads which adapters there are
+# These two read which adapters there are. Use `adapted_linear` only where `has_adapted_linear` says so.
+add_low_rank = kernel_op("low_rank.add_low_rank", writes=("out",), is_opaque=True)
+adapted_linear = kernel_op(
+    "low_rank.adapted_linear",
+    launch=_adapted_linear,
+    fake=lambda inputs, weight, bias, activation, *args: inputs.new_empty(
+        len(inputs), len(weight) if activation is None else len(weight) // 2
+    ),
+    is_opaque=True,
+)
 
 
 def _like(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -209,6 +226,13 @@ def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) 
         is_taken = has_fast_linear(inputs, weight) and _wide_stored_tiles(inputs, weight) is None
         return is_taken and weight.shape[0] % 2 == 0 and is_for_triton(inputs)
     return len(inputs) <= MAX_GATED_ROWS and len(weight) % 2 == 0 and _has_tiles(choose_gated_tiles, inputs, weight)
+
+
+def has_adapted_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, rank: int) -> bool:
+    """Whether `adapted_linear` of `[n, in]` by `[out, in]` and adapters of up to `rank` is faster than `linear`,
+    `add_low_rank`, and perhaps `gated_activation`; the bits are the same."""
+    is_small = len(inputs) <= MAX_ADAPTED_ROWS and rank <= MAX_ADAPTED_RANK
+    return is_small and not isinstance(weight, StoredWeight) and _has_tiles(choose_tiles, inputs, weight)
 
 
 def _has_whole_tiles(inputs: torch.Tensor, weight: torch.Tensor) -> bool:

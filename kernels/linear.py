@@ -18,6 +18,7 @@ import triton.language as tl
 
 from .gated_activation import activate
 from .launch import Unspecialised, dependent_launch, kernel, start_next, wait_for_inputs
+from .low_rank_tile import find_first_up, load_first_up, request_line, updated
 from .stored_weight import DEPTHS, SPLITS, numbers_per_byte, size_of_split, stored_arguments, stored_sums
 from .types import LinearTiles, StoredWeight
 
@@ -35,10 +36,7 @@ def request_lines(first_row_ptr, stride_bytes, rows, apart, ROWS: tl.constexpr):
     every `apart` bytes after it."""
     index = tl.arange(0, ROWS * _LINES)
     row = tl.minimum(index // _LINES, rows - 1)
-    at = first_row_ptr.to(tl.int64) + row.to(tl.int64) * stride_bytes + index % _LINES * apart
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
+    request_line(first_row_ptr.to(tl.int64) + row.to(tl.int64) * stride_bytes + index % _LINES * apart)
 
 
 @kernel
@@ -54,6 +52,8 @@ def _linear_kernel(
     weight_stride,
     scales_stride,
     parts,
+    updates,
+    KIND: tl.constexpr,
     FORM: tl.constexpr,
     IS_EVEN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -94,9 +94,18 @@ def _linear_kernel(
             request_lines(other_half, stride_bytes, size_out - first, apart, OWN)
     starts_next = tl.num_programs(0) * tl.num_programs(1) <= _MOST_AT_ONCE
     # Features beyond the last one repeat it and are not written.
-    own_feature = (tl.minimum(feature, size_out - 1) - first + index % PARTS * size_out).to(tl.int64)
+    last = tl.minimum(first + OWN, size_out) - 1
+    feature = tl.minimum(feature, last)
+    own_feature = (feature - first + index % PARTS * size_out).to(tl.int64)
     if FORM is None:
-        wait_for_inputs(PDL, starts_next)
+        if KIND is None:
+            wait_for_inputs(PDL, starts_next)
+        else:
+            # The kernel before this one has let it start after its inputs were complete.
+            adapters_ptr, places_ptr, narrow_ptr, count, scales_ptr = updates
+            bits = tl.load(adapters_ptr + first_row + row, mask=is_row, other=0)
+            is_other = index % PARTS > 0
+            found = find_first_up(places_ptr, first, is_other, IS_GATED, KIND)
         weight = weight_ptr + own_feature[:, None] * weight_stride + depth[None, :]
         inputs = inputs_ptr + first_row * inputs_stride + row[:, None] * inputs_stride + depth[None, :]
         total = tl.zeros([FEATURES, ROWS], tl.float32)
@@ -126,10 +135,28 @@ def _linear_kernel(
             PDL,
             starts_next,
         )
+    if KIND is not None:
+        up = load_first_up(found, bits, first, feature, is_other, KIND)
+        wait_for_inputs(PDL, starts_next)
     start_next(PDL)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + first + own_feature).to(tl.float32)[:, None]
     result = total.to(out_ptr.dtype.element_ty)
+    if KIND is not None:
+        result = updated(
+            result,
+            up,
+            places_ptr,
+            (narrow_ptr, num_rows, count, scales_ptr),
+            first_row + row,
+            bits,
+            first,
+            last,
+            feature,
+            is_other,
+            IS_GATED,
+            KIND,
+        )
     if IS_GATED:
         gate, other = tl.split(tl.trans(tl.reshape(result, [OWN, PARTS, ROWS]), 0, 2, 1))
         gate = activate(gate.to(tl.float32), ACTIVATION, LIBDEVICE).to(result.dtype)
@@ -145,8 +172,12 @@ def linear(
     bias: torch.Tensor | None,
     tiles: LinearTiles,
     activation: str | None = None,
+    updates: tuple | None = None,
+    kind: tuple | None = None,
 ) -> torch.Tensor:
     """See `linear_reference.linear`; `tiles` are the tiles. One launch, which depends only on shapes and strides.
+
+    `updates` and `kind` are `low_rank`'s, which adds updates to the outputs before the activation.
 
     The weight may be a slice of the rows of a larger weight. If a stored weight has scales for groups of inputs, a
     tile's depth must divide the group, or scales have 8 bits and the group divides the depth.
@@ -175,6 +206,8 @@ def linear(
         values.stride(0),
         0 if stored is None else stored.scales.stride(0),
         **stored_arguments(inputs, stored, tiles.depth),
+        updates=updates,
+        KIND=kind,
         IS_EVEN=size_in % (tiles.depth if stored is None else SPLITS.value * DEPTHS.value) == 0,
         ROWS=tiles.rows,
         FEATURES=tiles.features,

@@ -10,6 +10,8 @@ from .types import SCALES_OF_NUMBERS, LinearTiles, StoredWeight
 # Most rows for which `linear` may be faster than cuBLAS, and for gate and up with their activation. In captures
 # `linear_descriptors` may be faster with more, see `choose_descriptor_tiles`.
 MAX_ROWS, MAX_GATED_ROWS = 64, 128
+# Most rows and greatest rank for which updates of adapters are added to the products of a layer in its own kernel.
+MAX_ADAPTED_ROWS, MAX_ADAPTED_RANK = 32, 64
 # Rows of the smallest tile: the minimum of `tl.dot`.
 FEWEST_ROWS = 16
 # cuBLAS runs layers with fewer features, and layers whose rows are not aligned for loads of 16 bytes.

@@ -1,43 +1,74 @@
-"""Triton low-rank updates of linear layers (LoRA); the reference is `low_rank_reference.add_low_rank`.
+"""Triton low-rank updates of linear layers (LoRA); the reference is `low_rank_reference`.
 
 Shapes: inputs `[n, in]`, adapters `[n]`, for layer l and adapter a down `[r, in]` and up `[N_l, r]`, outputs of L
 layers side by side `[n, sum of N_l]`:
 
     out[i, o of l] += sum_{a: row i has a} scale[l, a] sum_r up[l, a][o, r] sum_k down[l, a][r, k] inputs[i, k]
 
-There are two launches. The first computes the products with `down`. It cuts the sum over k into parts, so that few rows
-have many programs; the bounds of the parts depend only on the input features. The second adds the parts in order and
-multiplies by `up`. A program has one adapter and does nothing if none of its rows has it, so weights that no row needs
-are not read. The bits of a row's result do not depend on the other rows, nor on their adapters.
+A first launch computes the narrow products, those with `down`. It cuts the sum over k into parts, so that few rows have
+several programs; the bounds of the parts depend only on the input features. Whoever multiplies by `up` adds the parts,
+in order. With few rows that is the product of the layers themselves (`adapted_linear`): it runs while the narrow
+products are computed, and adds the updates to its outputs before they are stored. With more rows it is a kernel that
+runs after the layers (`add_low_rank`). Weights that no row needs are not read. The bits of a row's result do not depend
+on the other rows, nor on their adapters, nor on which of the two it is.
+
+Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6) with a norm after each layer, microseconds with float32
+adapters of rank 16 / without, for 6144 x 4096 (three layers), 4096 x 4096, 28672 x 4096 with its activation, 4096 x
+14336: one row 17.6 / 15.2, 14.5 / 11.8, 62.7 / 58.4, 34.1 / 31.6, of which the update itself takes a tenth and the
+additional launch the rest; 32 rows 19.1 / 16.4, 15.9 / 12.6, 64.0 / 60.2, 38.6 / 34.9; 32 rows that have 8 adapters
+24.7 / 16.4, 21.8 / 12.6, 79.4 / 60.2, 45.0 / 34.9. Parts of 1024 and of 4096 input features take 1 to 3 us more.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, dependent_launch, kernel, start_next, wait_for_inputs
+from .linear import linear
+from .low_rank_tile import find_first_up, load_first_up, request_line, updated
+from .types import LinearTiles
 
-# Rows of a program, and input features that it multiplies at a time.
-ROWS, DEPTH = tl.constexpr(16), tl.constexpr(128)
-# Output features of a program, by the least output features of a layer: few programs, as each has one adapter.
-_FEATURES = ((8192, 256), (2048, 128), (0, 64))
-# Input features of a part of the sum over k, and the most parts.
-_PART, _MOST_PARTS = 512, 16
-# Rows above which a program adds all parts itself.
-_MOST_ROWS_OF_PARTS = 64
+# Ranks of a program of the narrow products, and input features that it multiplies at a time.
+_RANKS, _DEPTH = tl.constexpr(16), tl.constexpr(128)
+# Input features of a part of the sum over k.
+_PART = 2048
+# Most rows for which a program of the narrow products has one part, and its pipeline stages for weights of 32 bits.
+# They give it more than 48 KB of shared memory: with less, its multiprocessor seems to be set up for a large L1 cache,
+# so that programs of the next kernel, which need more, wait until it is free. At one row 4096 x 14336 then takes 2.5 us
+# more.
+_FEW_ROWS, _STAGES = 64, tl.constexpr(7)
+# Most ranks of a group of adapters that are added together.
+_GROUP = 64
+# Output features and rows of a tile of the kernel that runs after the layers.
+_FEATURES, _ROWS = tl.constexpr(64), tl.constexpr(16)
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
-def _of_rows(adapters_ptr, row, is_row, adapter):
-    """Whether each row has the adapter, as 0 or 1, and the bits of all its adapters."""
-    adapters = tl.load(adapters_ptr + row, mask=is_row, other=0)
-    return (adapters >> adapter) & 1, adapters
+def _down_of(place_ptr, r, size_in, KIND: tl.constexpr):
+    """The rows `r` of a `down`, and its rank."""
+    DTYPE: tl.constexpr = KIND[4]
+    ALIGNMENT: tl.constexpr = KIND[6]
+    down = tl.multiple_of(tl.load(place_ptr).to(tl.pointer_type(DTYPE)), [ALIGNMENT])
+    return down + r.to(tl.int64)[:, None] * size_in, tl.load(place_ptr + 2)
+
+
+@triton.jit
+def _request_down(place_ptr, r, size_in, any_ptr, PART: tl.constexpr, KIND: tl.constexpr):
+    """Fetch a program's part of `down` into the L2 cache. `any_ptr` is an address that may be fetched."""
+    DTYPE: tl.constexpr = KIND[4]
+    LINE: tl.constexpr = 1024 // DTYPE.primitive_bitwidth
+    down, rank = _down_of(place_ptr, r, size_in, KIND)
+    line = tl.minimum(tl.program_id(0) * PART + tl.arange(0, PART // LINE) * LINE, size_in - 1)
+    request_line(tl.where((r < rank)[:, None], down + line[None, :], any_ptr.to(tl.pointer_type(DTYPE))))
 
 
 @kernel
-def _down_kernel(
+def _narrow_kernel(
     inputs_ptr,
     adapters_ptr,
     places_ptr,
@@ -45,73 +76,52 @@ def _down_kernel(
     num_rows: Unspecialised,
     size_in,
     inputs_stride,
-    part_size,
-    ADAPTERS: tl.constexpr,
-    DTYPE: tl.constexpr,
+    count,
+    PART: tl.constexpr,
     PARTS: tl.constexpr,
-    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KIND: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`down` times ROWS rows, summed over PARTS parts of the input features.
+    """`down` times ROWS rows, for _RANKS ranks, summed over PARTS parts of PART input features.
 
-    Grid: (blocks of rows, L A, parts / PARTS). Reads the program's rows of `inputs` and `adapters` and its parts of a
-    `down`; writes its block of `narrow` `[parts / PARTS, L A, n, RANK]`, unless no row has the adapter.
+    Grid: (parts / PARTS, L RANK / _RANKS, blocks of rows). Reads the program's rows of `inputs` and `adapters` and its
+    parts of each `down` that they need; writes its blocks of `narrow` `[parts / PARTS, L A, n, RANK]` for the rows that
+    have the adapter. The kernel before this one must write neither weights nor `places`.
     """
-    index = tl.program_id(1)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    is_row = row < num_rows
-    wait_for_inputs(PDL)
-    has_it, _ = _of_rows(adapters_ptr, row, is_row, index % ADAPTERS)
-    if tl.max(has_it, 0) > 0:
-        rank = tl.load(places_ptr + index * 5 + 2)
-        down_ptr = tl.load(places_ptr + index * 5).to(tl.pointer_type(DTYPE))
-        r = tl.arange(0, RANK)
-        k = tl.arange(0, DEPTH)
-        total = tl.zeros([RANK, ROWS], tl.float32)
-        for number in range(PARTS):
-            first = (tl.program_id(2) * PARTS + number) * part_size
-            last = tl.minimum(first + part_size, size_in)
-            part = tl.zeros([RANK, ROWS], tl.float32)
-            for start in range(first, last, DEPTH):
-                at = start + k
-                is_at = at < last
-                down = tl.load(
-                    down_ptr + r.to(tl.int64)[:, None] * size_in + at[None, :],
-                    mask=(r < rank)[:, None] & is_at[None, :],
-                    other=0.0,
-                )
-                x = tl.load(
-                    inputs_ptr + row[:, None] * inputs_stride + at[None, :],
-                    mask=is_row[:, None] & is_at[None, :],
-                    other=0.0,
-                )
-                if down.dtype != x.dtype:
-                    down = down.to(tl.float32)
-                    x = x.to(tl.float32)
-                part = tl.dot(down, tl.trans(x), part, input_precision="ieee")
-            total += part
-        out = (tl.program_id(2) * tl.num_programs(1) + index).to(tl.int64) * num_rows + row
-        tl.store(narrow_ptr + out[None, :] * RANK + r[:, None], total, mask=is_row[None, :])
-
-
-@triton.jit
-def _update(pointers, row, is_row, feature, index, count, num_rows, DTYPE, PARTS, RANK):
-    """The update `[features, rows]` of the layer and adapter with number `index`."""
-    narrow_ptr, places_ptr, scales_ptr = pointers
-    rank = tl.load(places_ptr + index * 5 + 2)
-    up_ptr = tl.load(places_ptr + index * 5 + 1).to(tl.pointer_type(DTYPE))
-    size = tl.load(places_ptr + index * 5 + 3)
-    r = tl.arange(0, RANK)
-    narrow = tl.zeros([RANK, row.shape[0]], tl.float32)
-    for part in tl.static_range(PARTS):
-        at = (part * count + index).to(tl.int64) * num_rows + row
-        narrow += tl.load(narrow_ptr + at[None, :] * RANK + r[:, None], mask=is_row[None, :], other=0.0)
-    up = tl.load(
-        up_ptr + feature.to(tl.int64)[:, None] * rank + r[None, :],
-        mask=(feature < size)[:, None] & (r < rank)[None, :],
-        other=0.0,
-    )
-    return tl.dot(up.to(tl.float32), narrow, input_precision="ieee") * tl.load(scales_ptr + index)
+    ADAPTERS: tl.constexpr = KIND[0]
+    RANK: tl.constexpr = KIND[1]
+    layer = tl.program_id(1) // (RANK // _RANKS)
+    r = tl.program_id(1) % (RANK // _RANKS) * _RANKS + tl.arange(0, _RANKS)
+    row = tl.program_id(2).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    if PDL and ADAPTERS == 1 and PARTS == 1:
+        _request_down(places_ptr + layer * 5, r, size_in, inputs_ptr, PART, KIND)
+    wait_for_inputs(PDL, PARTS == 1)
+    bits = tl.load(adapters_ptr + row, mask=row < num_rows, other=0)
+    for adapter in range(ADAPTERS):
+        has_it = ((bits >> adapter) & 1) > 0
+        if tl.max(has_it.to(tl.int32), 0) > 0:
+            entry = layer * ADAPTERS + adapter
+            if PDL and ADAPTERS > 1 and PARTS == 1:
+                _request_down(places_ptr + entry * 5, r, size_in, inputs_ptr, PART, KIND)
+            down, rank = _down_of(places_ptr + entry * 5, r, size_in, KIND)
+            k = tl.arange(0, _DEPTH)
+            STAGES: tl.constexpr = _STAGES * 32 // KIND[4].primitive_bitwidth
+            total = tl.zeros([ROWS, _RANKS], tl.float32)
+            inputs = inputs_ptr + row[:, None] * inputs_stride
+            for part in range(tl.program_id(0) * PARTS, tl.program_id(0) * PARTS + PARTS):
+                last = tl.minimum(part * PART + PART, size_in)
+                sums = tl.zeros([ROWS, _RANKS, _DEPTH], tl.float32)
+                for start in tl.range(part * PART, last, _DEPTH, num_stages=STAGES):
+                    at = start + k[None, :]
+                    d = tl.load(down + at, mask=(r < rank)[:, None] & (at < last), other=0.0)
+                    x = tl.load(inputs + at, mask=has_it[:, None] & (at < last), other=0.0)
+                    sums += d.to(tl.float32)[None, :, :] * x.to(tl.float32)[:, None, :]
+                # Not times the scale: the compiler would round only once where a program has several parts.
+                total += tl.sum(sums, 2)
+            out = (tl.program_id(0) * count + entry).to(tl.int64) * num_rows + row
+            tl.store(narrow_ptr + out[:, None] * RANK + r[None, :], total, mask=has_it[:, None])
+    start_next(PDL)
 
 
 @kernel
@@ -122,70 +132,75 @@ def _up_kernel(
     scales_ptr,
     narrow_ptr,
     num_rows: Unspecialised,
+    size_out,
     out_stride,
-    ADAPTERS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PARTS: tl.constexpr,
-    RANK: tl.constexpr,
-    FEATURES: tl.constexpr,
+    count,
+    KIND: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Updates of FEATURES outputs of a layer, for those of ROWS rows whose first adapter is the program's.
+    """Updates of _FEATURES outputs of _ROWS rows.
 
-    Grid: (blocks of rows, L A, blocks of the widest layer's features). Reads the program's rows of `adapters` and
-    `narrow`, and its features of each `up` that its rows need; adds to their `out`.
+    Grid: (blocks of output features, blocks of rows). Reads the program's rows of `adapters` and `narrow`, and its
+    features of each `up` that its rows need; adds to `out` of the rows that have adapters.
     """
-    index = tl.program_id(1)
-    count = tl.num_programs(1)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    is_row = row < num_rows
-    adapter = index % ADAPTERS
-    feature = tl.program_id(2) * FEATURES + tl.arange(0, FEATURES)
+    first = tl.program_id(0) * _FEATURES
+    row = tl.program_id(1).to(tl.int64) * _ROWS + tl.arange(0, _ROWS)
+    feature = first + tl.arange(0, _FEATURES)
+    is_feature = feature < size_out
+    last = tl.minimum(first + _FEATURES, size_out) - 1
+    feature = tl.minimum(feature, last)
+    # The kernel before this one has let it start after its inputs were complete.
+    bits = tl.load(adapters_ptr + row, mask=row < num_rows, other=0)
+    found = find_first_up(places_ptr, first, feature < 0, False, KIND)
+    up = load_first_up(found, bits, first, feature, feature < 0, KIND)
     wait_for_inputs(PDL)
-    has_it, adapters = _of_rows(adapters_ptr, row, is_row, adapter)
-    # One program writes a row; it adds the updates of all the row's adapters, in order.
-    is_own = (has_it != 0) & ((adapters & ((adapters * 0 + 1 << adapter) - 1)) == 0)
-    size = tl.load(places_ptr + index * 5 + 3)
-    if (tl.max(is_own.to(tl.int32), 0) > 0) & (tl.program_id(2) * FEATURES < size):
-        pointers = narrow_ptr, places_ptr, scales_ptr
-        total = _update(pointers, row, is_row, feature, index, count, num_rows, DTYPE, PARTS, RANK)
-        later = tl.where(is_own, adapters >> adapter >> 1, 0)
-        if tl.max(later, 0) > 0:
-            for other in range(adapter + 1, ADAPTERS):
-                has_other = is_own & (((adapters >> other) & 1) != 0)
-                if tl.max(has_other.to(tl.int32), 0) > 0:
-                    at = index + other - adapter
-                    more = _update(pointers, row, is_row, feature, at, count, num_rows, DTYPE, PARTS, RANK)
-                    total = tl.where(has_other[None, :], total + more, total)
-        out = out_ptr + row[None, :] * out_stride + (tl.load(places_ptr + index * 5 + 4) + feature)[:, None]
-        is_written = is_own[None, :] & (feature < size)[:, None]
-        before = tl.load(out, mask=is_written, other=0.0).to(tl.float32)
-        tl.store(out, (before + total).to(out_ptr.dtype.element_ty), mask=is_written)
+    out = out_ptr + row[None, :] * out_stride + feature[:, None]
+    is_written = (bits != 0)[None, :] & is_feature[:, None]
+    result = tl.load(out, mask=is_written, other=0.0)
+    narrow = narrow_ptr, num_rows, count, scales_ptr
+    result = updated(result, up, places_ptr, narrow, row, bits, first, last, feature, feature < 0, False, KIND)
+    tl.store(out, result, mask=is_written)
 
 
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+class _Narrow(NamedTuple):
+    """Narrow products and what `low_rank_tile` needs of their adapters."""
+
+    values: torch.Tensor
+    count: int
+    kind: tuple
 
 
-def add_low_rank(out, inputs, adapters, down, up, places, scales, sizes):
-    """See `low_rank_reference.add_low_rank`. Launches depend only on shapes and strides."""
+def _narrow_products(
+    inputs: torch.Tensor,
+    adapters: torch.Tensor,
+    down: list[torch.Tensor],
+    up: list[torch.Tensor],
+    places: torch.Tensor,
+    sizes: list[int],
+    is_gated: bool = False,
+) -> _Narrow:
     num_rows, size_in = inputs.shape
-    assert inputs.stride(1) == out.stride(1) == 1, "rows must have unit stride"
+    assert inputs.stride(1) == 1, "rows must have unit stride"
     assert adapters.is_contiguous() and len(adapters) == num_rows
-    if num_rows == 0:
-        return
-    count, rank = len(down), max(16, triton.next_power_of_2(max(map(len, down))))
-    num_parts = min(max(triton.cdiv(size_in, _PART), 1), _MOST_PARTS)
-    part_size = triton.cdiv(triton.cdiv(size_in, num_parts), DEPTH.value) * DEPTH.value
-    own_parts = num_parts if num_rows > _MOST_ROWS_OF_PARTS else 1
-    parts, blocks = num_parts // own_parts, triton.cdiv(num_rows, ROWS.value)
-    narrow = torch.empty(parts, count, num_rows, rank, dtype=torch.float32, device=out.device)
-    common = {
-        "ADAPTERS": count // len(sizes),
-        "DTYPE": _DTYPES[down[0].dtype],
-        "RANK": rank,
-        **dependent_launch(out.device),
-    }
-    _down_kernel[(blocks, count, parts)](
+    count, rank = len(down), max(_RANKS.value, triton.next_power_of_2(max(map(len, down))))
+    num_parts = max(triton.cdiv(size_in, _PART), 1)
+    own_parts = 1 if num_rows <= _FEW_ROWS else num_parts
+    starts = () if is_gated else tuple(sum(sizes[:number]) for number in range(1, len(sizes)))
+    is_aligned = all(one.data_ptr() % 16 == 0 for one in (*down, *up)) and size_in * down[0].itemsize % 16 == 0
+    kind = (
+        count // len(sizes),
+        rank,
+        starts,
+        num_parts // own_parts,
+        _DTYPES[down[0].dtype],
+        all(len(one) == rank for one in down),
+        16 if is_aligned else 1,
+        min(triton.next_power_of_2(count // len(sizes)), max(_GROUP // rank, 1)),
+    )
+    # As many warps in both cases: they divide the features, and so are the order of summation.
+    rows = 4 if own_parts == 1 else 8
+    narrow = torch.empty(num_parts // own_parts, count, num_rows, rank, dtype=torch.float32, device=inputs.device)
+    _narrow_kernel[(num_parts // own_parts, len(sizes) * rank // _RANKS.value, triton.cdiv(num_rows, rows))](
         inputs,
         adapters,
         places,
@@ -193,22 +208,54 @@ def add_low_rank(out, inputs, adapters, down, up, places, scales, sizes):
         num_rows,
         size_in,
         inputs.stride(0),
-        part_size,
+        count,
+        PART=_PART,
         PARTS=own_parts,
+        ROWS=rows,
+        KIND=kind,
         num_warps=4,
-        **common,
+        **dependent_launch(inputs.device),
     )
-    features = next(number for least, number in _FEATURES if max(sizes) >= least)
-    _up_kernel[(blocks, count, triton.cdiv(max(sizes), features))](
+    return _Narrow(narrow, count, kind)
+
+
+def add_low_rank(out, inputs, adapters, down, up, places, scales, sizes):
+    """See `low_rank_reference.add_low_rank`. Launches depend only on shapes, strides and the alignment of weights."""
+    assert out.stride(1) == 1, "rows must have unit stride"
+    if len(inputs) == 0:
+        return
+    narrow = _narrow_products(inputs, adapters, down, up, places, sizes)
+    size_out = sum(sizes)
+    _up_kernel[(triton.cdiv(size_out, _FEATURES.value), triton.cdiv(len(inputs), _ROWS.value))](
         out,
         adapters,
         places,
         scales,
-        narrow,
-        num_rows,
+        narrow.values,
+        len(inputs),
+        size_out,
         out.stride(0),
-        PARTS=parts,
-        FEATURES=features,
+        narrow.count,
+        KIND=narrow.kind,
         num_warps=4,
-        **common,
+        **dependent_launch(out.device),
     )
+
+
+def adapted_linear(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    adapters: torch.Tensor,
+    down: list[torch.Tensor],
+    up: list[torch.Tensor],
+    places: torch.Tensor,
+    scales: torch.Tensor,
+    sizes: list[int],
+    tiles: LinearTiles,
+) -> torch.Tensor:
+    """See `low_rank_reference.adapted_linear`; `tiles` are those of `linear`. Launches as `add_low_rank`."""
+    narrow = _narrow_products(inputs, adapters, down, up, places, sizes, activation is not None)
+    updates = adapters, places, narrow.values, narrow.count, scales
+    return linear(inputs, weight, bias, tiles, activation, updates, narrow.kind)

@@ -1,10 +1,32 @@
-"""PyTorch reference of low-rank updates of linear layers (LoRA), by adapters that some rows have."""
+"""PyTorch references of low-rank updates of linear layers (LoRA), by adapters that some rows have."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+
+from .gated_activation_reference import gated_activation
+from .linear_reference import linear
+
+
+def adapted_linear(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    adapters: torch.Tensor,
+    down: list[torch.Tensor],
+    up: list[torch.Tensor],
+    places: torch.Tensor,
+    scales: torch.Tensor,
+    sizes: list[int],
+) -> torch.Tensor:
+    """`linear_reference.linear` of L layers with the same inputs, whose outputs `add_low_rank` updates before the
+    activation. With an activation the layers are gate, then up."""
+    out = linear(inputs, weight, bias)
+    add_low_rank(out, inputs, adapters, down, up, places, scales, sizes)
+    return out if activation is None else gated_activation(*out.chunk(2, dim=-1), activation)
 
 
 def add_low_rank(

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,6 +22,9 @@ from ..modules.module_hooks import has_hooks
 from ..modules.patch import Patch, replaced, runs_engine
 from ..modules.weights import tensors_of, weight_of
 from .linear import computes, linear, runs_linear
+
+if TYPE_CHECKING:
+    from .low_rank import LowRankUpdates
 
 # Names of children of a module that are called with the same input, in the order in which they are called.
 GROUPS = (
@@ -49,8 +53,7 @@ class FusedLinear:
     ):
         self.layers = layers
         self.weight, self.bias, self._sizes = weight, bias, sizes
-        # Adds the low-rank updates of inputs `[..., in]` to outputs `[..., sum of out]`; None if there are none.
-        self.update: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        self.updates: LowRankUpdates | None = None  # of all layers
         # A single attribute, so that a thread never pairs the input of one call with the outputs of another's.
         self._last: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = None, ()
 
@@ -65,7 +68,7 @@ class FusedLinear:
             last_input, outputs = self._last
             if last_input is not inputs:  # layers are called with different inputs, or in another order
                 weight = weight_of(layer)
-                is_alone = self.update is None and computes(inputs, weight)
+                is_alone = self.updates is None and computes(inputs, weight)
                 return linear(inputs, weight, layer.bias) if is_alone else self._outputs(inputs)[index]
             if index == len(self.layers) - 1:
                 self._last = None, ()
@@ -75,12 +78,15 @@ class FusedLinear:
         return forward
 
     def _outputs(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if computes(inputs, self.weight):
-            out = linear(inputs, self.weight, self.bias)
-        else:
-            out = torch.cat([type(layer).forward(layer, inputs) for layer in self.layers], -1)
-        if self.update is not None:
-            self.update(out, inputs)
+        has_updates = self.updates is not None and self.updates.is_in_pass
+        out = self.updates.outputs(inputs, self.weight, self.bias) if has_updates else None
+        if out is None:
+            if computes(inputs, self.weight):
+                out = linear(inputs, self.weight, self.bias)
+            else:
+                out = torch.cat([type(layer).forward(layer, inputs) for layer in self.layers], -1)
+            if has_updates:
+                self.updates.add(out, inputs)
         return out.split(self._sizes, -1)
 
     def computes(self, *layers: nn.Module) -> bool:
@@ -88,13 +94,20 @@ class FusedLinear:
         return len(set(self._sizes)) == 1 and list(map(id, self.layers)) == list(map(id, layers))
 
 
-def fused_parameters(gate: nn.Module, up: nn.Module) -> tuple[torch.Tensor | StoredWeight, torch.Tensor | None] | None:
-    """Weight `[2 N, in]` and bias of the matmul of `gate` and then `up`, which may be one layer; None if not fused."""
+def fused_parameters(
+    gate: nn.Module, up: nn.Module
+) -> tuple[torch.Tensor | StoredWeight, torch.Tensor | None, LowRankUpdates | None] | None:
+    """Weight `[2 N, in]`, bias and low-rank updates of the matmul of `gate` and then `up`, which may be one layer; None
+    if not fused, or if updates are due but not known."""
     if gate is up:
         weight = weight_of(gate) if runs_linear(gate) and not has_hooks([gate]) else None
-        return None if weight is None else (weight, gate.bias)
-    fused = getattr(vars(gate).get("forward"), "fused", None)
-    return (fused.weight, fused.bias) if fused is not None and fused.computes(gate, up) else None
+        return None if weight is None else (weight, gate.bias, None)
+    fused, other = (getattr(vars(one).get("forward"), "fused", None) for one in (gate, up))
+    if fused is None or fused is not other or not fused.computes(base_layer(gate), base_layer(up)):
+        return None
+    if fused.updates is not None and not fused.updates.is_in_pass:
+        return None
+    return fused.weight, fused.bias, fused.updates
 
 
 class _FusedStorages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,6 +18,9 @@ from ..modules.hidden_states import modules_of
 from ..modules.patch import Replacements, bound, is_unpatched, this_thread
 from ..modules.signature import fact
 from ..modules.weights import quantised_class, weight_of
+
+if TYPE_CHECKING:
+    from .low_rank import LowRankUpdates
 
 # Up to this many rows `linear` computes the transposed matmul.
 MAX_TRANSPOSED_ROWS = 16
@@ -90,9 +94,21 @@ def _stored_linear(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def gated_linear(
-    inputs: torch.Tensor, weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None, activation: str
+    inputs: torch.Tensor,
+    weight: torch.Tensor | StoredWeight,
+    bias: torch.Tensor | None,
+    updates: LowRankUpdates | None,
+    activation: str,
 ) -> torch.Tensor:
-    """`activation(gate) * up` of `[..., in]`; gate and up are the halves of the output of `linear`, `[..., N]` each."""
+    """`activation(gate) * up` of `[..., in]`; gate and up are the halves of the output of `linear` with its low-rank
+    updates, `[..., N]` each."""
+    if updates is not None:
+        out = updates.outputs(inputs, weight, bias, activation)
+        if out is None:
+            both = linear(inputs, weight, bias)
+            updates.add(both, inputs)
+            out = ops.gated_activation(*both.chunk(2, dim=-1), activation)
+        return out
     flat = inputs.reshape(-1, inputs.shape[-1])
     policy = DEVICE_POLICIES.get(inputs.device.type, DEFAULT_POLICY)
     if policy.few_row_linear and ops.has_gated_linear(flat, weight):

@@ -13,9 +13,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import ops
+from ..device_policy import policy_of
+from ..kernels.types import StoredWeight
 from ..modules.adapters import base_layer
+from ..modules.module_hooks import has_hooks
 from ..modules.patch import Patch, replaced, runs_engine
 from ..modules.signature import signature_of
+from ..modules.weights import weight_of
+from .linear import runs_linear
 
 
 class RowAdapters:
@@ -45,6 +50,47 @@ class RowAdapters:
         return bits.reshape(-1)
 
 
+class LowRankUpdates:
+    """The low-rank updates of layers with the same inputs, by the adapters of the rows."""
+
+    def __init__(
+        self,
+        rows: RowAdapters,
+        down: list[torch.Tensor],
+        up: list[torch.Tensor],
+        tables: tuple[torch.Tensor, torch.Tensor],
+        sizes: list[int],
+    ):
+        self._rows, self._args, self._rank = rows, (down, up, *tables, sizes), max(map(len, down))
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether the adapters of the rows are known, as in a pass of the target."""
+        return self._rows.bits is not None
+
+    def add(self, out: torch.Tensor, inputs: torch.Tensor) -> None:
+        """Add the updates of inputs `[..., in]` to the outputs of the layers, `[..., sum of out]`."""
+        flat = inputs.reshape(-1, inputs.shape[-1])
+        ops.add_low_rank(out.view(-1, out.shape[-1]), flat, self._rows.of(inputs), *self._args)
+
+    def outputs(
+        self,
+        inputs: torch.Tensor,
+        weight: torch.Tensor | StoredWeight | None,
+        bias: torch.Tensor | None,
+        activation: str | None = None,
+    ) -> torch.Tensor | None:
+        """The updated outputs of the layers, `[..., sum of out]` for `[..., in]`, by their weights as one; with an
+        activation `activation(gate) * up`. None if it is as fast to add the updates to what the layers compute."""
+        flat = inputs.reshape(-1, inputs.shape[-1])
+        if weight is None or not policy_of(inputs.device).few_row_linear:
+            return None
+        if not ops.has_adapted_linear(flat, weight, self._rank):
+            return None
+        out = ops.adapted_linear(flat, weight, bias, activation, self._rows.of(inputs), *self._args)
+        return out.reshape(*inputs.shape[:-1], out.shape[-1])
+
+
 class low_rank_updates(Patch):
     """Context in which the LoRA layers of `model`, in a pass of the target, add the updates of the rows' adapters.
 
@@ -69,17 +115,19 @@ class low_rank_updates(Patch):
         forwards: list[tuple[nn.Module, Callable]] = []
         for fused, bases in _groups(layers):
             own = [layers.get(id(base)) for base in bases]
-            update = self._update_of(tuple(map(id, bases)), own, [base.out_features for base in bases])
+            updates = self._updates_of(tuple(map(id, bases)), own, [base.out_features for base in bases])
             if fused is not None:
-                fused.update = update
-                update = None
-            forwards += [(one, functools.partial(_forward, self.rows, one, update)) for one in own if one is not None]
+                fused.updates = updates
+            for layer in own:
+                if layer is not None:
+                    forward = functools.partial(_forward, updates, layer, fused is None)
+                    if not has_hooks([layer]):
+                        forward.fused = fused
+                    forwards.append((layer, forward))
         stack.enter_context(replaced("forward", forwards))
 
-    def _update_of(
-        self, key: tuple[int, ...], layers: list[nn.Module | None], sizes: list[int]
-    ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """Adds the updates of `layers` with the same inputs to their outputs; None stands for a layer without LoRA."""
+    def _updates_of(self, key: tuple[int, ...], layers: list[nn.Module | None], sizes: list[int]) -> LowRankUpdates:
+        """Those of `layers` with the same inputs; None stands for a layer without LoRA."""
         like = next(layer for layer in layers if layer is not None)
         empty = next(iter(like.lora_A.values())).weight.detach()
         down, up, scales = [], [], []
@@ -92,7 +140,7 @@ class low_rank_updates(Patch):
         if key not in self._tables:
             factors = torch.tensor(scales, dtype=torch.float32, device=empty.device)
             self._tables[key] = ops.low_rank_places(down, up, sizes).to(empty.device), factors
-        return functools.partial(_add, self.rows, (down, up, *self._tables[key], sizes))
+        return LowRankUpdates(self.rows, down, up, self._tables[key], sizes)
 
 
 def _groups(layers: dict[int, nn.Module]) -> Iterator[tuple[Any, list[nn.Module]]]:
@@ -107,19 +155,18 @@ def _groups(layers: dict[int, nn.Module]) -> Iterator[tuple[Any, list[nn.Module]
             yield fused, list(fused.layers)
 
 
-def _add(rows: RowAdapters, group: tuple, out: torch.Tensor, inputs: torch.Tensor) -> None:
-    """Add the updates of a group of layers to the outputs `[..., sum of out]` of its base layers for `[..., in]`."""
-    if rows.bits is not None:
-        ops.add_low_rank(out.view(-1, out.shape[-1]), inputs.reshape(-1, inputs.shape[-1]), rows.of(inputs), *group)
-
-
 def _forward(
-    rows: RowAdapters, layer: nn.Module, update: Callable | None, inputs: torch.Tensor, *args: Any, **kwargs: Any
+    updates: LowRankUpdates, layer: nn.Module, is_alone: bool, inputs: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    if rows.bits is None or args or kwargs or not runs_engine():
+    """The layer's; a base layer that is not `is_alone` adds the updates of all layers that it is fused with."""
+    if not updates.is_in_pass or args or kwargs or not runs_engine():
         return type(layer).forward(layer, inputs, *args, **kwargs)
-    out = base_layer(layer)(inputs)
-    if update is not None:
-        out = out.contiguous()
-        update(out, inputs)
+    base = base_layer(layer)
+    if not is_alone:
+        return base(inputs)
+    weight = weight_of(base) if runs_linear(base) and not has_hooks([base]) else None
+    out = updates.outputs(inputs, weight, base.bias)
+    if out is None:
+        out = base(inputs).contiguous()
+        updates.add(out, inputs)
     return out

@@ -360,6 +360,41 @@ def test_triton_kernels(monkeypatch):
     assert {1, 2, 3} == set(calls)  # of query, key and value at once, of gate and up, of others
 
 
+@pytest.mark.parametrize("has_product", [True, False], ids=["own", "the layers'"])
+def test_layers_are_updated_by_their_product(tape, monkeypatch, has_product):
+    """Those of a few rows: query, key and value at once, gate and up with their activation."""
+    policy = {"layer_kernels": True, "few_row_linear": True, "fused_linear": True, "transposed_linear": False}
+    set_policy(monkeypatch, "cpu", **policy)
+    target, adapted = adapted_target()
+    drafter = random_eagle3(target)
+    expected = say(adapted, adapter_names=NAMES)
+    calls, ops_of = [], {name: getattr(ops, name) for name in ("adapted_linear", "add_low_rank", "gated_activation")}
+    for name, one in ops_of.items():
+        monkeypatch.setattr(ops, name, lambda *args, name=name, one=one: (calls.append((name, args)), one(*args))[1])
+    monkeypatch.setattr(ops, "has_adapted_linear", lambda inputs, weight, rank: has_product and rank == 8)
+    assert say(adapted, drafter, adapter_names=NAMES) == expected
+    found = {(name, args[3], tuple(args[-1])) for name, args in calls if name == "adapted_linear"}
+    hidden, inner = target.config.hidden_size, target.config.intermediate_size
+    heads = [target.model.layers[0].self_attn.get_submodule(f"{one}_proj").out_features for one in "qkv"]
+    whole = {(None, tuple(heads)), (None, (hidden,)), ("silu", (inner, inner))}
+    assert found == ({("adapted_linear", *one) for one in whole} if has_product else set())
+    others = {name for name, _ in calls} - {"adapted_linear"}
+    assert others <= ({"gated_activation"} if has_product else {"add_low_rank", "gated_activation"})
+    assert has_product or "add_low_rank" in others
+
+
+def test_layers_with_hooks_are_updated_after_them(monkeypatch):
+    """By a product of their own neither base layers with hooks nor gated MLPs with one at a layer are computed."""
+    policy = {"layer_kernels": True, "few_row_linear": True, "fused_linear": True, "transposed_linear": False}
+    set_policy(monkeypatch, "cpu", **policy)
+    target, adapted = adapted_target()
+    mlp = target.model.layers[1].mlp
+    for layer in (mlp.gate_proj, mlp.down_proj.base_layer):
+        layer.register_forward_hook(lambda module, args, out: 2 * out)
+    monkeypatch.setattr(ops, "has_adapted_linear", lambda inputs, weight, rank: True)
+    assert same(adapted, NoDrafter(target), adapter_names=NAMES)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3-next"])
 def test_equal_prompts_of_different_adapters_share_nothing(family, monkeypatch):
     monkeypatch.setattr(prefix_cache, "FEWEST_SAVED", 1)
