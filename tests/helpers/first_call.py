@@ -49,7 +49,7 @@ class FirstToken(BaseStreamer):
 
 
 def random_prompt(model: PreTrainedModel, rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(model.config.get_text_config().vocab_size) for _ in range(length)]
+    return rng.choices(range(model.config.get_text_config().vocab_size), k=length)
 
 
 def time_generate(model: PreTrainedModel, drafter: Drafter, args: argparse.Namespace) -> dict[str, float]:
