@@ -22,6 +22,7 @@ from zoo_models import enliven
 from hf_specdec.host.caches import OUTPUT_NAME, given_cache
 from hf_specdec.hosting import equivalence
 from hf_specdec.modules import signature
+from hf_specdec.stock import compared_texts
 
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 STATE_SPACE = {"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_d_conv": 4, "mamba_expand": 2}
@@ -328,7 +329,14 @@ def test_attention_that_was_put_in_place_after_a_call(kind, monkeypatch):
 
 
 @pytest.mark.core
-def test_equivalence_check_has_no_side_effects():
+def test_equivalence_check_has_no_side_effects(monkeypatch):
+    uses_cudnn, generate = [], compared_texts.generate_greedily
+
+    def observed(*args, **options):
+        uses_cudnn.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return generate(*args, **options)
+
+    monkeypatch.setattr(compared_texts, "generate_greedily", observed)
     target = build_target("gemma3_text", sliding_window=6, query_pre_attn_scalar=8)
     target.generation_config.update(repetition_penalty=1.2, cache_implementation="static", max_length=77, num_beams=1)
     config, settings = copy.deepcopy(target.config.to_dict()), copy.deepcopy(target.generation_config.to_dict())
@@ -337,6 +345,7 @@ def test_equivalence_check_has_no_side_effects():
     assert equivalence.why_not_equivalent(target, "stock") is None
     assert torch.equal(torch.get_rng_state(), state) and set(vars(target)) == names
     assert target.config.to_dict() == config and target.generation_config.to_dict() == settings
+    assert set(uses_cudnn) == {False} and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.core_for(place=["instance"])
