@@ -148,6 +148,7 @@ def _like(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 # Operations of layers that take PyTorch several kernels each: norms, rotary embeddings, gated activations.
 rms_norm = kernel_op("rms_norm.rms_norm")
 add_rms_norm = kernel_op("rms_norm.add_rms_norm")
+joined_norms = kernel_op("rms_norm.joined_norms")
 rotary = kernel_op("rotary.rotary", fake=lambda cos, sin, states, kind: _like(states))
 rotate_and_store = kernel_op(
     "rotary.rotate_and_store",

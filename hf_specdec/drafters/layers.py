@@ -16,6 +16,7 @@ from ..host.modeling import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate
 from ..kernels.types import RotaryKind
 from ..modules.deferred import residual_stream, rotated
 from ..modules.patch import uses_layer_kernels
+from ..patching.layer_kernels import norms_side_by_side
 
 # Cosines and sines of positions.
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -121,9 +122,8 @@ class DraftDecoderLayer(nn.Module):
         """The layer's output `[B, num_outputs, H]` at the last of n columns, from `hidden` `[B, n, H]` and, in the
         first layer, token embeddings `embeds` `[B, n, H]`. Keys and values are computed for all columns."""
         if self.is_first:
-            normed = self.hidden_norm(hidden)
-            residual = normed if self.norm_before_residual else hidden
-            inputs = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+            inputs = norms_side_by_side(self.input_layernorm, embeds, self.hidden_norm, hidden)
+            residual = inputs[..., hidden.shape[-1] :] if self.norm_before_residual else hidden
         else:
             residual = hidden
             inputs = self.input_layernorm(hidden)

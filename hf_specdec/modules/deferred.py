@@ -37,7 +37,7 @@ class Deferred(torch.Tensor):
     """
 
     value: torch.Tensor | None
-    pending: Sum | Rotation | Stored | None
+    pending: Sum | Rows | Rotation | Stored | None
     index: int
 
     @staticmethod
@@ -118,6 +118,34 @@ def normed(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: 
     inputs.value, out = ops.add_rms_norm(*pending.terms, weight, eps, kind)
     inputs.pending = None
     return out
+
+
+class Rows:
+    """Rows of a `table` `[V, H]`, such as embeddings, at `index` `[B, n]` int64."""
+
+    def __init__(self, table: torch.Tensor, index: torch.Tensor):
+        self.parts = table, index
+
+    def result(self, index: int) -> torch.Tensor:
+        table, rows = self.parts
+        return ops.gather_rows(table[None], rows, None)
+
+
+def rows_at(index: torch.Tensor, table: torch.Tensor) -> Deferred:
+    """`table[index]`, see `Rows`; norms that are joined with others read the table."""
+    return Deferred.of(table[0].expand(*index.shape, -1), None, Rows(table, index))
+
+
+def joined_norms(
+    inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], eps: float, kind: NormKind
+) -> torch.Tensor:
+    """`ops.joined_norms` of two `inputs` `[B, n, D]`; it also takes `rows_at` that are not computed."""
+    pending = [one.pending if isinstance(one, Deferred) else None for one in inputs]
+    parts = [
+        how.parts if isinstance(how, Rows) else (plain(one), None) for one, how in zip(inputs, pending, strict=True)
+    ]
+    tables, indices = zip(*parts, strict=True)
+    return ops.joined_norms(*tables, *indices, *weights, eps, kind)
 
 
 class Rotation:

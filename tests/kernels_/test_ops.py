@@ -81,6 +81,7 @@ def examples():
         "block": [(tokens, lengths, limits, finished, result[0][:, 1:], SLOTS - 1)],
         "position_ids": [(tokens, one, SLOTS - 1) for one in (lengths, None)],
         "add_rms_norm": [(states, states, one, 1e-5, *NormKind(cast_first=True)) for one in (weight, None)],
+        "joined_norms": [(weight[None], states, integers(2, 3) * 0, None, weight, weight, 1e-5, *NormKind())],
         "rotary_angles": [
             (draw(4), tokens, torch.float32, *AnglesKind(one, 1.5)) for one in ("halves", "pairs", "once")
         ],
