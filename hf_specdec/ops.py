@@ -117,9 +117,9 @@ apply_top_k_top_p = kernel_op(
     is_opaque=True,  # it reads which rows have a setting
 )
 add_target_noise = kernel_op("draft_sampling.add_target_noise")
-likeliest_tokens = kernel_op("logprobs.likeliest_tokens")
+likeliest_tokens = kernel_op("logprobs.likeliest_tokens", writes=("logprobs", "tokens"))
 best_paths = kernel_op("draft_tree.best_paths")
-grow_tree = kernel_op("draft_tree.grow_tree")
+grow_tree = kernel_op("draft_tree.grow_tree", writes=("rows",))
 verify_sampling = kernel_op("verification.verify_sampling")
 verify_block = kernel_op("verification.verify_block")
 verify_tree = kernel_op("verification.verify_tree")

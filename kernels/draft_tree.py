@@ -9,7 +9,7 @@ The nodes are the N paths with the largest scores. A path becomes known after it
 or, if r_d is 0, after its parent. So the next node is the best of at most 2 N + 1 known paths.
 
 Growth by a layer. Shapes: tokens and parents `[B, m]`, ancestors `[B, m, W]`, hidden `[B, m, H]`, feedback `[B, P, H]`
-or, chained, `[B, m, H]`; logprobs and drafts `[B, P, C]`, paths `[B, P]`; results of n = m + F columns. The F new
+or, chained, `[B, m, H]`; logprobs, drafts and rows `[B, P, C]`, paths `[B, P]`; results of n = m + F columns. The F new
 columns are the candidates (p, c) with the largest
 
     paths[b, p] + logprobs[b, p, c]
@@ -175,6 +175,8 @@ def _grow_tree_kernel(
     texts,
     out,
     tokens_stride: Unspecialised,
+    candidates_stride: Unspecialised,
+    rows_stride: Unspecialised,
     hidden_stride_b,
     hidden_stride_n,
     feedback_stride_b,
@@ -197,13 +199,13 @@ def _grow_tree_kernel(
     """A column and BLOCK elements of its hidden state.
 
     Grid: (B, n, blocks of H). Reads a row of `logprobs` and `paths`, and the column's inputs; writes its element of
-    each result in `out`. The first program of the first column also writes a row of `out_paths` and `rows`.
+    each result in `out`. The first program of the first column also writes a row of `rows` and of the paths in `out`.
     """
     tokens_ptr, parents_ptr, ancestors_ptr = columns
-    logprobs_ptr, drafts_ptr, paths_ptr = candidates
+    logprobs_ptr, drafts_ptr, paths_ptr, rows_ptr = candidates
     lengths_ptr, limits_ptr, finished_ptr, offsets_ptr = texts
-    out_paths_ptr, rows_ptr, out_tokens_ptr, out_parents_ptr, out_ancestors_ptr = out[:5]
-    places_ptr, slots_ptr, positions_ptr, out_hidden_ptr = out[5:]
+    out_paths_ptr, out_tokens_ptr, out_parents_ptr, out_ancestors_ptr = out[:4]
+    places_ptr, slots_ptr, positions_ptr, out_hidden_ptr = out[4:]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1)
     num_columns = tl.num_programs(1)
@@ -222,7 +224,7 @@ def _grow_tree_kernel(
         num_candidates = num_drafts * CANDIDATES
         place = tl.arange(0, PLACES)
         is_place = place < num_candidates
-        score = tl.load(logprobs_ptr + row * num_candidates + place, mask=is_place, other=float("-inf"))
+        score = tl.load(logprobs_ptr + row * candidates_stride + place, mask=is_place, other=float("-inf"))
         if paths_ptr is not None:
             score += tl.load(paths_ptr + row * num_drafts + place // CANDIDATES, mask=is_place, other=0.0)
         keys = keys_of(tl.where(score > float("-inf"), score, float("-inf")), place, is_place)  # NaN is the least
@@ -236,9 +238,9 @@ def _grow_tree_kernel(
             chosen = tl.where(column == count + rank, at, chosen)
             tl.store(out_paths_ptr + row * WIDTH + rank, value_of_key(key), mask=is_writer)
         num_written = tl.where(is_writer, num_candidates, 0)
-        tl.store(rows_ptr + row * num_candidates + place, ranks, mask=place < num_written)
+        tl.store(rows_ptr + row * rows_stride + place, ranks, mask=place < num_written)
         followed = chosen // CANDIDATES
-        draft = tl.load(drafts_ptr + row * num_candidates + chosen, mask=is_new, other=0)
+        draft = tl.load(drafts_ptr + row * candidates_stride + chosen, mask=is_new, other=0)
         token = tl.where(is_new, draft, token)
         parent = tl.where(is_new, count - num_drafts + followed, parent)
     to = row * num_columns + column
@@ -289,6 +291,7 @@ def grow_tree(
     logprobs,
     drafts,
     paths,
+    rows,
     lengths,
     limits,
     finished,
@@ -305,7 +308,10 @@ def grow_tree(
     (batch, count), device = tokens.shape, tokens.device
     small = parents, ancestors, paths, lengths, limits, finished, offsets
     assert tokens.stride(1) == 1 and all(one is None or one.is_contiguous() for one in small)
-    logprobs, drafts = (None if one is None else one.contiguous() for one in (logprobs, drafts))
+    layer = [one for one in (logprobs, drafts, rows) if one is not None]
+    assert all(one[0].is_contiguous() for one in layer), "a row of the batch must be contiguous"
+    strides = [one.stride(0) for one in layer[1:]] or [0, 0]
+    assert logprobs is None or logprobs.stride(0) == strides[0], "candidates must have the same strides"
     large = [one for one in (feedback, hidden) if one is not None]
     assert all(one.stride(2) == 1 and one.dtype == feedback.dtype for one in large), "hidden states must be alike"
     num_drafts, num_candidates = (1, 1) if logprobs is None else logprobs.shape[1:]
@@ -317,24 +323,24 @@ def grow_tree(
     shape, size = (batch, num_columns), 0 if feedback is None else feedback.shape[2]
     chosen = () if logprobs is None else (batch, width)
     out_paths = torch.empty(chosen or 0, dtype=torch.float32, device=device)
-    rows, out_ancestors, places, slots, positions = (
-        torch.empty(one, dtype=torch.int64, device=device)
-        for one in (0 if logprobs is None else logprobs.shape, *[0 if lengths is None else shape] * 4)
+    out_ancestors, places, slots, positions = (
+        torch.empty(0 if lengths is None else shape, dtype=torch.int64, device=device) for _ in range(4)
     )
     if lengths is not None:
         out_ancestors = out_ancestors.new_empty(*shape, num_words)
     out_tokens, out_parents = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
     num_states = num_columns if is_chained or hidden is not None else num_columns - count
     out_hidden = tokens.new_empty(0) if feedback is None else feedback.new_empty(batch, num_states, size)
-    out = out_paths, rows, out_tokens, out_parents, out_ancestors, places, slots, positions, out_hidden
+    out = out_paths, out_tokens, out_parents, out_ancestors, places, slots, positions, out_hidden
     _grow_tree_kernel[(batch, num_columns, max(triton.cdiv(size, BLOCK), 1))](
         (tokens, parents, ancestors),
         hidden,
         feedback,
-        (logprobs, drafts, paths),
+        (logprobs, drafts, paths, rows),
         (lengths, limits, finished, offsets),
         out,
         tokens.stride(0),
+        *strides,
         *((0, 0) if hidden is None else hidden.stride()[:2]),
         *((0, 0) if feedback is None else feedback.stride()[:2]),
         size,

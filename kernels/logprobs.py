@@ -102,6 +102,7 @@ def _likeliest_kernel(
     logprobs_ptr,
     tokens_ptr,
     strides,
+    out_stride: Unspecialised,
     width: Unspecialised,
     vocabulary,
     num_blocks: Unspecialised,
@@ -120,6 +121,7 @@ def _likeliest_kernel(
     `[B, n, COUNT]`. CHOSEN: COUNT or the next power of two.
     """
     row = tl.program_id(0).to(tl.int64)
+    to = row // width * out_stride + row % width * COUNT
     logits_ptr += row // width * strides[0] + row % width * strides[1]
     place, index = tl.arange(0, KEYS), tl.arange(0, CHOSEN)
     wait_for_inputs(PDL)
@@ -143,24 +145,24 @@ def _likeliest_kernel(
         found = index_of_key(key)
         if target_ids_ptr is not None:
             found = tl.load(target_ids_ptr + found)
-        tl.store(tokens_ptr + row * COUNT + rank, found)
-        tl.store(logprobs_ptr + row * COUNT + rank, value_of_key(key) - normaliser)
+        tl.store(tokens_ptr + to + rank, found)
+        tl.store(logprobs_ptr + to + rank, value_of_key(key) - normaliser)
 
 
-def likeliest_tokens(logits, target_ids, count):
+def likeliest_tokens(logits, target_ids, logprobs, tokens):
     """See `logprobs_reference.likeliest_tokens`; tokens are equal, log-probabilities equal up to rounding.
 
-    Two launches, which depend only on shapes.
+    Two launches, which depend only on shapes and strides.
     """
-    batch, width, vocabulary = logits.shape
-    assert count <= vocabulary, "there must be as many tokens"
+    (batch, width, vocabulary), count = logits.shape, tokens.shape[2]
+    assert count <= vocabulary and logprobs.dtype == torch.float32, "there must be as many tokens"
+    assert logprobs.shape == tokens.shape == (batch, width, count), "shapes must agree"
+    assert logprobs.stride() == tokens.stride() and tokens[0].is_contiguous(), "a row of the batch must be contiguous"
     # About as many groups as tokens are read again.
     group = max(triton.next_power_of_2(math.isqrt(vocabulary // count)), _LEAST_GROUP)
     group = min(group, MOST_OF_GROUP)
     keys, stats = group_keys(logits, group, None, NAN_IS_LEAST=True)
     num_blocks = stats[0].shape[1]
-    logprobs = torch.empty(batch, width, count, dtype=torch.float32, device=logits.device)
-    tokens = torch.empty(batch, width, count, dtype=torch.int64, device=logits.device)
     _likeliest_kernel[(batch * width,)](
         logits,
         keys,
@@ -169,6 +171,7 @@ def likeliest_tokens(logits, target_ids, count):
         logprobs,
         tokens,
         logits.stride()[:2],
+        tokens.stride(0),
         width,
         vocabulary,
         num_blocks,
@@ -181,4 +184,3 @@ def likeliest_tokens(logits, target_ids, count):
         num_warps=4,
         **dependent_launch(logits.device),
     )
-    return logprobs, tokens

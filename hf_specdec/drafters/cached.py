@@ -17,7 +17,7 @@ from ..ops import draw_draft
 from ..state import DecodeState
 from .base import MATCH, Drafter
 from .none import no_drafts
-from .trees import WIDEST_FRONT, GrowingTree, likeliest_tokens, tree_of_independent
+from .trees import MOST_CHILDREN, WIDEST_FRONT, GrowingTree, tree_of_independent
 from .unrolled import UnrolledAttention, shift_left
 
 
@@ -292,8 +292,9 @@ class CachedDrafter(Drafter):
         depth, window = min(state.num_draft_tokens, state.num_nodes), tokens.shape[1]
         room = min(state.num_nodes, WORD_BITS * MOST_WORDS - window)
         width = min(WIDEST_FRONT, room // max(depth - 1, 1), logits.shape[-1])
-        tree = GrowingTree(width, Columns(tokens, hidden=hidden), depth)
-        tree.add(*self._likeliest(state, logits, 0))
+        num_candidates = min(state.num_nodes, MOST_CHILDREN, logits.shape[-1])
+        tree = GrowingTree(width, Columns(tokens, hidden=hidden), depth, num_candidates)
+        self._add_layer(tree, state, logits, 0)
         offsets = state.position_offsets if self.follows_target_positions else None
         for step in range(1, max(depth, least_passes)):
             behind, has_front = step if self.chains_passes else 0, step < depth
@@ -301,12 +302,12 @@ class CachedDrafter(Drafter):
             columns = tree.grow(feedback, state, offsets, first, behind, self.chains_passes, has_front)
             logits, feedback = self.run_nodes(state, step, columns, width if has_front else 0)
             if has_front:
-                tree.add(*self._likeliest(state, logits, step))
+                self._add_layer(tree, state, logits, step)
         return tree.cut(state.num_nodes)
 
-    def _likeliest(self, state: DecodeState, logits: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`likeliest_tokens` of logits `[B, n, V_d]`, which are all for draft `step` of the round."""
-        return likeliest_tokens(self.add_noise(state, logits, step, True), self.target_ids, state.num_nodes)
+    def _add_layer(self, tree: GrowingTree, state: DecodeState, logits: torch.Tensor, step: int) -> None:
+        """Add the likeliest tokens by logits `[B, n, V_d]`, which are all for draft `step` of the round."""
+        ops.likeliest_tokens(self.add_noise(state, logits, step, True), self.target_ids, *tree.add_layer())
 
     def run_nodes(
         self, state: DecodeState, step: int, columns: Columns, num_logits: int
