@@ -158,6 +158,7 @@ rotate_and_store = kernel_op(
 rotary_angles = kernel_op("rotary.rotary_angles")
 gated_activation = kernel_op("gated_activation.gated_activation")
 gather_rows = kernel_op("gather_rows.gather_rows")
+join_rows = kernel_op("gather_rows.join_rows", writes=("out",))
 # Reductions of rows with a fixed order of summation.
 row_sum = kernel_op("row_reductions.row_sum")
 row_softmax = kernel_op("row_reductions.row_softmax")

@@ -19,7 +19,7 @@ from hf_specdec.kernels import (
 )
 from hf_specdec.kernels.gated_activation import gated_activation
 from hf_specdec.kernels.gated_activation_reference import ACTIVATIONS
-from hf_specdec.kernels.gather_rows import gather_rows
+from hf_specdec.kernels.gather_rows import gather_rows, join_rows
 from hf_specdec.kernels.rms_norm import add_rms_norm, joined_norms, rms_norm
 from hf_specdec.kernels.rotary import rotary, rotary_angles, rotate_and_store
 from hf_specdec.kernels.types import AnglesKind, NormKind, RotaryKind
@@ -305,3 +305,20 @@ def test_gathered_rows(batch, dtype, poisoned):
             at = index[row, column].item()
             expected = table[row % batch, at] if at >= 0 else (torch.zeros_like(fill) if some is None else fill)
             assert torch.equal(found[row, column], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_join_rows(num_parts, dtype):
+    """Rows of parts of any strides; columns after them are left as they are."""
+    parts = [draw(2, 7, 40, dtype=dtype, seed=seed) for seed in range(num_parts)]
+    parts[0] = within_nan(parts[0])
+    index = torch.tensor([[0, 6, 3], [2, 2, 5]], device=DEVICE)
+    for at in (None, index, index.t().contiguous().t()):
+        outs = [torch.full((2, 9, 40 * num_parts), 7.0, device=DEVICE, dtype=dtype) for _ in range(2)]
+        join_rows(outs[0], parts, at)
+        gather_rows_reference.join_rows(outs[1], parts, at)
+        assert torch.equal(*outs)
+        count = 7 if at is None else 3
+        rows = [one if at is None else one[torch.arange(2, device=DEVICE)[:, None], at] for one in parts]
+        assert torch.equal(outs[0][:, :count], torch.cat(rows, dim=-1)) and bool((outs[0][:, count:] == 7).all())

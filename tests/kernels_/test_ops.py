@@ -87,6 +87,7 @@ def examples():
             (draw(4), tokens, torch.float32, *AnglesKind(one, 1.5)) for one in ("halves", "pairs", "once")
         ],
         "gather_rows": [(states, integers(2, 2) // 4 - 1, one) for one in (weight, None)],
+        "join_rows": [(draw(2, 4, 32), [states] * 2, one) for one in (integers(2, 2).clamp(max=2), None)],
         "rotate_and_store": [(*angles, one, *[False] * 5, *stored, None) for one in (heads, heads[1:])],
         "grow_tree": [grown(rows, *one) for rows in ((lengths, limits, finished), (None,) * 3) for one in GROWN],
         "write_kv": [(*stored[:2], *stored[2:3] * 2, stored[3], None)],
