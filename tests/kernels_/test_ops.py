@@ -75,7 +75,9 @@ def examples():
         "best_paths": [(scores[:, :2, None], integers(BATCH, 2, 1, 9), None, 3)],
         "verify_sampling": [(scores, drafts, None, None, seeds, lengths)],
         "verify_tree": [(scores, drafts, None, None, one, lengths, WIDTH) for one in (seeds, None)],
-        "prepare_inputs": [(tokens, lengths, accepted, limits, finished, 5, 2, 7, 1)],
+        "prepare_inputs": [
+            (tokens, lengths, accepted, limits, finished, 5, 2, 7, 1, 2, one) for one in (lengths, None)
+        ],
         "suffix_drafts": [(tokens, lengths, integers(20), 3)],
         "commit": [(*state, *result, *kept), (*state, *result, None, None, None)],
         "next_slots": [(lengths, limits, finished, -2, 3, SLOTS - 1)],
