@@ -14,6 +14,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
 from hf_specdec import NoDrafter, ops
+from hf_specdec.drafters.layers import rotate
 from hf_specdec.drafters.shared_weights import embed
 from hf_specdec.kernels.types import AnglesKind, NormKind, RotaryKind
 from hf_specdec.modules import deferred
@@ -168,6 +169,24 @@ def test_what_stores_a_key_rotates_it(calls, read_first, cache_dtype):
     is_one = read_first == "nothing" and cache_dtype == torch.float32
     assert calls == (["rotate_and_store"] if is_one else ["rotary", "write_kv"])
     assert torch.equal(found[0] + 0, expected_query) and torch.equal(found[1] + 0, expected_key)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_rotation_of_a_pass_with_fewer_queries(calls, is_stored):
+    """The last columns of the query are rotated with all of the key."""
+    cos, sin, query, key, value = rotary_inputs()
+    expected = ops.rotary(cos, sin, [query, key], RotaryKind())
+    calls.clear()
+    with engine():
+        last, whole = rotate(cos, sin, key, query, num_queries=2)
+    assert type(last) is Deferred and last.shape == (2, 4, 2, 8)
+    if is_stored:
+        keys, values = torch.zeros(2, 6, 2, 8), torch.zeros(2, 6, 2, 8)
+        store_kv(keys, values, whole, value, torch.tensor([[4, 0, 2], [1, 2, 3]]))
+    assert torch.equal(plain(last), expected[0][:, :, -2:]) and torch.equal(plain(whole), expected[1])
+    assert calls == (["rotate_and_store", "rotary"] if is_stored else ["rotary"])
+    torch.testing.assert_close(rotate(cos, sin, key, query, num_queries=2), [expected[0][:, :, -2:], expected[1]])
 
 
 @torch.no_grad()
