@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
-from .reduction import LEAST_KEY, index_of_key, keys_of, value_of_key
+from .reduction import order_of, take_largest, value_of, without_nan
 from .types import Tree
 
 # Elements of a hidden state that a program of `grow_tree`, which is one warp, copies.
@@ -227,16 +227,14 @@ def _grow_tree_kernel(
         score = tl.load(logprobs_ptr + row * candidates_stride + place, mask=is_place, other=float("-inf"))
         if paths_ptr is not None:
             score += tl.load(paths_ptr + row * num_drafts + place // CANDIDATES, mask=is_place, other=0.0)
-        keys = keys_of(tl.where(score > float("-inf"), score, float("-inf")), place, is_place)  # NaN is the least
+        order = order_of(without_nan(score), is_place)
         ranks = tl.full([PLACES], -1, tl.int64)
         is_writer = column + tl.program_id(2) == 0
         for rank in range(WIDTH):
-            key = tl.max(keys, axis=0)
-            keys = tl.where(keys == key, LEAST_KEY, keys)
-            at = index_of_key(key)
+            largest, at, order = take_largest(order, place)
             ranks = tl.where(place == at, rank, ranks)
             chosen = tl.where(column == count + rank, at, chosen)
-            tl.store(out_paths_ptr + row * WIDTH + rank, value_of_key(key), mask=is_writer)
+            tl.store(out_paths_ptr + row * WIDTH + rank, value_of(largest), mask=is_writer)
         num_written = tl.where(is_writer, num_candidates, 0)
         tl.store(rows_ptr + row * rows_stride + place, ranks, mask=place < num_written)
         followed = chosen // CANDIDATES
