@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
-from .reduction import order_of, take_largest, value_of, without_nan
+from .reduction import LEAST_ORDER, order_of, take_largest, value_of, without_nan
 from .types import Tree
 
 # Elements of a hidden state that a program of `grow_tree`, which is one warp, copies.
@@ -38,8 +38,15 @@ BLOCK = 1024
 
 @triton.jit
 def _at(is_at, values):
-    """The element of `values` where `is_at`."""
-    return tl.sum(tl.where(is_at, values, 0), axis=0)
+    """The element of 32-bit `values` where `is_at`."""
+    return tl.sum(tl.where(is_at, values.to(tl.int32, bitcast=True), 0), axis=0).to(values.dtype, bitcast=True)
+
+
+@triton.jit
+def _word_at(is_at, words):
+    """The element of int64 `words` where `is_at`."""
+    half = _at(is_at, words.to(tl.uint32))
+    return (_at(is_at, (words >> 32).to(tl.int32)).to(tl.int64) << 32) | half.to(tl.int64)
 
 
 @triton.jit
@@ -90,23 +97,24 @@ def _best_paths_kernel(
     tl.store(ancestors_ptr, one)
     if NUM_WORDS > 1:
         tl.store(ancestors_ptr + 1, zero)
-    # Known paths: scores, scores without the last rank, its entries in the tables, parents, and their ancestors.
-    scores = tl.where(place == 0, _load(logprobs_ptr, 0, True), float("-inf"))
+    # Known paths: order of scores, scores without the last rank, its entry in the tables, parents, and their ancestors.
+    order = tl.where(place == 0, order_of(_load(logprobs_ptr, 0, True), True), LEAST_ORDER)
     before = tl.zeros([PLACES], tl.float32)
     entries = tl.zeros([PLACES], tl.int32)
     parents = tl.zeros([PLACES], tl.int32)
     low = tl.full([PLACES], 1, tl.int64)
     high = tl.zeros([PLACES], tl.int64)
     for node in range(1, num_nodes + 1):
-        best = tl.max(scores, axis=0)
+        largest, at, order = take_largest(order, place)
+        best = value_of(largest)  # NaN if there is none
         exists = best > float("-inf")
-        is_at = place == tl.min(tl.where(scores == best, place, PLACES), axis=0)
+        is_at = place == at
         entry = _at(is_at, entries)
         own_depth = entry // size
         parent = _at(is_at, parents)
         path = _at(is_at, before)
-        parent_low = _at(is_at, low)
-        parent_high = _at(is_at, high)
+        parent_low = _word_at(is_at, low)
+        parent_high = _word_at(is_at, high) if NUM_WORDS > 1 else zero
         own_low = tl.where(exists, parent_low, 0) | tl.where(node < 64, one << node, 0)
         own_high = tl.where(exists, parent_high, 0) | tl.where(node < 64, 0, one << (node - 64))
         token = tl.load(tokens_ptr + entry, mask=exists, other=0)
@@ -126,13 +134,13 @@ def _best_paths_kernel(
         child = best + _load(logprobs_ptr, first, has_children)
         is_sibling = place == 2 * node - 1
         is_child = place == 2 * node
-        scores = tl.where(is_at, float("-inf"), scores)
-        scores = tl.where(is_sibling, sibling, tl.where(is_child, child, scores))
+        order = tl.where(is_sibling, order_of(sibling, True), tl.where(is_child, order_of(child, True), order))
         before = tl.where(is_sibling, path, tl.where(is_child, best, before))
         entries = tl.where(is_sibling, entry + 1, tl.where(is_child, first, entries))
         parents = tl.where(is_sibling, parent, tl.where(is_child, node, parents))
         low = tl.where(is_sibling, parent_low, tl.where(is_child, own_low, low))
-        high = tl.where(is_sibling, parent_high, tl.where(is_child, own_high, high))
+        if NUM_WORDS > 1:
+            high = tl.where(is_sibling, parent_high, tl.where(is_child, own_high, high))
 
 
 def best_paths(logprobs, tokens, rows, num_nodes):
