@@ -151,7 +151,7 @@ def time_prepare_inputs(batch: int, num_queries: int, live: int, slots: int) -> 
     finished = torch.zeros(batch, dtype=torch.bool, device="cuda")
 
     def call(prepare=ops.prepare_inputs) -> DraftInputs:
-        return prepare(tokens, lengths, committed, limits, finished, num_queries, 0, 0, 1)
+        return prepare(tokens, lengths, committed, limits, finished, num_queries, 0, 0, 1, 0)
 
     pairs = zip(call(), call(round_state_reference.prepare_inputs), strict=True)
     for name, (got, expected) in zip(DraftInputs._fields, pairs, strict=True):

@@ -125,9 +125,9 @@ apply_top_k_top_p = kernel_op(
     is_opaque=True,  # it reads which rows have a setting
 )
 add_target_noise = kernel_op("draft_sampling.add_target_noise")
-likeliest_tokens = kernel_op("logprobs.likeliest_tokens")
+likeliest_tokens = kernel_op("logprobs.likeliest_tokens", writes=("logprobs", "tokens"))
 best_paths = kernel_op("draft_tree.best_paths")
-grow_tree = kernel_op("draft_tree.grow_tree")
+grow_tree = kernel_op("draft_tree.grow_tree", writes=("rows",))
 verify_sampling = kernel_op("verification.verify_sampling")
 verify_block = kernel_op("verification.verify_block")
 verify_tree = kernel_op("verification.verify_tree")
@@ -165,6 +165,7 @@ def _like(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 # Operations of layers that take PyTorch several kernels each: norms, rotary embeddings, gated activations.
 rms_norm = kernel_op("rms_norm.rms_norm")
 add_rms_norm = kernel_op("rms_norm.add_rms_norm")
+joined_norms = kernel_op("rms_norm.joined_norms")
 rotary = kernel_op("rotary.rotary", fake=lambda cos, sin, states, kind: _like(states))
 rotate_and_store = kernel_op(
     "rotary.rotate_and_store",
@@ -174,6 +175,7 @@ rotate_and_store = kernel_op(
 rotary_angles = kernel_op("rotary.rotary_angles")
 gated_activation = kernel_op("gated_activation.gated_activation")
 gather_rows = kernel_op("gather_rows.gather_rows")
+join_rows = kernel_op("gather_rows.join_rows", writes=("out",))
 # Reductions of rows with a fixed order of summation.
 row_sum = kernel_op("row_reductions.row_sum")
 row_softmax = kernel_op("row_reductions.row_softmax")

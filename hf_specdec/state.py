@@ -355,12 +355,10 @@ class DecodeState:
         the new one; only the new one if rounds have no drafts."""
         return min(2, self.most_draft_tokens + 1)
 
-    def next_slots(self, first: int, count: int = 1) -> torch.Tensor:
-        """Slots `[B, count]` int64 of the positions from `lengths + first` on.
-
-        The dummy slot for finished rows, and for positions after which the length limit leaves no token.
-        """
-        return ops.next_slots(self.lengths, self.limits, self.finished, first, count, self.dummy_slot)
+    def next_slots(self, first: int) -> torch.Tensor:
+        """Slots `[B, 1]` int64 of the positions `lengths + first`; the dummy slot for finished rows, and for positions
+        after which the length limit leaves no token."""
+        return ops.next_slots(self.lengths, self.limits, self.finished, first, 1, self.dummy_slot)
 
     def text_positions(self, slots: torch.Tensor) -> torch.Tensor:
         """Positions of `slots` in their texts; 0 for the dummy slot, whose number may exceed a position embedding."""

@@ -9,7 +9,7 @@ The nodes are the N paths with the largest scores. A path becomes known after it
 or, if r_d is 0, after its parent. So the next node is the best of at most 2 N + 1 known paths.
 
 Growth by a layer. Shapes: tokens and parents `[B, m]`, ancestors `[B, m, W]`, hidden `[B, m, H]`, feedback `[B, P, H]`
-or, chained, `[B, m, H]`; logprobs and drafts `[B, P, C]`, paths `[B, P]`; results of n = m + F columns. The F new
+or, chained, `[B, m, H]`; logprobs, drafts and rows `[B, P, C]`, paths `[B, P]`; results of n = m + F columns. The F new
 columns are the candidates (p, c) with the largest
 
     paths[b, p] + logprobs[b, p, c]
@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
-from .reduction import LEAST_KEY, index_of_key, keys_of, value_of_key
+from .reduction import LEAST_ORDER, order_of, take_largest, value_of, without_nan
 from .types import Tree
 
 # Elements of a hidden state that a program of `grow_tree`, which is one warp, copies.
@@ -38,8 +38,15 @@ BLOCK = 1024
 
 @triton.jit
 def _at(is_at, values):
-    """The element of `values` where `is_at`."""
-    return tl.sum(tl.where(is_at, values, 0), axis=0)
+    """The element of 32-bit `values` where `is_at`."""
+    return tl.sum(tl.where(is_at, values.to(tl.int32, bitcast=True), 0), axis=0).to(values.dtype, bitcast=True)
+
+
+@triton.jit
+def _word_at(is_at, words):
+    """The element of int64 `words` where `is_at`."""
+    half = _at(is_at, words.to(tl.uint32))
+    return (_at(is_at, (words >> 32).to(tl.int32)).to(tl.int64) << 32) | half.to(tl.int64)
 
 
 @triton.jit
@@ -90,23 +97,24 @@ def _best_paths_kernel(
     tl.store(ancestors_ptr, one)
     if NUM_WORDS > 1:
         tl.store(ancestors_ptr + 1, zero)
-    # Known paths: scores, scores without the last rank, its entries in the tables, parents, and their ancestors.
-    scores = tl.where(place == 0, _load(logprobs_ptr, 0, True), float("-inf"))
+    # Known paths: order of scores, scores without the last rank, its entry in the tables, parents, and their ancestors.
+    order = tl.where(place == 0, order_of(_load(logprobs_ptr, 0, True), True), LEAST_ORDER)
     before = tl.zeros([PLACES], tl.float32)
     entries = tl.zeros([PLACES], tl.int32)
     parents = tl.zeros([PLACES], tl.int32)
     low = tl.full([PLACES], 1, tl.int64)
     high = tl.zeros([PLACES], tl.int64)
     for node in range(1, num_nodes + 1):
-        best = tl.max(scores, axis=0)
+        largest, at, order = take_largest(order, place)
+        best = value_of(largest)  # NaN if there is none
         exists = best > float("-inf")
-        is_at = place == tl.min(tl.where(scores == best, place, PLACES), axis=0)
+        is_at = place == at
         entry = _at(is_at, entries)
         own_depth = entry // size
         parent = _at(is_at, parents)
         path = _at(is_at, before)
-        parent_low = _at(is_at, low)
-        parent_high = _at(is_at, high)
+        parent_low = _word_at(is_at, low)
+        parent_high = _word_at(is_at, high) if NUM_WORDS > 1 else zero
         own_low = tl.where(exists, parent_low, 0) | tl.where(node < 64, one << node, 0)
         own_high = tl.where(exists, parent_high, 0) | tl.where(node < 64, 0, one << (node - 64))
         token = tl.load(tokens_ptr + entry, mask=exists, other=0)
@@ -126,13 +134,13 @@ def _best_paths_kernel(
         child = best + _load(logprobs_ptr, first, has_children)
         is_sibling = place == 2 * node - 1
         is_child = place == 2 * node
-        scores = tl.where(is_at, float("-inf"), scores)
-        scores = tl.where(is_sibling, sibling, tl.where(is_child, child, scores))
+        order = tl.where(is_sibling, order_of(sibling, True), tl.where(is_child, order_of(child, True), order))
         before = tl.where(is_sibling, path, tl.where(is_child, best, before))
         entries = tl.where(is_sibling, entry + 1, tl.where(is_child, first, entries))
         parents = tl.where(is_sibling, parent, tl.where(is_child, node, parents))
         low = tl.where(is_sibling, parent_low, tl.where(is_child, own_low, low))
-        high = tl.where(is_sibling, parent_high, tl.where(is_child, own_high, high))
+        if NUM_WORDS > 1:
+            high = tl.where(is_sibling, parent_high, tl.where(is_child, own_high, high))
 
 
 def best_paths(logprobs, tokens, rows, num_nodes):
@@ -175,6 +183,8 @@ def _grow_tree_kernel(
     texts,
     out,
     tokens_stride: Unspecialised,
+    candidates_stride: Unspecialised,
+    rows_stride: Unspecialised,
     hidden_stride_b,
     hidden_stride_n,
     feedback_stride_b,
@@ -197,13 +207,13 @@ def _grow_tree_kernel(
     """A column and BLOCK elements of its hidden state.
 
     Grid: (B, n, blocks of H). Reads a row of `logprobs` and `paths`, and the column's inputs; writes its element of
-    each result in `out`. The first program of the first column also writes a row of `out_paths` and `rows`.
+    each result in `out`. The first program of the first column also writes a row of `rows` and of the paths in `out`.
     """
     tokens_ptr, parents_ptr, ancestors_ptr = columns
-    logprobs_ptr, drafts_ptr, paths_ptr = candidates
+    logprobs_ptr, drafts_ptr, paths_ptr, rows_ptr = candidates
     lengths_ptr, limits_ptr, finished_ptr, offsets_ptr = texts
-    out_paths_ptr, rows_ptr, out_tokens_ptr, out_parents_ptr, out_ancestors_ptr = out[:5]
-    places_ptr, slots_ptr, positions_ptr, out_hidden_ptr = out[5:]
+    out_paths_ptr, out_tokens_ptr, out_parents_ptr, out_ancestors_ptr = out[:4]
+    places_ptr, slots_ptr, positions_ptr, out_hidden_ptr = out[4:]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1)
     num_columns = tl.num_programs(1)
@@ -222,23 +232,21 @@ def _grow_tree_kernel(
         num_candidates = num_drafts * CANDIDATES
         place = tl.arange(0, PLACES)
         is_place = place < num_candidates
-        score = tl.load(logprobs_ptr + row * num_candidates + place, mask=is_place, other=float("-inf"))
+        score = tl.load(logprobs_ptr + row * candidates_stride + place, mask=is_place, other=float("-inf"))
         if paths_ptr is not None:
             score += tl.load(paths_ptr + row * num_drafts + place // CANDIDATES, mask=is_place, other=0.0)
-        keys = keys_of(tl.where(score > float("-inf"), score, float("-inf")), place, is_place)  # NaN is the least
+        order = order_of(without_nan(score), is_place)
         ranks = tl.full([PLACES], -1, tl.int64)
         is_writer = column + tl.program_id(2) == 0
         for rank in range(WIDTH):
-            key = tl.max(keys, axis=0)
-            keys = tl.where(keys == key, LEAST_KEY, keys)
-            at = index_of_key(key)
+            largest, at, order = take_largest(order, place)
             ranks = tl.where(place == at, rank, ranks)
             chosen = tl.where(column == count + rank, at, chosen)
-            tl.store(out_paths_ptr + row * WIDTH + rank, value_of_key(key), mask=is_writer)
+            tl.store(out_paths_ptr + row * WIDTH + rank, value_of(largest), mask=is_writer)
         num_written = tl.where(is_writer, num_candidates, 0)
-        tl.store(rows_ptr + row * num_candidates + place, ranks, mask=place < num_written)
+        tl.store(rows_ptr + row * rows_stride + place, ranks, mask=place < num_written)
         followed = chosen // CANDIDATES
-        draft = tl.load(drafts_ptr + row * num_candidates + chosen, mask=is_new, other=0)
+        draft = tl.load(drafts_ptr + row * candidates_stride + chosen, mask=is_new, other=0)
         token = tl.where(is_new, draft, token)
         parent = tl.where(is_new, count - num_drafts + followed, parent)
     to = row * num_columns + column
@@ -289,6 +297,7 @@ def grow_tree(
     logprobs,
     drafts,
     paths,
+    rows,
     lengths,
     limits,
     finished,
@@ -305,7 +314,10 @@ def grow_tree(
     (batch, count), device = tokens.shape, tokens.device
     small = parents, ancestors, paths, lengths, limits, finished, offsets
     assert tokens.stride(1) == 1 and all(one is None or one.is_contiguous() for one in small)
-    logprobs, drafts = (None if one is None else one.contiguous() for one in (logprobs, drafts))
+    layer = [one for one in (logprobs, drafts, rows) if one is not None]
+    assert all(one[0].is_contiguous() for one in layer), "a row of the batch must be contiguous"
+    strides = [one.stride(0) for one in layer[1:]] or [0, 0]
+    assert logprobs is None or logprobs.stride(0) == strides[0], "candidates must have the same strides"
     large = [one for one in (feedback, hidden) if one is not None]
     assert all(one.stride(2) == 1 and one.dtype == feedback.dtype for one in large), "hidden states must be alike"
     num_drafts, num_candidates = (1, 1) if logprobs is None else logprobs.shape[1:]
@@ -317,24 +329,24 @@ def grow_tree(
     shape, size = (batch, num_columns), 0 if feedback is None else feedback.shape[2]
     chosen = () if logprobs is None else (batch, width)
     out_paths = torch.empty(chosen or 0, dtype=torch.float32, device=device)
-    rows, out_ancestors, places, slots, positions = (
-        torch.empty(one, dtype=torch.int64, device=device)
-        for one in (0 if logprobs is None else logprobs.shape, *[0 if lengths is None else shape] * 4)
+    out_ancestors, places, slots, positions = (
+        torch.empty(0 if lengths is None else shape, dtype=torch.int64, device=device) for _ in range(4)
     )
     if lengths is not None:
         out_ancestors = out_ancestors.new_empty(*shape, num_words)
     out_tokens, out_parents = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
     num_states = num_columns if is_chained or hidden is not None else num_columns - count
     out_hidden = tokens.new_empty(0) if feedback is None else feedback.new_empty(batch, num_states, size)
-    out = out_paths, rows, out_tokens, out_parents, out_ancestors, places, slots, positions, out_hidden
+    out = out_paths, out_tokens, out_parents, out_ancestors, places, slots, positions, out_hidden
     _grow_tree_kernel[(batch, num_columns, max(triton.cdiv(size, BLOCK), 1))](
         (tokens, parents, ancestors),
         hidden,
         feedback,
-        (logprobs, drafts, paths),
+        (logprobs, drafts, paths, rows),
         (lengths, limits, finished, offsets),
         out,
         tokens.stride(0),
+        *strides,
         *((0, 0) if hidden is None else hidden.stride()[:2]),
         *((0, 0) if feedback is None else feedback.stride()[:2]),
         size,

@@ -84,6 +84,7 @@ def grow_tree(
     logprobs: torch.Tensor | None,
     drafts: torch.Tensor | None,
     paths: torch.Tensor | None,
+    rows: torch.Tensor | None,
     lengths: torch.Tensor | None,
     limits: torch.Tensor | None,
     finished: torch.Tensor | None,
@@ -95,7 +96,7 @@ def grow_tree(
     dummy: int,
     is_chained: bool,
     num_words: int,
-) -> tuple[(torch.Tensor,) * 9]:
+) -> tuple[(torch.Tensor,) * 8]:
     """Choose the drafts of a layer to expand (EAGLE-2, arXiv 2406.16858), and lay out the next pass over all columns:
     the `window`, where each column follows the one before and the last is the root, and `width` drafts of each layer.
 
@@ -108,6 +109,7 @@ def grow_tree(
         logprobs: `[B, P, C]` float32, of C candidates after each of them; NaN counts as -inf. None for no new drafts.
         drafts: `[B, P, C]` int64, the candidates.
         paths: `[B, P]` float32, log-probabilities of the paths to the P drafts; None for the root.
+        rows: `[B, P, C]` int64; written with the index of each candidate among the new drafts, -1 for others.
         lengths, limits, finished: see `DecodeState`; None to choose drafts only.
         offsets: `[B]` int64, offsets of position ids; None for 0.
         window, width: see above; width is at most P C.
@@ -118,20 +120,19 @@ def grow_tree(
         num_words: words of ancestors.
 
     Returns:
-        the paths `[B, width]` float32 of the chosen drafts, descending, of equal ones the first first; `rows`
-        `[B, P, C]` int64, their indices in it, -1 for other candidates; and the tensors of `Columns`
-        `[B, m + width]`, with hidden states only of the new drafts if there were none before. Results that are not
-        computed are empty tensors.
+        the paths `[B, width]` float32 of the chosen drafts, descending, of equal ones the first first; and the tensors
+        of `Columns` `[B, m + width]`, with hidden states only of the new drafts if there were none before. Results that
+        are not computed are empty tensors.
     """
     (batch, count), device, nothing = tokens.shape, tokens.device, tokens.new_empty(0)
     parents = _chain(batch, count, device) if parents is None else parents
-    found, rows, followed = tokens.new_empty(0, dtype=torch.float32), nothing, parents[:, :0]
+    found, followed = tokens.new_empty(0, dtype=torch.float32), parents[:, :0]
     if logprobs is not None:
         scores = logprobs if paths is None else logprobs + paths[..., None]
         scores = torch.where(scores > _NONE, scores, _NONE).flatten(1)
         found, at = (one[:, :width].contiguous() for one in scores.sort(dim=1, descending=True, stable=True))
-        rows, followed = torch.full_like(drafts, -1), at // drafts.shape[2]
-        rows.view(batch, -1).scatter_(1, at, torch.arange(width, device=device).expand_as(at))
+        followed = at // drafts.shape[2]
+        rows.fill_(-1).flatten(1).scatter_(1, at, torch.arange(width, device=device).expand_as(at))
         tokens = torch.cat([tokens, drafts.flatten(1).gather(1, at)], dim=1)
         parents = torch.cat([parents, count - drafts.shape[1] + followed], dim=1)
     if feedback is None:
@@ -142,7 +143,7 @@ def grow_tree(
         new = _take(feedback, followed)
         hidden = new if hidden is None else torch.cat([hidden, new], dim=1)
     if lengths is None:
-        return found, rows, tokens, parents, nothing, nothing, nothing, nothing, hidden
+        return found, tokens, parents, nothing, nothing, nothing, nothing, hidden
 
     number = torch.arange(tokens.shape[1], device=device)
     if ancestors is None:
@@ -159,7 +160,7 @@ def grow_tree(
     slots = torch.where(is_written, start + number, dummy)
     positions = places.clamp(min=0) + (0 if offsets is None else offsets[:, None])
     positions = torch.where(places < dummy, positions, 0)
-    return found, rows, tokens, parents, ancestors, places, slots, positions, hidden
+    return found, tokens, parents, ancestors, places, slots, positions, hidden
 
 
 def _chain(batch: int, count: int, device: torch.device) -> torch.Tensor:

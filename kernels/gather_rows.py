@@ -1,8 +1,12 @@
-"""Triton gather of rows, such as embeddings; the reference is `gather_rows_reference.gather_rows`.
+"""Triton gather of rows, such as embeddings, and of hidden states of several layers; see `gather_rows_reference`.
 
 Shapes: table `[B or 1, n, H]`, index `[B, W]`, fill `[H]`, result `[B, W, H]`:
 
     result[b, w] = table[b, index[b, w]] if index[b, w] >= 0, else fill, or 0 if fill is None
+
+Of P parts `[B, n, H]` side by side, out `[B, W, P H]`:
+
+    out[b, w, p H : (p + 1) H] = parts[p][b, index[b, w]]
 """
 
 from __future__ import annotations
@@ -70,3 +74,57 @@ def gather_rows(table, index, fill):
         **dependent_launch(table.device),
     )
     return out
+
+
+@kernel
+def _join_rows_kernel(
+    out_ptr,
+    parts,
+    index_ptr,
+    count: Unspecialised,
+    width,
+    index_stride_b: Unspecialised,
+    index_stride_n: Unspecialised,
+    out_strides,
+    parts_strides,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A block of elements of one row of one part.
+
+    Grid: (B * W, parts, blocks of H). Reads an element of `index` if given, and the program's elements of a row of a
+    part; writes those of `out`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < width
+    wait_for_inputs(PDL)
+    batch, place = row // count, row % count
+    out_ptr += batch * out_strides[0] + place * out_strides[1] + tl.program_id(1) * width + column
+    if index_ptr is not None:
+        place = tl.load(index_ptr + batch * index_stride_b + place * index_stride_n)
+    for part in tl.static_range(PARTS):
+        if tl.program_id(1) == part:
+            source = parts[part] + batch * parts_strides[part][0] + place * parts_strides[part][1]
+            tl.store(out_ptr, tl.load(source + column, mask=is_column, other=0.0), mask=is_column)
+
+
+def join_rows(out, parts, index):
+    """See `gather_rows_reference.join_rows`. One launch, which depends only on shapes and strides."""
+    batch, count = parts[0].shape[:2] if index is None else index.shape
+    width = parts[0].shape[2]
+    assert out.stride(2) == 1 and out.shape[2] == len(parts) * width and out.shape[1] >= count, "shapes must agree"
+    assert all(one.stride(2) == 1 and one.shape == parts[0].shape for one in parts), "parts must be alike"
+    _join_rows_kernel[(batch * count, len(parts), triton.cdiv(width, BLOCK.value))](
+        out,
+        tuple(parts),
+        index,
+        count,
+        width,
+        *((0, 0) if index is None else index.stride()),
+        out.stride()[:2],
+        tuple(one.stride()[:2] for one in parts),
+        PARTS=len(parts),
+        num_warps=_WARPS,
+        **dependent_launch(out.device),
+    )

@@ -27,18 +27,21 @@ import triton.language as tl
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .reduction import (
     LEAST_KEY,
+    LEAST_ORDER,
     MOST_OF_GROUP,
     group_keys,
     index_of_key,
-    keys_of,
     load_softmax,
+    order_of,
+    order_of_key,
     softmax_stats,
-    value_of_key,
+    take_largest,
+    value_of,
     without_nan,
 )
 
-# Fewest tokens of a group.
-_LEAST_GROUP = 32
+# Fewest tokens of a group, and elements of a warp, whose reductions need no barrier.
+_LEAST_GROUP, _OF_A_WARP = 32, 1024
 
 
 @kernel
@@ -102,6 +105,7 @@ def _likeliest_kernel(
     logprobs_ptr,
     tokens_ptr,
     strides,
+    out_stride: Unspecialised,
     width: Unspecialised,
     vocabulary,
     num_blocks: Unspecialised,
@@ -120,6 +124,7 @@ def _likeliest_kernel(
     `[B, n, COUNT]`. CHOSEN: COUNT or the next power of two.
     """
     row = tl.program_id(0).to(tl.int64)
+    to = row // width * out_stride + row % width * COUNT
     logits_ptr += row // width * strides[0] + row % width * strides[1]
     place, index = tl.arange(0, KEYS), tl.arange(0, CHOSEN)
     wait_for_inputs(PDL)
@@ -127,40 +132,40 @@ def _likeliest_kernel(
     normaliser = tl.sum(base + tl.log(total), axis=0)
     num_keys = num_blocks * GROUPS
     keys = tl.load(keys_ptr + row * num_keys + place, mask=place < num_keys, other=LEAST_KEY)
+    order, token = order_of_key(keys), index_of_key(keys).to(tl.int32)
     # The first token of each chosen group; `vocabulary` or more if there are fewer groups.
-    first = tl.full([CHOSEN], vocabulary, tl.int64)
+    first = tl.full([CHOSEN], vocabulary, tl.int32)
     for rank in range(COUNT):
-        key = tl.max(keys, axis=0)
-        keys = tl.where(keys == key, LEAST_KEY, keys)
-        first = tl.where(index == rank, index_of_key(key) // GROUP * GROUP, first)
+        largest, at, order = take_largest(order, token)
+        is_group = (index == rank) & (largest != LEAST_ORDER)
+        first = tl.where(is_group, at // GROUP * GROUP, first)
     token = tl.reshape(first[:, None] + tl.arange(0, GROUP)[None, :], [CHOSEN * GROUP])
     is_token = token < vocabulary
     value = without_nan(tl.load(logits_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32))
-    keys = keys_of(value, token, is_token)
+    order = order_of(value, is_token)
     for rank in range(COUNT):
-        key = tl.max(keys, axis=0)
-        keys = tl.where(keys == key, LEAST_KEY, keys)
-        found = index_of_key(key)
+        largest, found, order = take_largest(order, token)
         if target_ids_ptr is not None:
             found = tl.load(target_ids_ptr + found)
-        tl.store(tokens_ptr + row * COUNT + rank, found)
-        tl.store(logprobs_ptr + row * COUNT + rank, value_of_key(key) - normaliser)
+        tl.store(tokens_ptr + to + rank, found.to(tl.int64))
+        tl.store(logprobs_ptr + to + rank, value_of(largest) - normaliser)
 
 
-def likeliest_tokens(logits, target_ids, count):
+def likeliest_tokens(logits, target_ids, logprobs, tokens):
     """See `logprobs_reference.likeliest_tokens`; tokens are equal, log-probabilities equal up to rounding.
 
-    Two launches, which depend only on shapes.
+    Two launches, which depend only on shapes and strides.
     """
-    batch, width, vocabulary = logits.shape
-    assert count <= vocabulary, "there must be as many tokens"
+    (batch, width, vocabulary), count = logits.shape, tokens.shape[2]
+    assert count <= vocabulary and logprobs.dtype == torch.float32, "there must be as many tokens"
+    assert logprobs.shape == tokens.shape == (batch, width, count), "shapes must agree"
+    assert logprobs.stride() == tokens.stride() and tokens[0].is_contiguous(), "a row of the batch must be contiguous"
     # About as many groups as tokens are read again.
     group = max(triton.next_power_of_2(math.isqrt(vocabulary // count)), _LEAST_GROUP)
     group = min(group, MOST_OF_GROUP)
     keys, stats = group_keys(logits, group, None, NAN_IS_LEAST=True)
-    num_blocks = stats[0].shape[1]
-    logprobs = torch.empty(batch, width, count, dtype=torch.float32, device=logits.device)
-    tokens = torch.empty(batch, width, count, dtype=torch.int64, device=logits.device)
+    num_blocks, chosen = stats[0].shape[1], triton.next_power_of_2(count)
+    num_keys = triton.next_power_of_2(keys.shape[1])
     _likeliest_kernel[(batch * width,)](
         logits,
         keys,
@@ -169,16 +174,16 @@ def likeliest_tokens(logits, target_ids, count):
         logprobs,
         tokens,
         logits.stride()[:2],
+        tokens.stride(0),
         width,
         vocabulary,
         num_blocks,
         COUNT=count,
-        CHOSEN=triton.next_power_of_2(count),
+        CHOSEN=chosen,
         GROUPS=keys.shape[1] // num_blocks,
         GROUP=group,
-        KEYS=triton.next_power_of_2(keys.shape[1]),
+        KEYS=num_keys,
         STATS=triton.next_power_of_2(num_blocks),
-        num_warps=4,
+        num_warps=min(max(max(num_keys, chosen * group) // _OF_A_WARP, 1), 8),
         **dependent_launch(logits.device),
     )
-    return logprobs, tokens

@@ -21,7 +21,7 @@ import triton.language as tl
 from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
 from .types import VerificationResult
 
-LEAST_KEY = tl.constexpr(-(2**63))
+LEAST_KEY, LEAST_ORDER = tl.constexpr(-(2**63)), tl.constexpr(-(2**31))
 _WORD = tl.constexpr(0xFFFFFFFF)
 
 # Tokens of a program: in kernels that only reduce, and in kernels that also compute a random number for each token.
@@ -49,12 +49,35 @@ def without_nan(value):
 
 
 @triton.jit
-def keys_of(value, index, is_valid):
-    """Keys of float32 values. As in PyTorch, NaN is larger than every number, and zeros of both signs are equal."""
+def order_of(value, is_valid):
+    """Float32 values as int32 of the same order, `LEAST_ORDER` unless valid. As in PyTorch, NaN is larger than every
+    number, and zeros of both signs are equal."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    order = tl.where(value != value, 0x7FFFFFFF, order)
-    key = (order.to(tl.int64) << 32) | (_WORD - index.to(tl.int64))
+    return tl.where(is_valid, tl.where(value != value, 0x7FFFFFFF, order), LEAST_ORDER)
+
+
+@triton.jit
+def value_of(order):
+    """The float32 value of an `order_of`."""
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def take_largest(order, index):
+    """The first largest of values `order`, its int32 `index`, and what is left of `order`.
+
+    A GPU reduces 32-bit integers of a warp in one instruction, and keys in ten.
+    """
+    largest = tl.max(order, axis=0)
+    at = tl.min(tl.where(order == largest, index, 0x7FFFFFFF), axis=0)
+    return largest, at, tl.where(index == at, LEAST_ORDER, order)
+
+
+@triton.jit
+def keys_of(value, index, is_valid):
+    """Keys of float32 values in the order of `order_of`."""
+    key = (order_of(value, is_valid).to(tl.int64) << 32) | (_WORD - index.to(tl.int64))
     return tl.where(is_valid, key, LEAST_KEY)
 
 
@@ -71,10 +94,15 @@ def index_of_key(key):
 
 
 @triton.jit
+def order_of_key(key):
+    """A key's value as `order_of`."""
+    return (key >> 32).to(tl.int32)
+
+
+@triton.jit
 def value_of_key(key):
     """A key's value, float32."""
-    order = (key >> 32).to(tl.int32)
-    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+    return value_of(order_of_key(key))
 
 
 @triton.jit

@@ -5,6 +5,8 @@ Shapes: inputs, addend, total and result `[rows, D]`, weight `[D]`:
     result[r] = x[r] / sqrt(mean(x[r]^2) + eps) * (offset + weight),  x[r] = inputs[r], minus its mean if CENTERED
     total[r] = inputs[r] + addend[r], rounded to the dtype, which is normed instead of inputs[r]
 
+Two norms are written side by side, `[rows, 2 D]`: of table[index[r]] and of states[r], in one launch.
+
 A program computes whole rows. The order of its sums depends only on D and the dtype: so do the sizes of blocks, and the
 launch lets Triton's compiler assume the same alignment for every number of rows and every stride. So the bits of a
 row's result do not depend on the other rows.
@@ -28,6 +30,30 @@ _ELEMENTS_OF_WARP, _MOST_WARPS = 512, 32
 _ALIGNMENT = 16
 
 
+@triton.jit
+def _load_weight(weight_ptr, column, is_column, OFFSET: tl.constexpr):
+    """The factors of a norm's columns, float32."""
+    weight = tl.load(weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+    if OFFSET != 0.0:
+        weight += OFFSET
+    return weight
+
+
+@triton.jit
+def _place_of(row, inner, strides):
+    """Offset of rows: row r is at `r // inner * strides[0] + r % inner * strides[1]`."""
+    return (row // inner).to(tl.int64) * strides[0] + (row % inner).to(tl.int64) * strides[1]
+
+
+@triton.jit
+def _scaled(x, is_column, eps, dtype, CAST_FIRST: tl.constexpr, CENTERED: tl.constexpr, WIDTH: tl.constexpr):
+    """Float32 rows `x` of root mean square 1, in float32, rounded to `dtype` with CAST_FIRST."""
+    if CENTERED:
+        x = tl.where(is_column[None, :], x - (tl.sum(x, axis=1) / WIDTH)[:, None], 0.0)
+    x *= tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)[:, None]
+    return x.to(dtype).to(tl.float32) if CAST_FIRST else x
+
+
 @kernel
 def _rms_norm_kernel(
     inputs_ptr,
@@ -37,8 +63,7 @@ def _rms_norm_kernel(
     out_ptr,
     num_rows: Unspecialised,
     inner: Unspecialised,
-    stride_outer,
-    stride_inner,
+    strides,
     eps,
     OFFSET: tl.constexpr,
     CAST_FIRST: tl.constexpr,
@@ -48,7 +73,7 @@ def _rms_norm_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS rows. Row r of the inputs is at `r // inner * stride_outer + r % inner * stride_inner`.
+    """ROWS rows, those of the inputs at the places of `_place_of`.
 
     Grid: (blocks of rows,). Reads the program's rows of `inputs` and all of `weight`; writes its rows of `out`. With
     `addend` it also reads its rows of `addend` and writes those of `total`.
@@ -58,27 +83,69 @@ def _rms_norm_kernel(
     is_column = column < WIDTH
     mask = (row < num_rows)[:, None] & is_column[None, :]
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
-        if OFFSET != 0.0:
-            weight += OFFSET
+        weight = _load_weight(weight_ptr, column, is_column, OFFSET)
     wait_for_inputs(PDL)
 
-    first = (row // inner).to(tl.int64) * stride_outer + (row % inner).to(tl.int64) * stride_inner
-    x = tl.load(inputs_ptr + first[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(inputs_ptr + _place_of(row, inner, strides)[:, None] + column[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
     own = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     if addend_ptr is not None:
         x += tl.load(addend_ptr + own, mask=mask, other=0.0).to(tl.float32)
         total = x.to(out_ptr.dtype.element_ty)
         tl.store(total_ptr + own, total, mask=mask)
         x = total.to(tl.float32)
-    if CENTERED:
-        x = tl.where(is_column[None, :], x - (tl.sum(x, axis=1) / WIDTH)[:, None], 0.0)
-    x *= tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)[:, None]
-    if CAST_FIRST:
-        x = x.to(out_ptr.dtype.element_ty).to(tl.float32)
+    x = _scaled(x, is_column, eps, out_ptr.dtype.element_ty, CAST_FIRST, CENTERED, WIDTH)
     if weight_ptr is not None:
         x *= weight[None, :]
     tl.store(out_ptr + own, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_half(half, inner, row, is_row, column, is_column, OFFSET: tl.constexpr):
+    """Rows and factors of one half of `_joined_norms_kernel`, float32."""
+    inputs_ptr, index_ptr, weight_ptr, strides = half
+    if index_ptr is not None:
+        row = tl.load(index_ptr + row, mask=is_row, other=0)
+    place = _place_of(row, inner, strides)[:, None] + column[None, :]
+    x = tl.load(inputs_ptr + place, mask=is_row[:, None] & is_column[None, :], other=0.0).to(tl.float32)
+    return x, _load_weight(weight_ptr, column, is_column, OFFSET)
+
+
+@kernel
+def _joined_norms_kernel(
+    first,
+    second,
+    out_ptr,
+    num_rows: Unspecialised,
+    first_inner: Unspecialised,
+    second_inner: Unspecialised,
+    eps,
+    OFFSET: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    CENTERED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS rows of one of two norms. Each has inputs, their index or None, a weight, and strides of rows.
+
+    Grid: (blocks of rows, 2). Reads the program's elements of an index if given, its rows of the inputs and the weight;
+    writes half of its rows of `out` `[rows, 2 D]`.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    is_column = column < WIDTH
+    is_row = row < num_rows
+    wait_for_inputs(PDL)
+    if tl.program_id(1) == 0:
+        x, weight = _load_half(first, first_inner, row, is_row, column, is_column, OFFSET)
+    else:
+        x, weight = _load_half(second, second_inner, row, is_row, column, is_column, OFFSET)
+    x = _scaled(x, is_column, eps, out_ptr.dtype.element_ty, CAST_FIRST, CENTERED, WIDTH) * weight[None, :]
+    own = row.to(tl.int64)[:, None] * (2 * WIDTH) + tl.program_id(1) * WIDTH + column[None, :]
+    tl.store(out_ptr + own, x.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
 @functools.cache
@@ -89,8 +156,12 @@ def _sizes(width: int) -> tuple[int, int, int]:
     return block, rows, min(_MOST_WARPS, rows * block // _ELEMENTS_OF_WARP)
 
 
-def _rows_of(inputs: torch.Tensor) -> tuple[torch.Tensor, int, int, int] | None:
-    """`inputs` `[..., D]` as rows at up to two strides: tensor, inner number of rows, outer, inner stride; or None."""
+def _rows_of(inputs: torch.Tensor) -> tuple[torch.Tensor, int, tuple[int, int]]:
+    """`inputs` `[..., D]`, copied if need be, as rows at two strides: tensor, inner number of rows, both strides."""
+    return _strided_rows(inputs) or _strided_rows(inputs.clone(memory_format=torch.contiguous_format))
+
+
+def _strided_rows(inputs: torch.Tensor) -> tuple[torch.Tensor, int, tuple[int, int]] | None:
     sizes, strides = list(inputs.shape[:-1]), list(inputs.stride()[:-1])
     levels: list[tuple[int, int]] = []  # innermost first
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
@@ -108,7 +179,12 @@ def _rows_of(inputs: torch.Tensor) -> tuple[torch.Tensor, int, int, int] | None:
     # Rows whose width is not divisible are only read from contiguous tensors.
     is_contiguous = width % _ALIGNMENT != 0 and stride_inner == stride_outer == width
     is_aligned = all(one % _ALIGNMENT == 0 for one in (width, stride_inner, stride_outer, inputs.data_ptr()))
-    return (inputs, inner, stride_outer, stride_inner) if is_contiguous or is_aligned else None
+    return (inputs, inner, (stride_outer, stride_inner)) if is_contiguous or is_aligned else None
+
+
+def _aligned(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """`tensor`, or a copy whose address is divisible."""
+    return tensor.clone() if tensor is not None and tensor.data_ptr() % _ALIGNMENT else tensor
 
 
 def rms_norm(inputs, weight, eps, kind):
@@ -139,10 +215,7 @@ def _rms_norm(
     num_rows = out.numel() // width
     if num_rows == 0:
         return total, out
-    rows = _rows_of(inputs) or _rows_of(inputs.clone(memory_format=torch.contiguous_format))
-    weight, addend = (
-        one.clone() if one is not None and one.data_ptr() % _ALIGNMENT else one for one in (weight, addend)
-    )
+    rows, weight, addend = _rows_of(inputs), _aligned(weight), _aligned(addend)
     block, rows_of_program, num_warps = _sizes(width)
     _rms_norm_kernel[(-(-num_rows // rows_of_program),)](
         rows[0],
@@ -163,3 +236,48 @@ def _rms_norm(
         **dependent_launch(inputs.device),
     )
     return total, out
+
+
+def joined_norms(first, second, first_index, second_index, first_weight, second_weight, eps, kind):
+    """See `rms_norm_reference.joined_norms`; the bits are those of `rms_norm`. One launch, which depends only on shapes
+    and strides. Rows of inputs without an index may be at up to two strides."""
+    shape, width = first.shape[:-1] if first_index is None else first_index.shape, first.shape[-1]
+    assert second.shape[-1] == width and second.dtype == first.dtype, "both must have the same width and dtype"
+    out = torch.empty(*shape, 2 * width, dtype=first.dtype, device=first.device)
+    num_rows = out.numel() // (2 * width)
+    if num_rows == 0:
+        return out
+    first_half, first_inner = _half(first, first_index, first_weight, shape)
+    second_half, second_inner = _half(second, second_index, second_weight, shape)
+    block, rows_of_program, num_warps = _sizes(width)
+    _joined_norms_kernel[(-(-num_rows // rows_of_program), 2)](
+        first_half,
+        second_half,
+        out,
+        num_rows,
+        first_inner,
+        second_inner,
+        eps,
+        OFFSET=kind.offset,
+        CAST_FIRST=kind.cast_first,
+        CENTERED=kind.centered,
+        WIDTH=width,
+        BLOCK=block,
+        ROWS=rows_of_program,
+        num_warps=num_warps,
+        **dependent_launch(first.device),
+    )
+    return out
+
+
+def _half(
+    inputs: torch.Tensor, index: torch.Tensor | None, weight: torch.Tensor, shape: torch.Size
+) -> tuple[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, tuple[int, int]], int]:
+    """A half of `_joined_norms_kernel` for rows `shape`, and the inner number of its rows."""
+    assert weight.shape == inputs.shape[-1:] and weight.is_contiguous(), "weights must be [D], contiguous"
+    if index is None:
+        assert inputs.shape[:-1] == shape, "shapes must agree"
+        inputs, inner, strides = _rows_of(inputs)
+        return (inputs, None, _aligned(weight), strides), inner
+    assert inputs.is_contiguous() and inputs.dim() == 2 and index.shape == shape, "shapes must agree"
+    return (inputs, index.contiguous(), _aligned(weight), (weight.shape[0], 0)), 1

@@ -1,4 +1,5 @@
-"""PyTorch references of norms over the last dimension: RMSNorm and LayerNorm without bias, also of a sum."""
+"""PyTorch references of norms over the last dimension: RMSNorm and LayerNorm without bias, also of a sum, and of two
+tensors."""
 
 from __future__ import annotations
 
@@ -28,3 +29,22 @@ def add_rms_norm(
     """The sum of `inputs` and `addend`, `[..., D]` of one dtype, in that dtype; and `rms_norm` of it."""
     total = inputs + addend
     return total, rms_norm(total, weight, eps, kind)
+
+
+def joined_norms(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    first_index: torch.Tensor | None,
+    second_index: torch.Tensor | None,
+    first_weight: torch.Tensor,
+    second_weight: torch.Tensor,
+    eps: float,
+    kind: NormKind,
+) -> torch.Tensor:
+    """`[B, n, 2 D]`: the norms of `first` and of `second` side by side, see `rms_norm`, with weights `[D]`.
+
+    Both are `[B, n, D]`, or with an index `[B, n]` int64 the rows at it of a table `[V, D]`, such as embeddings. All
+    tensors but the indices have one dtype.
+    """
+    halves = (first, first_index, first_weight), (second, second_index, second_weight)
+    return torch.cat([rms_norm(one if at is None else one[at], weight, eps, kind) for one, at, weight in halves], -1)

@@ -20,8 +20,9 @@ The inputs of a drafter's first pass are four results `[B, W]`. With `kept = W -
     source = c - kept + clamp(committed[b], 0, kept)    (kept columns, c < kept)
     token = tokens[b, slot + shift] if c < kept, else mask_token
 
-and is padding (token 0, position 0, the dummy slot, source -1) where `source < 0` in a kept column, `slot < 0`,
-`slot + 1 + shift >= limits[b]`, or the row is finished.
+and is padding (token 0, position id 0, the dummy slot, source -1) where `source < 0` in a kept column, `slot < 0`,
+`slot + 1 + shift >= limits[b]`, or the row is finished. Step s after the pass has
+p = lengths[b] - shift + num_masks + s.
 """
 
 from __future__ import annotations
@@ -287,21 +288,22 @@ def _prepare_inputs_kernel(
     committed_ptr,
     limits_ptr,
     finished_ptr,
+    offsets_ptr,
     out,
     tokens_stride: Unspecialised,
-    out_stride: Unspecialised,
     num_slots: Unspecialised,
     num_kept: Unspecialised,
     width: Unspecialised,
     mask_token: Unspecialised,
     shift: Unspecialised,
+    num_steps: Unspecialised,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Prepare one row.
 
-    Grid: (B,). Reads the row's length, number of committed tokens, limit and finished flag, and the tokens of its kept
-    columns; writes the row's four results in `out`, a `DraftInputs`.
+    Grid: (B,). Reads the row's length, number of committed tokens, limit, finished flag and offset, and the tokens of
+    its kept columns; writes the row of each result in `out`, a `DraftInputs`.
     """
     row = tl.program_id(0).to(tl.int64)
     wait_for_inputs(PDL)
@@ -309,6 +311,7 @@ def _prepare_inputs_kernel(
     committed = tl.load(committed_ptr + row)
     # With a limit of 0 every column is padding.
     limit = tl.where(tl.load(finished_ptr + row), 0, tl.load(limits_ptr + row))
+    offset = tl.load(offsets_ptr + row) if offsets_ptr is not None else length * 0
 
     column = tl.arange(0, BLOCK).to(tl.int64)
     slot = length - shift - num_kept + column
@@ -320,39 +323,48 @@ def _prepare_inputs_kernel(
 
     is_column = column < width
     token = tl.where(is_live & is_mask, mask_token, kept)
-    to = row * out_stride + column
+    to = row * width + column
     tl.store(out.tokens + to, token, mask=is_column)
     tl.store(out.slots + to, tl.where(is_live, slot, num_slots - 1), mask=is_column)
-    tl.store(out.positions + to, tl.where(is_live, slot, 0), mask=is_column)
+    tl.store(out.positions + to, tl.where(is_live, slot + offset, 0), mask=is_column)
     tl.store(out.sources + to, tl.where(is_kept, source, -1), mask=is_column)
 
+    slot = length - shift + width - num_kept + column
+    is_run = slot <= limit - 2
+    to = column * tl.num_programs(0) + row
+    tl.store(out.step_slots + to, tl.where(is_run, slot, num_slots - 1), mask=column < num_steps)
+    tl.store(out.step_positions + to, tl.where(is_run, slot + offset, 0), mask=column < num_steps)
 
-def prepare_inputs(tokens, lengths, committed, limits, finished, width, num_masks, mask_token, shift):
+
+def prepare_inputs(
+    tokens, lengths, committed, limits, finished, width, num_masks, mask_token, shift, num_steps, offsets=None
+):
     """See `round_state_reference.prepare_inputs`; equal bit for bit. One launch; safe in a CUDA graph.
 
     The launch depends only on shapes and strides. All reads of `tokens` are inside the row.
     """
     batch = len(tokens)
-    assert all(one.is_contiguous() for one in (lengths, committed, limits, finished)), "numbers must be contiguous"
+    numbers = [one for one in (lengths, committed, limits, finished, offsets) if one is not None]
+    assert all(one.is_contiguous() for one in numbers), "numbers must be contiguous"
     assert tokens.stride(1) == 1, "rows must have unit stride"
-    out = DraftInputs(
-        *(torch.empty(batch, width, dtype=torch.int64, device=tokens.device) for _ in DraftInputs._fields)
-    )
+    shapes = [(batch, width)] * 4 + [(num_steps, batch, 1)] * 2
+    out = DraftInputs(*(torch.empty(one, dtype=torch.int64, device=tokens.device) for one in shapes))
     _prepare_inputs_kernel[(batch,)](
         tokens,
         lengths,
         committed,
         limits,
         finished,
+        offsets,
         out,
         tokens.stride(0),
-        out.tokens.stride(0),
         num_slots=tokens.shape[1],
         num_kept=width - num_masks,
         width=width,
         mask_token=mask_token,
         shift=shift,
-        BLOCK=block_of_steps(width),
+        num_steps=num_steps,
+        BLOCK=block_of_steps(max(width, num_steps)),
         num_warps=1,
         **dependent_launch(tokens.device),
     )

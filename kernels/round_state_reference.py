@@ -118,6 +118,8 @@ def prepare_inputs(
     num_masks: int,
     mask_token: int,
     shift: int,
+    num_steps: int,
+    offsets: torch.Tensor | None = None,
 ) -> DraftInputs:
     """Lay out the rows of a drafter's first pass after a round: `[padding | kept tokens | masks]`.
 
@@ -134,6 +136,8 @@ def prepare_inputs(
     Masks are valid for one round: the next round writes its kept tokens from the first mask's slot on and then its own
     masks. No query sees older slots beyond these.
 
+    Each step after the pass runs one token, in the slot after the last column's or the last step's.
+
     Args:
         tokens: `[B, slots]` int64, committed tokens; the last column belongs to the dummy slot.
         lengths: `[B]` int64, number of committed tokens of each row.
@@ -144,18 +148,23 @@ def prepare_inputs(
         num_masks: 0 for sequential drafting, K - 1 for parallel drafting.
         mask_token: token id of mask columns.
         shift: 1 if slot p holds token p + 1 with the hidden state at p (EAGLE), 0 if it holds token p.
+        num_steps: S, number of steps after the pass.
+        offsets: `[B]` int64, position ids minus slots; None for 0.
     """
-    num_kept = width - num_masks
+    num_kept, dummy = width - num_masks, tokens.shape[1] - 1
     column = torch.arange(width, device=tokens.device)
     slot = (lengths - shift - num_kept)[:, None] + column
     source = column - (num_kept - committed.clamp(0, num_kept))[:, None]
     is_mask = column >= num_kept
     is_kept = (source >= 0) & ~is_mask
     is_live = (is_kept | is_mask) & (slot >= 0) & (slot + 1 + shift < limits[:, None]) & ~finished[:, None]
-    kept = tokens.gather(1, (slot + shift).clamp(0, tokens.shape[1] - 1))
+    kept = tokens.gather(1, (slot + shift).clamp(0, dummy))
+    slots = torch.where(is_live, slot, dummy)
+    steps = next_slots(lengths, limits, finished, num_masks - shift, num_steps, dummy)
     return DraftInputs(
         torch.where(is_live, torch.where(is_mask, mask_token, kept), 0),
-        torch.where(is_live, slot, tokens.shape[1] - 1),
-        torch.where(is_live, slot, 0),
+        slots,
+        position_ids(slots, offsets, dummy),
         torch.where(is_live & is_kept, source, -1),
+        *(one.t()[..., None].contiguous() for one in (steps, position_ids(steps, offsets, dummy))),
     )

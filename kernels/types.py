@@ -9,7 +9,8 @@ import torch
 
 
 class DraftInputs(NamedTuple):
-    """Inputs of a drafter's first pass in a round, `[B, W]` int64 each; made by `prepare_inputs`.
+    """Inputs of a drafter's first pass in a round, `[B, W]` int64 each, and the places of the steps after it; made by
+    `prepare_inputs`.
 
     Attributes:
         tokens: token ids to embed.
@@ -17,12 +18,16 @@ class DraftInputs(NamedTuple):
         positions: position ids; 0 in padding columns.
         sources: index of the hidden state that a column reads among the round's K + 1 verified positions; -1 in mask
             columns, which have a hidden state of their own, and in padding columns.
+        step_slots, step_positions: `[S, B, 1]` int64, the slots that S further steps write, see `next_slots`, and their
+            position ids; 0 for the dummy slot.
     """
 
     tokens: torch.Tensor
     slots: torch.Tensor
     positions: torch.Tensor
     sources: torch.Tensor
+    step_slots: torch.Tensor
+    step_positions: torch.Tensor
 
 
 class RandomStream(IntEnum):

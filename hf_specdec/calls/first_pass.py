@@ -296,7 +296,7 @@ class FirstPass:
                     "each of them in input_ids, as its processor makes them, or a call without assistant_model."
                 )
             self._logits = out.logits[:, -1:]
-            self._aux_hidden_states = recorder.aux_hidden_states
+            self._aux_hidden_states = recorder.parts()
             self._embeddings = inputs.get("inputs_embeds") if drafter.reads_embeddings else None
             position_ids = inputs.get("position_ids")
             self._position_ids = None if position_ids is None else _sections(position_ids)
@@ -333,11 +333,10 @@ class FirstPass:
 
     def __call__(
         self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: torch.Tensor | int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As a `Target`, at slots of the prompts: logits `[B, 1, V]` after the prompts, whatever `slots` are, and
-        auxiliary hidden states `[B, n, width]` or None."""
-        hidden = None if self._aux_hidden_states is None else self._at(self._aux_hidden_states, slots)
-        return self._logits[self._rows(slots)[:, 0]], hidden
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """As a `Target`, at slots of the prompts: logits `[B, 1, V]` after the prompts, whatever `slots` are, and the
+        parts of auxiliary hidden states."""
+        return self._logits[self._rows(slots)[:, 0]], tuple(self._at(one, slots) for one in self._aux_hidden_states)
 
     def position_ids(self, slots: torch.Tensor, sections: bool) -> torch.Tensor:
         """See `DecodeState.position_ids`."""

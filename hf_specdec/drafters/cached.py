@@ -17,7 +17,7 @@ from ..ops import draw_draft
 from ..state import DecodeState
 from .base import MATCH, Drafter
 from .none import no_drafts
-from .trees import WIDEST_FRONT, GrowingTree, likeliest_tokens, tree_of_independent
+from .trees import MOST_CHILDREN, WIDEST_FRONT, GrowingTree, tree_of_independent
 from .unrolled import UnrolledAttention, shift_left
 
 
@@ -230,41 +230,46 @@ class CachedDrafter(Drafter):
         ids = self.position_ids(state, positions)
         self.extend_cache(state, Columns(tokens, slots=positions, positions=ids, hidden=hidden), num_logits=0)
 
+    def position_offsets(self, state: DecodeState) -> torch.Tensor | None:
+        """`[B]` int64, the drafter's position ids minus positions, from the end of the prompt on; None for 0."""
+        return state.position_offsets if self.follows_target_positions else None
+
     def prepare_inputs(
-        self, state: DecodeState, committed: torch.Tensor, limits: torch.Tensor, width: int, num_masks: int
+        self,
+        state: DecodeState,
+        committed: torch.Tensor,
+        limits: torch.Tensor,
+        width: int,
+        num_masks: int,
+        num_steps: int = 0,
     ) -> DraftInputs:
         """`ops.prepare_inputs` with the arguments that the state and the family determine."""
         rows = state.tokens, state.lengths, committed, limits, state.finished
-        return ops.prepare_inputs(*rows, width, num_masks, self.config.mask_token_id or 0, self.shift)
+        sizes = width, num_masks, self.config.mask_token_id or 0, self.shift, num_steps
+        return ops.prepare_inputs(*rows, *sizes, self.position_offsets(state))
 
     def propose(
         self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
     ) -> Proposal:
         num_masks = self.num_masks(state.num_draft_tokens)
         width = result.tokens.shape[1] + num_masks
-        inputs = self.prepare_inputs(state, result.committed, state.limits, width, num_masks)
+        steps = range(1 + num_masks, state.num_draft_tokens)
+        inputs = self.prepare_inputs(state, result.committed, state.limits, width, num_masks, len(steps))
         hidden = self.gather_hidden_states(self.combine_hidden_states(aux_hidden_states), inputs.sources)
         num_logits = 1 + num_masks if state.num_draft_tokens > 0 else 0
-        positions = inputs.positions
-        if self.follows_target_positions:
-            positions = positions + state.position_offsets[:, None]
-        columns = Columns(inputs.tokens, slots=inputs.slots, positions=positions, hidden=hidden)
+        columns = Columns(inputs.tokens, slots=inputs.slots, positions=inputs.positions, hidden=hidden)
         logits, feedback = self.extend_cache(state, columns, num_logits)
         if state.num_draft_tokens == 0:
             return no_drafts(state)
         if state.num_nodes and not self.config.parallel_drafting:
             hidden = None if hidden is None else hidden[:, -1:]
             return self._grow(state, logits, feedback, inputs.tokens[:, -1:], hidden)
-        drafts, steps = [self.draw(state, logits, first=0)], range(1 + num_masks, state.num_draft_tokens)
-        if steps:
-            slots = state.next_slots(num_masks - self.shift, len(steps))
-            # `[steps, B, 1]`: the values of a step are adjacent in memory.
-            places = [one.t().contiguous()[..., None] for one in (slots, self.position_ids(state, slots))]
-            for step, slots, positions in zip(steps, *places, strict=True):
-                hidden = None if feedback is None else feedback[:, -1:]
-                columns = Columns(drafts[-1].tokens, slots=slots, positions=positions, hidden=hidden)
-                logits, feedback = self.extend_cache(state, columns, num_logits=1)
-                drafts.append(self.draw(state, logits, first=step))
+        drafts = [self.draw(state, logits, first=0)]
+        for step, slots, positions in zip(steps, inputs.step_slots, inputs.step_positions, strict=True):
+            hidden = None if feedback is None else feedback[:, -1:]
+            columns = Columns(drafts[-1].tokens, slots=slots, positions=positions, hidden=hidden)
+            logits, feedback = self.extend_cache(state, columns, num_logits=1)
+            drafts.append(self.draw(state, logits, first=step))
         return self.join(state, drafts)
 
     def _grow(
@@ -292,21 +297,22 @@ class CachedDrafter(Drafter):
         depth, window = min(state.num_draft_tokens, state.num_nodes), tokens.shape[1]
         room = min(state.num_nodes, WORD_BITS * MOST_WORDS - window)
         width = min(WIDEST_FRONT, room // max(depth - 1, 1), logits.shape[-1])
-        tree = GrowingTree(width, Columns(tokens, hidden=hidden), depth)
-        tree.add(*self._likeliest(state, logits, 0))
-        offsets = state.position_offsets if self.follows_target_positions else None
+        num_candidates = min(state.num_nodes, MOST_CHILDREN, logits.shape[-1])
+        tree = GrowingTree(width, Columns(tokens, hidden=hidden), depth, num_candidates)
+        self._add_layer(tree, state, logits, 0)
+        offsets = self.position_offsets(state)
         for step in range(1, max(depth, least_passes)):
             behind, has_front = step if self.chains_passes else 0, step < depth
             first = -self.shift - window - behind
             columns = tree.grow(feedback, state, offsets, first, behind, self.chains_passes, has_front)
             logits, feedback = self.run_nodes(state, step, columns, width if has_front else 0)
             if has_front:
-                tree.add(*self._likeliest(state, logits, step))
+                self._add_layer(tree, state, logits, step)
         return tree.cut(state.num_nodes)
 
-    def _likeliest(self, state: DecodeState, logits: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`likeliest_tokens` of logits `[B, n, V_d]`, which are all for draft `step` of the round."""
-        return likeliest_tokens(self.add_noise(state, logits, step, True), self.target_ids, state.num_nodes)
+    def _add_layer(self, tree: GrowingTree, state: DecodeState, logits: torch.Tensor, step: int) -> None:
+        """Add the likeliest tokens by logits `[B, n, V_d]`, which are all for draft `step` of the round."""
+        ops.likeliest_tokens(self.add_noise(state, logits, step, True), self.target_ids, *tree.add_layer())
 
     def run_nodes(
         self, state: DecodeState, step: int, columns: Columns, num_logits: int

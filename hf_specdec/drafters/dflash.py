@@ -116,16 +116,15 @@ class DFlashDrafter(DraftLayersDrafter):
         inputs = self.prepare_inputs(state, result.committed, limits, width, num_tokens)
         combined = self.combine_hidden_states(aux_hidden_states)
         context = self.gather_hidden_states(combined, inputs.sources[:, :num_context])
-        positions = inputs.positions + state.position_offsets[:, None]
         if state.num_draft_tokens == 0:
-            self._store(state, context, inputs.slots, positions)
+            self._store(state, context, inputs.slots, inputs.positions)
             return no_drafts(state)
         anchors = state.last_tokens()
         tokens = torch.cat([anchors, inputs.tokens[:, num_context + 1 :]], dim=1)
         cache = state.memory.cache
         cache.advance(inputs.slots, state.live + 1)  # the block's last slot is one after the drafts'
         ends = self._ends(inputs.slots[:, -num_tokens:], state.dummy_slot)
-        normed = self.run(context, tokens, positions, cached_attend(cache, inputs.slots, ends), num_tokens)
+        normed = self.run(context, tokens, inputs.positions, cached_attend(cache, inputs.slots, ends), num_tokens)
         return self.join(state, self.draft(state, anchors, normed[:, -self.num_read(state.num_draft_tokens) :]))
 
     def forward(

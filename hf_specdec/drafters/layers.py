@@ -16,6 +16,7 @@ from ..host.modeling import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate
 from ..kernels.types import RotaryKind
 from ..modules.deferred import residual_stream, rotated
 from ..modules.patch import uses_layer_kernels
+from ..patching.layer_kernels import norms_side_by_side
 
 # Cosines and sines of positions.
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -47,12 +48,18 @@ def rotary_embedding(config: DraftLayersConfig) -> LlamaRotaryEmbedding:
     )
 
 
-def rotate(cos: torch.Tensor, sin: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
-    """`states`, `[B, heads, n, head_dim]` each, after RoPE with cosines and sines `[B or 1, n, head_dim]`."""
-    if uses_layer_kernels(states[0]):
-        return rotated(cos, sin, states, RotaryKind())
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return [one * cos + rotate_half(one) * sin for one in states]
+def rotate(
+    cos: torch.Tensor, sin: torch.Tensor, key: torch.Tensor, query: torch.Tensor | None = None, num_queries: int = 0
+) -> list[torch.Tensor]:
+    """The last `num_queries` columns of `query` if given, and `key`, `[B, heads, n, head_dim]` each, after RoPE with
+    cosines and sines `[B or 1, n, head_dim]`."""
+    states = [key] if query is None else [query, key]
+    if uses_layer_kernels(key):
+        is_part = query is not None and num_queries < key.shape[2]
+        return rotated(cos, sin, states, RotaryKind(), num_queries if is_part else None)
+    counts = [key.shape[2]] if query is None else [num_queries, key.shape[2]]
+    columns = [(one[:, :, -n:], cos[:, None, -n:], sin[:, None, -n:]) for one, n in zip(states, counts, strict=True)]
+    return [one * cos + rotate_half(one) * sin for one, cos, sin in columns]
 
 
 class DraftAttention(nn.Module):
@@ -79,12 +86,7 @@ class DraftAttention(nn.Module):
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = query.transpose(1, 2), key.transpose(1, 2)
-        if num_outputs == hidden.shape[1]:
-            query, key = rotate(*rotary, query, key)
-        else:
-            cos, sin = rotary
-            (key,) = rotate(cos, sin, key)
-            (query,) = rotate(cos[:, -num_outputs:], sin[:, -num_outputs:], query[:, :, -num_outputs:])
+        query, key = rotate(*rotary, key, query, num_outputs)
         return self.o_proj(attend(self, query, key, value, self.window).flatten(2))
 
     def keys_and_values(self, hidden: torch.Tensor, rotary: Angles) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,9 +123,8 @@ class DraftDecoderLayer(nn.Module):
         """The layer's output `[B, num_outputs, H]` at the last of n columns, from `hidden` `[B, n, H]` and, in the
         first layer, token embeddings `embeds` `[B, n, H]`. Keys and values are computed for all columns."""
         if self.is_first:
-            normed = self.hidden_norm(hidden)
-            residual = normed if self.norm_before_residual else hidden
-            inputs = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+            inputs = norms_side_by_side(self.input_layernorm, embeds, self.hidden_norm, hidden)
+            residual = inputs[..., hidden.shape[-1] :] if self.norm_before_residual else hidden
         else:
             residual = hidden
             inputs = self.input_layernorm(hidden)

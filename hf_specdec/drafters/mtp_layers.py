@@ -14,6 +14,7 @@ from ..cache.layer_kinds import Use, first_reason, plug_ins
 from ..config import MtpConfig
 from ..host.modeling import LlamaRMSNorm, Qwen3NextRMSNorm, step3p7_text_model
 from ..patching.attention import ATTENTION_NAME
+from ..patching.layer_kernels import norms_side_by_side
 from ..patching.support import configured_layers
 
 
@@ -65,5 +66,6 @@ class MtpFrame(nn.Module):
 
     def forward(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Input of the decoder layer, `[B, n, H]`, from embeddings and hidden states `[B, n, H]`."""
-        pair = [self.embedding_norm(embeds), self.hidden_norm(hidden)]
-        return self.projection(torch.cat(pair[::-1] if self.hidden_first else pair, dim=-1))
+        pairs = (self.embedding_norm, embeds), (self.hidden_norm, hidden)
+        first, second = pairs[::-1] if self.hidden_first else pairs
+        return self.projection(norms_side_by_side(*first, *second))

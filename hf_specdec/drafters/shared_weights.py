@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .. import ops
 from ..checkpoints.tensors import is_plain, plain_weight
+from ..modules.deferred import rows_at
 from ..modules.patch import uses_layer_kernels
 from ..modules.signature import places_of, versions_of
 from ..modules.weights import tensor_weight
@@ -104,8 +104,8 @@ def _kind(module: nn.Module) -> str:
 def embed(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Embeddings `[..., H]` of `tokens` `[...]` int64 by `weight` `[V, H]`, in `dtype` on the tokens' device."""
     is_here = weight.device == tokens.device and weight.dtype == dtype and tokens.dim() == 2
-    if is_here and not weight.requires_grad and uses_layer_kernels(weight):
-        return ops.gather_rows(weight[None], tokens, None)
+    if is_here and not torch.is_grad_enabled() and uses_layer_kernels(weight):
+        return rows_at(tokens, weight)
     # In a target that is split over devices, the embedding may be on another device than the last layer.
     return F.embedding(tokens.to(weight.device), weight).to(tokens.device, dtype)
 

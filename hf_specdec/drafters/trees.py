@@ -24,15 +24,22 @@ def likeliest_tree(logprobs: torch.Tensor, tokens: torch.Tensor, rows: torch.Ten
 def tree_of_independent(logits: torch.Tensor, target_ids: torch.Tensor | None, num_nodes: int) -> Proposal:
     """The tree of K drafts that do not depend on each other, from their logits `[B, K, V_d]`; `target_ids` is that of
     `ops.best_draft`."""
-    logprobs, tokens = likeliest_tokens(logits, target_ids, num_nodes)
+    logprobs, tokens = likeliest_tokens(logits, target_ids, min(num_nodes, MOST_CHILDREN))
     return likeliest_tree(logprobs[:, :, None], tokens[:, :, None], None, num_nodes)
 
 
 def likeliest_tokens(
-    logits: torch.Tensor, target_ids: torch.Tensor | None, num_nodes: int
+    logits: torch.Tensor, target_ids: torch.Tensor | None, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and tokens `[B, n, W]` of the likeliest children of n nodes, for a tree of `num_nodes`."""
-    return ops.likeliest_tokens(logits, target_ids, min(num_nodes, MOST_CHILDREN, logits.shape[-1]))
+    """Log-probabilities and tokens `[B, n, W]` of the `most` likeliest tokens, see `ops.likeliest_tokens`."""
+    logprobs, tokens = _tables(*logits.shape[:2], min(most, logits.shape[2]), device=logits.device)
+    ops.likeliest_tokens(logits, target_ids, logprobs, tokens)
+    return logprobs, tokens
+
+
+def _tables(*shape: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised log-probabilities and tokens."""
+    return tuple(torch.empty(shape, dtype=one, device=device) for one in (torch.float32, torch.int64))
 
 
 def tree_of_pairs(logprobs: torch.Tensor, tokens: torch.Tensor, num_nodes: int) -> Proposal:
@@ -54,20 +61,27 @@ class GrowingTree:
         window: the columns before the tree, the last of which is its root: tokens `[B, w]` int64 and, if passes run
             them again, hidden states `[B, w, H]`.
         depth: number of layers.
+        num_candidates: C, number of candidates after each draft.
     """
 
-    def __init__(self, width: int, window: Columns, depth: int):
-        self._width, self._window = width, window.tokens.shape[1]
+    def __init__(self, width: int, window: Columns, depth: int, num_candidates: int):
+        self._width, (batch, self._window) = width, window.tokens.shape
         self._num_words = (self._window + width * (depth - 1) - 1) // WORD_BITS + 1
         self._keeps_hidden = window.hidden is not None
-        self._columns, self._paths = window, None
-        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._rows: list[torch.Tensor] = []
+        self._columns, self._paths, self._num_layers = window, None, 0
+        self._tables = _tables(batch, depth, width, num_candidates, device=window.tokens.device)
+        self._rows = window.tokens.new_empty(batch, depth - 1, width, num_candidates)
 
-    def add(self, logprobs: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Add a layer: C candidates, `tokens` `[B, P, C]` int64 with descending `logprobs` float32, for each of the P
-        expanded drafts of the layer before, or for the root."""
-        self._layers.append((logprobs, tokens))
+    def add_layer(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add a layer, which the caller writes: C candidates for each of the P expanded drafts of the layer before, or
+        for the root: descending log-probabilities float32 and tokens int64, `[B, P, C]` each."""
+        self._num_layers += 1
+        return self._layer_of(*self._tables)
+
+    def _layer_of(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The part of the last layer in `tables` `[B, depth, P, C]`."""
+        num_drafts = 1 if self._num_layers == 1 else self._width
+        return tuple(one[:, self._num_layers - 1, :num_drafts] for one in tables)
 
     def grow(
         self,
@@ -88,25 +102,24 @@ class GrowingTree:
             has_front: whether any draft is expanded.
         """
         before = self._columns
-        layer = (*self._layers[-1], self._paths) if has_front else (None, None, None)
-        rows = (None, None, None) if state is None else (state.lengths, state.limits, state.finished)
+        layer = (None,) * 4
+        if has_front:
+            logprobs, tokens, rows = self._layer_of(*self._tables, self._rows)
+            layer = logprobs, tokens, self._paths, rows
+        text = (None, None, None) if state is None else (state.lengths, state.limits, state.finished)
         sizes = self._window, self._width, first, behind, 0 if state is None else state.dummy_slot
         if not (has_front or is_chained):
             feedback = None  # no column reads it
         hidden = before.hidden if self._keeps_hidden else None
-        paths, rows, *found = ops.grow_tree(
-            *before[:3], hidden, feedback, *layer, *rows, offsets, *sizes, is_chained, self._num_words
+        paths, *found = ops.grow_tree(
+            *before[:3], hidden, feedback, *layer, *text, offsets, *sizes, is_chained, self._num_words
         )
         if has_front:
             self._paths = paths
-            self._rows.append(rows)
         grown = Columns(*found)
         self._columns = grown if feedback is not None else grown._replace(hidden=before.hidden)
         return self._columns
 
     def cut(self, num_nodes: int) -> Proposal:
         """The `num_nodes` likeliest paths of the grown tree, as a proposal."""
-        shape = self._layers[-1][0].shape
-        kinds = [*zip(*self._layers, strict=True), self._rows]
-        tables = [torch.stack([one.expand(shape) for one in kind], dim=1) if kind else None for kind in kinds]
-        return likeliest_tree(*tables, num_nodes)
+        return likeliest_tree(*self._tables, self._rows, num_nodes)

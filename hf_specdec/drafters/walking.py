@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .. import ops
 from ..kernels.types import Columns, Proposal
 from ..state import DecodeState
 from .dflash import DFlashDrafter
-from .trees import MOST_CHILDREN, GrowingTree, tree_of_pairs
+from .trees import MOST_CHILDREN, GrowingTree, likeliest_tokens, tree_of_pairs
 
 
 class Places(NamedTuple):
@@ -136,7 +135,7 @@ class WalkingDrafter(DFlashDrafter):
         normed, memory = self.begin(anchors, normed)
         logits = self._head_logits(normed)
         count = min(self.num_candidates or MOST_CHILDREN, logits.shape[-1])
-        values, candidates = ops.likeliest_tokens(self.add_noise(state, logits, first=0), None, count)
+        values, candidates = likeliest_tokens(self.add_noise(state, logits, first=0), None, count)
         tokens, logits = self.target_tokens(candidates), logits.gather(-1, candidates).float()
         places = Places(0, logits, candidates, self.read(normed, candidates))
         # The tokens that are no candidates keep their total probability by the head.
@@ -154,11 +153,13 @@ class WalkingDrafter(DFlashDrafter):
         if not self.remembers:
             before = torch.cat([anchors.expand(-1, count)[:, None], tokens[:, :-1]], dim=1)
             return tree_of_pairs(follow(before, places, None)[0], tokens, state.num_nodes)
-        tree, before = GrowingTree(count, Columns(anchors), state.num_draft_tokens), anchors
+        tree, before = GrowingTree(count, Columns(anchors), state.num_draft_tokens, count), anchors
         for step in range(state.num_draft_tokens):
             logprobs, memory = follow(before[:, None], places.at(step, 1), memory)
-            logprobs, order = logprobs[:, 0].sort(dim=-1, descending=True, stable=True)
-            tree.add(logprobs, tokens[:, step, None].expand_as(order).gather(-1, order))
+            layer, chosen = tree.add_layer()
+            order = torch.empty_like(chosen)
+            torch.sort(logprobs[:, 0], dim=-1, descending=True, stable=True, out=(layer, order))
+            torch.gather(tokens[:, step, None].expand_as(order), -1, order, out=chosen)
             if step + 1 < state.num_draft_tokens:
                 columns = tree.grow(memory[:, 0])
                 before, memory = columns.tokens[:, -count:], columns.hidden[:, None]

@@ -66,9 +66,9 @@ class CapturedRound:
             else:
                 self._round = None
                 self._draft_and_forward = graph(lambda: draft_and_forward(state, target, drafter))
-                proposal, _, logits, aux_hidden_states = self._draft_and_forward.result
+                proposal, _, logits, hidden_states = self._draft_and_forward.result
                 self._scores = torch.zeros_like(logits, dtype=torch.float32)
-                given = self._scores, logits, proposal, aux_hidden_states
+                given = self._scores, logits, proposal, hidden_states
                 self._verify_and_commit = graph(lambda: result(verify_and_commit(state, *given)))
         graphs = "one graph" if self._round is not None else "two graphs, processors between"
         self.execution = f"captured in {graphs}, {'not compiled' if backend is None else 'compiled'}"

@@ -14,6 +14,7 @@ import torch
 from ..calls.first_pass import FirstPass
 from ..calls.prompts import PromptSpan
 from ..drafters.base import Drafter
+from ..modules.hidden_states import joined
 from ..state import DecodeState, set_rows, upload
 from .target import Target
 
@@ -93,7 +94,8 @@ def prefill_chunk(
     # The column of this chunk that holds the last token of each prompt, if it is in the chunk.
     last = state.lengths - 1 - prompts.starts - prompts.num_done
     logits_to_keep = 1 if packed is None else last.clamp(0, columns - 1)
-    logits, aux_hidden_states = target(view, view.tokens.gather(1, slots), slots, logits_to_keep)
+    logits, parts = target(view, view.tokens.gather(1, slots), slots, logits_to_keep)
+    aux_hidden_states = joined(parts)
     drafter.prefill(view, aux_hidden_states, drafted)
     is_here = (last >= 0) & (last < columns)
     logits = logits[:, -1] if packed is None else logits[0]

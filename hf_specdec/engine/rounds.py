@@ -14,7 +14,7 @@ import torch
 from ..drafters.base import MATCH, Drafter
 from ..drafters.none import no_drafts
 from ..kernels.types import NO_TOKEN, Proposal, VerificationResult
-from ..ops import token_logprobs, verify_block, verify_sampling, verify_tree
+from ..ops import join_rows, token_logprobs, verify_block, verify_sampling, verify_tree
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState, set_rows
 from .target import Target
@@ -81,8 +81,8 @@ def run_round(state: DecodeState, target: Target, drafter: Drafter, process: Blo
 
     The last round must not have had more drafts; otherwise `catch_up` comes first.
     """
-    proposal, block, logits, aux_hidden_states = draft_and_forward(state, target, drafter)
-    return verify_and_commit(state, process(logits, block, state), logits, proposal, aux_hidden_states)
+    proposal, block, logits, hidden_states = draft_and_forward(state, target, drafter)
+    return verify_and_commit(state, process(logits, block, state), logits, proposal, hidden_states)
 
 
 def commit_first_token(
@@ -119,10 +119,10 @@ def commit_first_token(
 
 def draft_and_forward(
     state: DecodeState, target: Target, drafter: Drafter
-) -> tuple[Proposal, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[Proposal, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
     """First half of a round: draft, and run the target over the block, i.e. the last committed token and the drafts.
-    Returns the drafts; the block `[B, n]` int64, n = K + 1, or N + 1 for a tree; its logits `[B, n, V]`; its auxiliary
-    hidden states `[B, n, width]` or None."""
+    Returns the drafts; the block `[B, n]` int64, n = K + 1, or N + 1 for a tree; its logits `[B, n, V]`; and the parts
+    of its auxiliary hidden states."""
     proposal = propose(state, drafter, *state.last_block(state.num_draft_tokens + 1))
     if proposal.tree is not None:
         block, slots, nodes = state.tree_block(proposal)
@@ -146,7 +146,7 @@ def verify_and_commit(
     scores: torch.Tensor,
     logits: torch.Tensor,
     proposal: Proposal,
-    aux_hidden_states: torch.Tensor | None,
+    hidden_states: tuple[torch.Tensor, ...],
 ) -> RoundOutput:
     """Second half of a round: verify the drafts by `scores` `[B, n, V]`, the processed `logits`, and commit tokens.
 
@@ -157,9 +157,8 @@ def verify_and_commit(
     if path is not None:
         walk = path, proposal.tree.parents
         state.cache.move(path, state.lengths, result.committed)
-        aux_hidden_states = _along(walk, aux_hidden_states)
-    if aux_hidden_states is not None:
-        state.aux_hidden_states[:, : result.tokens.shape[1]].copy_(aux_hidden_states)
+    if hidden_states:
+        join_rows(state.aux_hidden_states, hidden_states, path)
     return RoundOutput(result, logprobs_of(state, result, scores, logits, walk), walk, scores, logits)
 
 

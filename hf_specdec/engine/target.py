@@ -67,13 +67,13 @@ class Target:
         slots: torch.Tensor,
         logits_to_keep: torch.Tensor | int = 0,
         nodes: Nodes | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run `[B, n]` tokens at `[B, n]` slots; `nodes` are given for the block of a tree.
 
         Returns:
-            logits and auxiliary hidden states `[B, n, width]` or None. Logits are `[B, n, V]`; with `logits_to_keep`
-            `[m]` int64 they are `[B, m, V]` of these columns; with 1 they are `[B, 1, V]` of the last column (some
-            models return more columns, of which the last one is that of the last token).
+            logits and the parts of auxiliary hidden states, see `AuxHiddenStateRecorder.parts`. Logits are `[B, n, V]`;
+            with `logits_to_keep` `[m]` int64 they are `[B, m, V]` of these columns; with 1 they are `[B, 1, V]` of the
+            last column (some models return more columns, of which the last one is that of the last token).
         """
         columns, is_recorded = None, self.recorder.records or self.rollouts_recorder is not None
         # A `forward` that only passes on its arguments does not tell whether it keeps the logits of some columns.
@@ -107,7 +107,7 @@ class Target:
             recorded, num_packed = self.rollouts_recorder.aux_hidden_states, state.slots // state.row_slots
             state.cache.hidden_states.store([recorded], slots, state.row_slots, num_packed)
         logits = out.logits if columns is None else out.logits[:, columns]
-        return logits, self.recorder.aux_hidden_states
+        return logits, self.recorder.parts()
 
 
 def _look_up(model: PreTrainedModel, drafter: Drafter) -> Iterator[Patch]:

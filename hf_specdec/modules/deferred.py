@@ -37,7 +37,7 @@ class Deferred(torch.Tensor):
     """
 
     value: torch.Tensor | None
-    pending: Sum | Rotation | Stored | None
+    pending: Sum | Rows | Rotation | Stored | None
     index: int
 
     @staticmethod
@@ -120,11 +120,50 @@ def normed(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: 
     return out
 
 
-class Rotation:
-    """Rotary embedding of query and key, or of one of them; arguments as in `ops.rotary`."""
+class Rows:
+    """Rows of a `table` `[V, H]`, such as embeddings, at `index` `[B, n]` int64."""
 
-    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind):
+    def __init__(self, table: torch.Tensor, index: torch.Tensor):
+        self.parts = table, index
+
+    def result(self, index: int) -> torch.Tensor:
+        table, rows = self.parts
+        return ops.gather_rows(table[None], rows, None)
+
+
+def rows_at(index: torch.Tensor, table: torch.Tensor) -> Deferred:
+    """`table[index]`, see `Rows`; norms that are joined with others read the table."""
+    return Deferred.of(table[0].expand(*index.shape, -1), None, Rows(table, index))
+
+
+def joined_norms(
+    inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], eps: float, kind: NormKind
+) -> torch.Tensor:
+    """`ops.joined_norms` of two `inputs` `[B, n, D]`; it also takes `rows_at` that are not computed."""
+    pending = [one.pending if isinstance(one, Deferred) else None for one in inputs]
+    parts = [
+        how.parts if isinstance(how, Rows) else (plain(one), None) for one, how in zip(inputs, pending, strict=True)
+    ]
+    tables, indices = zip(*parts, strict=True)
+    return ops.joined_norms(*tables, *indices, *weights, eps, kind)
+
+
+class Rotation:
+    """Rotary embedding of query and key, or of one of them; arguments as in `ops.rotary`.
+
+    With `num_queries` only so many columns of the query, the last ones, are the result.
+    """
+
+    def __init__(
+        self,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        kind: RotaryKind,
+        num_queries: int | None = None,
+    ):
         self._cos, self._sin, self._states, self._kind = cos, sin, states, kind
+        self._num_queries = num_queries
         self._results: list[torch.Tensor | None] = [None] * len(states)
 
     def result(self, index: int) -> torch.Tensor:
@@ -132,8 +171,12 @@ class Rotation:
             missing = [place for place, one in enumerate(self._results) if one is None]
             states = [self._states[place] for place in missing]
             for place, rotated in zip(missing, ops.rotary(self._cos, self._sin, states, self._kind), strict=True):
-                self._results[place] = rotated
+                self._results[place] = self.part(rotated, place)
         return self._results[index]
+
+    def part(self, states: torch.Tensor, index: int) -> torch.Tensor:
+        """The columns of tensor `index` that are a result."""
+        return states[:, :, -self._num_queries :] if index == 0 and self._num_queries is not None else states
 
     def store(self, index: int, keys: torch.Tensor, values: torch.Tensor, *new: torch.Tensor | None) -> bool:
         """Compute everything but the key, tensor `index`, which is rotated into the cache, with its value stored as by
@@ -144,7 +187,7 @@ class Rotation:
         if not is_new or not (is_same or new[2] is not None):
             return False
         rotation = self._cos, self._sin, self._states, self._kind
-        self._results[:-1] = ops.rotate_and_store(*rotation, keys, values, *new)
+        self._results[:-1] = [self.part(one, 0) for one in ops.rotate_and_store(*rotation, keys, values, *new)]
         return True
 
 
@@ -183,13 +226,17 @@ def read_by_attention(
 
 
 def rotated(
-    cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    kind: RotaryKind,
+    num_queries: int | None = None,
 ) -> list[torch.Tensor]:
-    """`ops.rotary` of query and key, computed by their readers; keys by the op that stores them."""
+    """`ops.rotary` of query and key, computed by their readers; keys by the op that stores them. See `Rotation`."""
+    rotation = Rotation(cos, sin, states, kind, num_queries)
     if torch.is_grad_enabled():
-        return ops.rotary(cos, sin, states, kind)
-    rotation = Rotation(cos, sin, states, kind)
-    return [Deferred.of(one, None, rotation, index) for index, one in enumerate(states)]
+        return [rotation.result(index) for index in range(len(states))]
+    return [Deferred.of(rotation.part(one, index), None, rotation, index) for index, one in enumerate(states)]
 
 
 def store_kv(

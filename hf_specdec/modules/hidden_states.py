@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..host.modeling import HOOK_OF_ACCELERATE
+from .deferred import Deferred, plain
 from .patch import register_pre_hook, this_thread
 
 
@@ -93,6 +95,13 @@ def device_of_last_layer(target: PreTrainedModel) -> torch.device:
 LAST_HIDDEN_STATE = sys.maxsize
 
 
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Auxiliary hidden states from their `parts`; None if there are none."""
+    if len(parts) > 1:
+        return torch.cat(parts, dim=-1)
+    return parts[0] if parts else None
+
+
 class AuxHiddenStateRecorder:
     """Context in which forward passes of `target`, if run by the engine that enters it, record auxiliary hidden states.
 
@@ -124,12 +133,17 @@ class AuxHiddenStateRecorder:
     @property
     def aux_hidden_states(self) -> torch.Tensor | None:
         """`[B, n, count * hidden_size]` of the last pass, in the order of the layer ids; None before any pass."""
-        if not self.recorded:
-            return None
+        return joined(self.parts())
+
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """The parts of `aux_hidden_states`, `[B, n, hidden_size]` each, on one device; empty before any pass."""
         recorded = [self.recorded[key] for key in sorted(self.recorded)]
+        for place, one in enumerate(recorded):
+            if isinstance(one, Deferred):
+                recorded[place] = plain(one)
         if len({tensor.device for tensor in recorded}) > 1:
             recorded = [tensor.to(recorded[-1].device) for tensor in recorded]
-        return torch.cat(recorded, dim=-1) if len(recorded) > 1 else recorded[0]
+        return tuple(recorded)
 
     def __enter__(self) -> AuxHiddenStateRecorder:
         self._engine = this_thread.engine

@@ -9,7 +9,7 @@ from torch import nn
 
 from .. import ops
 from ..device_policy import policy_of
-from ..modules.deferred import normed, residual_stream
+from ..modules.deferred import joined_norms, normed, residual_stream
 from ..modules.hidden_states import modules_of
 from ..modules.module_hooks import has_hooks
 from ..modules.patch import DTYPES, Replacements, bound, is_unpatched, uses_layer_kernels
@@ -20,12 +20,27 @@ from .linear import computes, gated_linear
 
 
 def _norm_forward(module: nn.Module, norm: Norm, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    if len(args) == 1 and not kwargs and uses_layer_kernels(args[0]):
-        weight, inputs = module._parameters.get("weight"), args[0]
-        is_narrow = inputs.shape[-1] <= ops.MAX_NORM_WIDTH
-        if is_narrow and inputs.dtype in DTYPES and (weight is None or weight.dtype == inputs.dtype):
-            return normed(inputs, weight, *norm)
+    if len(args) == 1 and not kwargs and _takes(module, args[0]):
+        return normed(args[0], module._parameters.get("weight"), *norm)
     return type(module).forward(module, *args, **kwargs)
+
+
+def _takes(module: nn.Module, inputs: torch.Tensor) -> bool:
+    """Whether the norm `module` runs an op over `inputs`."""
+    weight = module._parameters.get("weight")
+    is_taken = inputs.dtype in DTYPES and (weight is None or weight.dtype == inputs.dtype)
+    return is_taken and inputs.shape[-1] <= ops.MAX_NORM_WIDTH and uses_layer_kernels(inputs)
+
+
+def norms_side_by_side(
+    first: nn.Module, first_inputs: torch.Tensor, second: nn.Module, second_inputs: torch.Tensor
+) -> torch.Tensor:
+    """The outputs of two norms with weights, `[B, n, 2 D]`, for inputs `[B, n, D]` each; of one op if it can."""
+    forward, other = vars(first).get("forward"), vars(second).get("forward")
+    is_norm = getattr(forward, "func", None) is _norm_forward and getattr(other, "func", None) is _norm_forward
+    if is_norm and forward.args[1] == other.args[1] and _takes(first, first_inputs) and _takes(second, second_inputs):
+        return joined_norms((first_inputs, second_inputs), (first.weight, second.weight), *forward.args[1])
+    return torch.cat([first(first_inputs), second(second_inputs)], dim=-1)
 
 
 def _mlp_forward(module: nn.Module, mlp: GatedMlp, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:

@@ -329,7 +329,7 @@ def test_layout_of_the_first_pass(shift, num_draft_tokens, is_parallel):
     limits = draw(lengths + ~finished, slots - 1)
     tokens = torch.randint(1, 90, (batch, slots), generator=generator)
     before = [argument.clone() for argument in (tokens, lengths, committed, limits, finished)]
-    found = torch.stack(ops.prepare_inputs(*before, width, num_masks, 91, shift), dim=-1).tolist()
+    found = torch.stack(ops.prepare_inputs(*before, width, num_masks, 91, shift, 0)[:4], dim=-1).tolist()
     for row in range(batch):
         text = tokens[row, : lengths[row]].tolist()
         about = (int(committed[row]), int(limits[row]), bool(finished[row]), slots - 1, width, num_masks, 91, shift)

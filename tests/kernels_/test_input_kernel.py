@@ -103,16 +103,16 @@ def bury(values: torch.Tensor, margin: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def run(prepare, case: Case, margin: int = 0, inputs: list[torch.Tensor] | None = None) -> torch.Tensor:
-    """What `prepare` returns, `[4, B, W]`; also checks that it writes to nothing that it is given.
+    """What `prepare` returns for the pass, `[4, B, W]`; also checks that it writes to nothing that it is given.
 
     With a margin the tokens are a view into a larger buffer; without one they are that buffer.
     """
     read = [bury(values, margin) for values in inputs or case.inputs()]
     before = [buffer.clone() for buffer, _ in read]
-    out = prepare(*(view for _, view in read), case.width, case.num_masks, MASK_TOKEN, case.shift)
+    out = prepare(*(view for _, view in read), case.width, case.num_masks, MASK_TOKEN, case.shift, 0)
     for (buffer, _), copy in zip(read, before, strict=True):
         assert torch.equal(buffer, copy)
-    return torch.stack(out).cpu()
+    return torch.stack(out[:4]).cpu()
 
 
 def plain(case: Case) -> torch.Tensor:
@@ -228,7 +228,7 @@ def test_finished_rows_are_padding(prepare, parallel, shift):
 @pytest.mark.parametrize("shift", [0, 1])
 def test_a_round_of_32_fits_twice_as_many_columns(prepare, shift):
     case = Case([Row(50, 33, 99, False)], slots=100, num_draft_tokens=32, parallel=True, shift=shift)
-    out = DraftInputs(*run(prepare, case)[:, 0].tolist())
+    out = DraftInputs(*run(prepare, case)[:, 0].tolist(), [], [])
     assert case.width == 64
     assert out.slots == out.positions == list(range(50 - shift - 33, 50 - shift + 31))
     assert out.tokens == case.tokens[0][50 - 33 : 50] + [MASK_TOKEN] * 31
@@ -281,11 +281,35 @@ def test_rounds_leave_committed_tokens_only(prepare, num_draft_tokens, parallel,
             assert [cache[slot] for slot in masks] == [(True, MASK_TOKEN, slot) for slot in masks]
 
 
+@both
+@every_layout
+@pytest.mark.parametrize("has_offsets", [False, True])
+def test_position_ids_and_places_of_steps(prepare, has_offsets, parallel, shift):
+    """Offsets move the position ids of what is run; steps have the slots after the pass, up to the limit."""
+    rows = [Row(40 - remaining, 4, 40, remaining == 7) for remaining in range(1, 13)]
+    case = Case(rows, slots=41, num_draft_tokens=5, parallel=parallel, shift=shift)
+    inputs, num_steps = [one.to(DEVICE) for one in case.inputs()], 9
+    offsets = torch.arange(-3, 9, device=DEVICE) if has_offsets else None
+    sizes = case.width, case.num_masks, MASK_TOKEN, shift
+    without, found = prepare(*inputs, *sizes, 0, None), prepare(*inputs, *sizes, num_steps, offsets)
+    assert all(torch.equal(found[at], without[at]) for at in (0, 1, 3)) and without.step_slots.shape == (0, 12, 1)
+    moved = 0 if offsets is None else offsets[:, None]
+    assert torch.equal(found.positions, torch.where(found.slots < case.dummy_slot, without.positions + moved, 0))
+    assert found.step_slots.shape == found.step_positions.shape == (num_steps, 12, 1)
+    for at, row in enumerate(rows):
+        for step in range(num_steps):
+            slot = row.length - shift + case.num_masks + step
+            is_run = not row.finished and slot <= row.limit - 2
+            position = slot + (0 if offsets is None else int(offsets[at]))
+            assert found.step_slots[step, at, 0] == (slot if is_run else case.dummy_slot)
+            assert found.step_positions[step, at, 0] == (position if is_run else 0)
+
+
 def test_kernel_refuses_strided_rows():
     tokens = torch.zeros(2, 20, dtype=torch.int64, device=DEVICE)
     numbers = torch.ones(2, dtype=torch.int64, device=DEVICE)
     with pytest.raises(AssertionError, match="unit stride"):
-        prepare_inputs(tokens[:, ::2], numbers, numbers, numbers, numbers > 1, 4, 0, MASK_TOKEN, 0)
+        prepare_inputs(tokens[:, ::2], numbers, numbers, numbers, numbers > 1, 4, 0, MASK_TOKEN, 0, 0)
 
 
 @pytest.mark.gpu
@@ -299,7 +323,7 @@ def test_cuda_graph_replays_with_changed_inputs(parallel, shift):
 
     case = draw()
     inputs = [values.to(DEVICE) for values in case.inputs()]
-    sizes = case.width, case.num_masks, MASK_TOKEN, shift
+    sizes = case.width, case.num_masks, MASK_TOKEN, shift, 3
     ops.prepare_inputs(*inputs, *sizes)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

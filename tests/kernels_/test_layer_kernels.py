@@ -19,8 +19,8 @@ from hf_specdec.kernels import (
 )
 from hf_specdec.kernels.gated_activation import gated_activation
 from hf_specdec.kernels.gated_activation_reference import ACTIVATIONS
-from hf_specdec.kernels.gather_rows import gather_rows
-from hf_specdec.kernels.rms_norm import add_rms_norm, rms_norm
+from hf_specdec.kernels.gather_rows import gather_rows, join_rows
+from hf_specdec.kernels.rms_norm import add_rms_norm, joined_norms, rms_norm
 from hf_specdec.kernels.rotary import rotary, rotary_angles, rotate_and_store
 from hf_specdec.kernels.types import AnglesKind, NormKind, RotaryKind
 
@@ -110,6 +110,28 @@ def test_norm_of_a_sum(kind, width, dtype, poisoned):
         )
         assert_rounded(found, exact, dtype)
         assert_rounded(expected[1], exact, dtype)
+
+
+@norms([8, 100, 576] if DEVICE == "cpu" else [100, 4096, 16384])
+def test_joined_norms(kind, width, dtype, poisoned):
+    """The bits of the norms by themselves; of rows of any strides, and of rows of a table."""
+    table, states = draw(9, width, dtype=dtype), draw(5, 3, width, dtype=dtype, seed=1)
+    weights = [draw(width, dtype=dtype, seed=seed) for seed in (2, 3)]
+    index = (torch.arange(15, device=DEVICE) * 4 % 9).view(5, 3)
+    views = [(states, None), (within_nan(states), None), (table, index), (table, index.t().contiguous().t())]
+    for (first, at), (second, others) in itertools.product(views, views):
+        arguments = first, second, at, others, *weights, 1e-6, NORMS[kind]
+        found = joined_norms(*arguments)
+        assert found.shape == (5, 3, 2 * width) and found.dtype == dtype
+        assert_rounded(found, rms_norm_reference.joined_norms(*arguments), dtype)
+        rows = [one if where is None else one[where] for one, where in ((first, at), (second, others))]
+        alone = [rms_norm(one, weight, 1e-6, NORMS[kind]) for one, weight in zip(rows, weights, strict=True)]
+        assert torch.equal(found, torch.cat(alone, dim=-1))
+    assert joined_norms(table, states[:, :0], index[:, :0], None, *weights, 1e-6, NORMS[kind]).shape == (
+        5,
+        0,
+        2 * width,
+    )
 
 
 def test_norms_are_those_of_torch():
@@ -283,3 +305,20 @@ def test_gathered_rows(batch, dtype, poisoned):
             at = index[row, column].item()
             expected = table[row % batch, at] if at >= 0 else (torch.zeros_like(fill) if some is None else fill)
             assert torch.equal(found[row, column], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_join_rows(num_parts, dtype):
+    """Rows of parts of any strides; columns after them are left as they are."""
+    parts = [draw(2, 7, 40, dtype=dtype, seed=seed) for seed in range(num_parts)]
+    parts[0] = within_nan(parts[0])
+    index = torch.tensor([[0, 6, 3], [2, 2, 5]], device=DEVICE)
+    for at in (None, index, index.t().contiguous().t()):
+        outs = [torch.full((2, 9, 40 * num_parts), 7.0, device=DEVICE, dtype=dtype) for _ in range(2)]
+        join_rows(outs[0], parts, at)
+        gather_rows_reference.join_rows(outs[1], parts, at)
+        assert torch.equal(*outs)
+        count = 7 if at is None else 3
+        rows = [one if at is None else one[torch.arange(2, device=DEVICE)[:, None], at] for one in parts]
+        assert torch.equal(outs[0][:, :count], torch.cat(rows, dim=-1)) and bool((outs[0][:, count:] == 7).all())

@@ -42,10 +42,11 @@ def grown(of_rows, has_columns, has_hidden, has_feedback, has_front, is_chained)
     """Arguments of `grow_tree`: of a window of 2 columns, or of one and a draft after it."""
     tokens, states = integers(BATCH, 2), draw(BATCH, 2, 8)
     columns = (integers(BATCH, 2) % 2, integers(BATCH, 2, 1)) if has_columns else (None, None)
-    front = (draw(BATCH, 1, 5), integers(BATCH, 1, 5), draw(BATCH, 1)) if has_front else (None,) * 3
+    front = (draw(BATCH, 1, 5), integers(BATCH, 1, 5), draw(BATCH, 1), integers(BATCH, 1, 5))
     feedback = (states if is_chained else states[:, 1:]) if has_feedback else None
     sizes = (1 if has_columns else 2), 3, -3, 1, SLOTS - 1, is_chained, 1
-    return tokens, *columns, states if has_hidden else None, feedback, *front, *of_rows, None, *sizes
+    layer = front if has_front else (None,) * 4
+    return tokens, *columns, states if has_hidden else None, feedback, *layer, *of_rows, None, *sizes
 
 
 def examples():
@@ -70,21 +71,25 @@ def examples():
         "rms_norm": [(states.transpose(0, 1), weight, 1e-5, *NormKind())],
         "row_sum": [(states.transpose(0, 1), torch.float32)],
         "draw_draft": [(scores, torch.ones(BATCH, device=DEVICE), seeds, lengths, 0)],
-        "likeliest_tokens": [(scores, None, 2)],
+        "likeliest_tokens": [(scores, None, draw(BATCH, WIDTH + 1, 2), integers(BATCH, WIDTH + 1, 2))],
         "best_paths": [(scores[:, :2, None], integers(BATCH, 2, 1, 9), None, 3)],
         "verify_sampling": [(scores, drafts, None, None, seeds, lengths)],
         "verify_tree": [(scores, drafts, None, None, one, lengths, WIDTH) for one in (seeds, None)],
-        "prepare_inputs": [(tokens, lengths, accepted, limits, finished, 5, 2, 7, 1)],
+        "prepare_inputs": [
+            (tokens, lengths, accepted, limits, finished, 5, 2, 7, 1, 2, one) for one in (lengths, None)
+        ],
         "suffix_drafts": [(tokens, lengths, integers(20), 3)],
         "commit": [(*state, *result, *kept), (*state, *result, None, None, None)],
         "next_slots": [(lengths, limits, finished, -2, 3, SLOTS - 1)],
         "block": [(tokens, lengths, limits, finished, result[0][:, 1:], SLOTS - 1)],
         "position_ids": [(tokens, one, SLOTS - 1) for one in (lengths, None)],
         "add_rms_norm": [(states, states, one, 1e-5, *NormKind(cast_first=True)) for one in (weight, None)],
+        "joined_norms": [(weight[None], states, integers(2, 3) * 0, None, weight, weight, 1e-5, *NormKind())],
         "rotary_angles": [
             (draw(4), tokens, torch.float32, *AnglesKind(one, 1.5)) for one in ("halves", "pairs", "once")
         ],
         "gather_rows": [(states, integers(2, 2) // 4 - 1, one) for one in (weight, None)],
+        "join_rows": [(draw(2, 4, 32), [states] * 2, one) for one in (integers(2, 2).clamp(max=2), None)],
         "rotate_and_store": [(*angles, one, *[False] * 5, *stored, None) for one in (heads, heads[1:])],
         "grow_tree": [grown(rows, *one) for rows in ((lengths, limits, finished), (None,) * 3) for one in GROWN],
         "write_kv": [(*stored[:2], *stored[2:3] * 2, stored[3], None)],

@@ -148,20 +148,21 @@ def grown(generator, window, size, is_chained, has_places, run):
     rows = (lengths, limits, torch.tensor([False, False, True, False], device=DEVICE)) if has_places else (None,) * 3
     offsets = torch.tensor([0, 5, -2, 4], device=DEVICE) if window > 1 else None
     for step in range(1, 5 if is_chained else 4):
-        layer, num_drafts, count = (None, None, None), 1 if step == 1 else WIDTH, tokens.shape[1]
+        layer, num_drafts, count = (None,) * 4, 1 if step == 1 else WIDTH, tokens.shape[1]
         if step < 4:
             logprobs = draw(batch, num_drafts, CANDIDATES).sort(-1, descending=True).values.round(decimals=1)
             logprobs[0, 0, 1:] = -torch.inf
             logprobs[1, 0, 1:3] = float("nan")
             drafts = torch.randint(99, (batch, num_drafts, CANDIDATES), generator=generator).to(DEVICE)
-            layer = logprobs.mT.contiguous().mT, drafts, paths
+            table = torch.full((batch, 2, WIDTH, CANDIDATES), -77, device=DEVICE)
+            layer = logprobs, drafts, paths, table[:, 1, :num_drafts]
         feedback = draw(batch, count if is_chained else num_drafts, size) if size else None
         behind = step if is_chained else 0
         sizes = window, WIDTH, -1 - window - behind, behind, DUMMY, is_chained, 2
         given = tokens, parents, ancestors, hidden, feedback, *layer, *rows, offsets, *sizes
         found = run(*given)
         yield given, found
-        paths, _, tokens, parents, ancestors, *_, states = found
+        paths, tokens, parents, ancestors, *_, states = found
         hidden = None if hidden is None else states
 
 
@@ -177,15 +178,16 @@ def test_a_tree_grows_by_layers(window, size, is_chained, has_places, monkeypatc
         grown(torch.Generator().manual_seed(0), *arguments, run)
         for run in (draft_tree_reference.grow_tree, draft_tree.grow_tree)
     )
-    for (given, right), (_, ours) in zip(*both, strict=True):
-        for one, other in zip(right, ours, strict=True):
+    for (given, right), (others, ours) in zip(*both, strict=True):
+        written = [] if given[8] is None else [(given[8], others[8])]
+        for one, other in [*zip(right, ours, strict=True), *written]:
             assert torch.equal(one.nan_to_num(7.5), other.nan_to_num(7.5)) and one.dtype == other.dtype
         check_growth(*given, *right)
 
 
 def check_growth(
-    tokens, parents, ancestors, hidden, feedback, logprobs, drafts, before, lengths, limits, finished, offsets,
-    window, width, first, behind, dummy, is_chained, num_words, paths, rows, *columns,
+    tokens, parents, ancestors, hidden, feedback, logprobs, drafts, before, rows, lengths, limits, finished, offsets,
+    window, width, first, behind, dummy, is_chained, num_words, paths, *columns,
 ):  # fmt: skip
     count, found = tokens.shape[1], Columns(*columns)
     for row in range(len(tokens)):
@@ -397,10 +399,11 @@ def tree_of(kind, drafter, noise, temperature, num_nodes):
         logits = drafter[: depth * vocabulary].view(depth, vocabulary, vocabulary) / temperature + noise[:, :, None]
         return trees.tree_of_pairs(logits.log_softmax(-1), tokens.expand(-1, depth, -1), num_nodes)
     texts = torch.zeros(rows, 1, dtype=torch.int64, device=DEVICE)
-    tree = trees.GrowingTree(2, Columns(texts), depth)
+    tree = trees.GrowingTree(2, Columns(texts), depth, vocabulary)
     for step in range(depth):
         logprobs = (drafter[texts] / temperature + noise[:, step, None]).log_softmax(-1)
-        tree.add(logprobs, tokens.expand(-1, texts.shape[1], -1))
+        for part, values in zip(tree.add_layer(), (logprobs, tokens.expand(-1, texts.shape[1], -1)), strict=True):
+            part.copy_(values)
         if step + 1 < depth:
             columns = tree.grow(texts[..., None])
             texts = vocabulary * columns.hidden[..., 0] + columns.tokens[:, -2:] + 1
@@ -470,6 +473,7 @@ class Noting:
     ),
 )
 def test_likeliest_tokens(vocabulary, dtype, has_ids):
+    """Written into a part of larger tables."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(2, 3, vocabulary + 3, generator=generator).mul(2).to(dtype)[..., :vocabulary]
     logits[0, 0] = logits[0, 0].round()  # ties
@@ -480,8 +484,11 @@ def test_likeliest_tokens(vocabulary, dtype, has_ids):
     count = min(vocabulary, 16)
     expected = sorted_tokens(logits.to(DEVICE), target_ids, count)
     for run in (logprobs, logprobs_reference):
-        found, tokens = run.likeliest_tokens(logits.to(DEVICE), target_ids, count)
-        assert torch.equal(tokens, expected[1]) and found.dtype == torch.float32
+        tables = [torch.full((2, 3, 4, count), -7, dtype=one, device=DEVICE) for one in (torch.float32, torch.int64)]
+        found, tokens = (one[:, 1, :3] for one in tables)
+        run.likeliest_tokens(logits.to(DEVICE), target_ids, found, tokens)
+        assert torch.equal(tokens, expected[1])
+        assert all(bool((one[:, [0, 2]] == -7).all()) and bool((one[:, 1, 3] == -7).all()) for one in tables)
         torch.testing.assert_close(found.double(), expected[0], rtol=1e-5, atol=1e-5)
 
 
@@ -501,7 +508,9 @@ def test_likeliest_tokens_of_larger_groups(monkeypatch, vocabulary, count, group
     logits[0, 2, [group - 1, group]] = 9.0
     expected = sorted_tokens(logits.to(DEVICE), None, count)
     for run in (logprobs, logprobs_reference):
-        found, tokens = run.likeliest_tokens(logits.to(DEVICE), None, count)
+        found, tokens = torch.empty(1, 3, count), torch.empty(1, 3, count, dtype=torch.int64)
+        found, tokens = found.to(DEVICE), tokens.to(DEVICE)
+        run.likeliest_tokens(logits.to(DEVICE), None, found, tokens)
         assert torch.equal(tokens, expected[1])
         torch.testing.assert_close(found.double(), expected[0], rtol=1e-5, atol=1e-5)
     assert sizes == [group]

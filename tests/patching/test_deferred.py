@@ -14,11 +14,13 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
 from hf_specdec import NoDrafter, ops
+from hf_specdec.drafters.layers import rotate
+from hf_specdec.drafters.shared_weights import embed
 from hf_specdec.kernels.types import AnglesKind, NormKind, RotaryKind
 from hf_specdec.modules import deferred
 from hf_specdec.modules.deferred import Deferred, normed, plain, residual_stream, rotated, store_kv
 from hf_specdec.modules.patch import engine
-from hf_specdec.patching.layer_kernels import layer_kernels
+from hf_specdec.patching.layer_kernels import layer_kernels, norms_side_by_side
 from hf_specdec.patching.layer_probes import Angles, Probes
 from hf_specdec.patching.rotary_functions import rotary_functions
 
@@ -39,10 +41,11 @@ def calls(monkeypatch):
         run = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args: names.append(name) or run(*args))
 
-    for name in ("rms_norm", "add_rms_norm", "rotary", "rotate_and_store", "rotary_angles"):
+    for name in ("rms_norm", "add_rms_norm", "joined_norms", "rotary", "rotate_and_store", "rotary_angles"):
         noted(ops, name)
     noted(ops, "gated_activation")
     noted(deferred.ops, "write_kv")
+    noted(deferred.ops, "gather_rows")
     noted(torch, "add")
     return names
 
@@ -119,6 +122,28 @@ def test_nothing_waits_elsewhere():
         assert type(stream + states) is torch.Tensor
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kinds", [(LLAMA, LLAMA), (LLAMA, NormKind())])
+@pytest.mark.parametrize("is_read_before", [False, True])
+def test_norms_side_by_side_read_rows_of_a_table(calls, kinds, is_read_before):
+    """The op computes both and looks the rows up, if the norms are alike and nothing has read the rows."""
+    norms = [{LLAMA: modeling_llama.LlamaRMSNorm, NormKind(): torch.nn.RMSNorm}[kind](16, eps=1e-6) for kind in kinds]
+    for seed, norm in enumerate(norms):
+        norm.weight.copy_(draw(16, seed=seed))
+    table, states, index = torch.nn.Parameter(draw(9, 16)), draw(2, 3, 16, seed=1), torch.tensor([[1, 8, 0], [3, 3, 2]])
+    expected = torch.cat([norms[0](table[index]), norms[1](states)], dim=-1)
+    with layer_kernels(torch.nn.ModuleList(norms)), engine():
+        calls.clear()
+        rows = embed(index, table, torch.float32)
+        assert type(rows) is Deferred and rows.shape == (2, 3, 16) and not calls
+        if is_read_before:
+            assert torch.equal(plain(rows), table[index])
+        found = norms_side_by_side(norms[0], rows, norms[1], states)
+    torch.testing.assert_close(found, expected)
+    one = ["joined_norms"] if kinds[0] == kinds[1] else ["rms_norm", "rms_norm"]
+    assert sorted(calls) == ["gather_rows"] * (is_read_before or len(one) == 2) + one
+
+
 def rotary_inputs(dtype=torch.float32):
     cos, sin = draw(2, 3, 8, seed=1, dtype=dtype), draw(2, 3, 8, seed=2, dtype=dtype)
     query, key, value = (draw(2, heads, 3, 8, seed=heads, dtype=dtype) for heads in (4, 2, 2))
@@ -147,6 +172,24 @@ def test_what_stores_a_key_rotates_it(calls, read_first, cache_dtype):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_rotation_of_a_pass_with_fewer_queries(calls, is_stored):
+    """The last columns of the query are rotated with all of the key."""
+    cos, sin, query, key, value = rotary_inputs()
+    expected = ops.rotary(cos, sin, [query, key], RotaryKind())
+    calls.clear()
+    with engine():
+        last, whole = rotate(cos, sin, key, query, num_queries=2)
+    assert type(last) is Deferred and last.shape == (2, 4, 2, 8)
+    if is_stored:
+        keys, values = torch.zeros(2, 6, 2, 8), torch.zeros(2, 6, 2, 8)
+        store_kv(keys, values, whole, value, torch.tensor([[4, 0, 2], [1, 2, 3]]))
+    assert torch.equal(plain(last), expected[0][:, :, -2:]) and torch.equal(plain(whole), expected[1])
+    assert calls == (["rotate_and_store", "rotary"] if is_stored else ["rotary"])
+    torch.testing.assert_close(rotate(cos, sin, key, query, num_queries=2), [expected[0][:, :, -2:], expected[1]])
+
+
+@torch.no_grad()
 def test_sums_and_rotations_of_whole_texts(calls):
     """In a layer of a target there are as few kernels as can be; a drafter's layer has no more."""
     target, inputs = copy.deepcopy(tiny_target("llama")), padded_prompts([9])
@@ -164,6 +207,7 @@ def test_sums_and_rotations_of_whole_texts(calls):
         drafter = make(target)
         assert torch.equal(greedy(target, inputs, drafter, max_new_tokens=3), plain_text)
         assert "add" not in calls and "rotate_and_store" in calls
+        assert make is NoDrafter or "joined_norms" in calls
 
 
 def test_rotary_embeddings_are_told_by_what_they_compute():

@@ -62,12 +62,12 @@ def used(monkeypatch):
     """How often each op was run, with the arguments that say how."""
     counts = Counter()
 
-    def counted(name, key_of):
+    def counted(name, key_of, counts_as=None):
         op = getattr(ops, name)
 
         def run(*args):
             if not op_choice._choice.references_only:  # as probes and checks run
-                counts[name, key_of(*args)] += 1
+                counts[counts_as or name, key_of(*args)] += 1
             return op(*args)
 
         monkeypatch.setattr(ops, name, run)
@@ -75,6 +75,7 @@ def used(monkeypatch):
     set_policy(monkeypatch, "cpu", layer_kernels=True, transposed_linear=False)
     counted("rms_norm", lambda inputs, weight, eps, kind: kind)
     counted("add_rms_norm", lambda inputs, addend, weight, eps, kind: kind)
+    counted("joined_norms", lambda *args: args[-1], counts_as="rms_norm")
     counted("rotary", lambda cos, sin, states, kind: kind)
     counted("rotate_and_store", lambda cos, sin, states, kind, *stored: kind)
     counted("rotary_angles", lambda frequencies, positions, dtype, kind: kind)
