@@ -185,7 +185,7 @@ def test_classes_that_make_caches_in_their_own_way_get_one(target, caches):
 def test_rows_begin_as_they_are_admitted(batch):
     shape = Shape(batch, slots=12, num_draft_tokens=2, is_sampling=True, draft_probs=False, num_ends=3)
     states = [DecodeState.allocate(shape, attention_layers(1), torch.device("cpu")) for _ in range(2)]
-    prompts, eos = [torch.arange(1, 5), torch.arange(3)], torch.tensor([5])
+    prompts, ends = [torch.arange(1, 5), torch.arange(3)], [[5], [5]]
     one, other = states
     for row, name in enumerate(("lengths", "limits", "seeds", "prompt_length_gap", "row_top_k", "eos", "row_tail")):
         getattr(other, name).fill_(row + 9)  # of an earlier call
@@ -193,7 +193,7 @@ def test_rows_begin_as_they_are_admitted(batch):
         state.set_temperature(0.7)
         if batch > len(rows):
             state.clear()
-        state.admit(rows, prompts, [4, 2], [7, 8], eos, cached=[1, 0], prompt_length_gap=[0, 1])
+        state.admit(rows, prompts, [4, 2], [7, 8], ends, cached=[1, 0], prompt_length_gap=[0, 1])
     names = [name for name, value in vars(one).items() if isinstance(value, torch.Tensor)]
     assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
     assert one.lengths.tolist() == [4, 3, 1][:batch] and one.limits.tolist() == [8, 5, 1][:batch]
@@ -207,7 +207,7 @@ def test_writes_to_buffers_do_not_grow_with_the_rows():
         state = DecodeState.allocate(shape, attention_layers(1), torch.device("cpu"))
         buffers = storages([value for value in vars(state).values() if isinstance(value, torch.Tensor)])
         with Recorder() as recorder:
-            state.admit(range(batch), [torch.arange(4)] * batch, [4] * batch, [0] * batch, torch.tensor([5]))
+            state.admit(range(batch), [torch.arange(4)] * batch, [4] * batch, [0] * batch, [[5]] * batch)
         written = [storages(out) for function, *_, out in recorder.operations if "_." in str(function)]
         counts.append(sum(not buffers.isdisjoint(one) for one in written))
     assert 0 < counts[0] == counts[1] <= 9
