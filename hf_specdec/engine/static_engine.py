@@ -68,8 +68,8 @@ class Lockstep(Runner):
     def __init__(self, call: Call, target: HostedTarget):
         # For prompts that the target itself runs; kept until the drafter has read its results.
         self._first_pass = None if call.inputs is None else FirstPass(call, target.keeps_hidden_states)
-        call = replace(call, prompts=_with_reread(call, target))
-        prompts = call.prompts
+        prompts = _with_reread(call, target)
+        call = call if prompts is call.prompts else replace(call, prompts=prompts)
         padding = [pad - prompts.hidden for pad in prompts.padding]
         texts = prompts.input_ids.to(call.device)
         process = BlockProcessor(call.processors, texts, padding, call.temperature, call.ends)

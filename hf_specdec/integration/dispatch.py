@@ -52,7 +52,7 @@ from ..patching.support import configured_layers
 from ..sampling.processors import check_processors, check_rows_are_apart, readers_of
 from ..sampling.randomness import Randomness
 from ..stock.stock_engine import assist, check_stock_call
-from .validation import check_cache, check_prompts, check_same_device, check_tokens, vocabulary_of
+from .validation import check_cache, check_prompts, check_same_device, check_tokens, check_whole, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +144,7 @@ def _choose_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool
     """The prepared `call`, with the reason for its engine, and that engine: `"static"` or `"stock"`. Raises
     `ValueError` if the static engine was forced and cannot run it."""
     drafter = call.drafter
+    check_whole(call.model)
     on_static, obstacle = _fitted_to_static_engine(call, model_kwargs, is_continuous)
     if drafter.engine == "static" and obstacle is not None:
         raise ValueError(f'engine="static" was forced, but {obstacle}; use engine="auto" or "stock".')

@@ -20,7 +20,8 @@ def modules_of(*models: nn.Module) -> list[nn.Module]:
         for module in unvisited.pop()._modules.values():
             if module is not None and module not in found:
                 found[module] = None
-                unvisited.append(module)
+                if module._modules:
+                    unvisited.append(module)
     return list(found)
 
 
