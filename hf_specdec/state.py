@@ -270,16 +270,17 @@ class DecodeState:
 
     def _new_rows(
         self, rows: Sequence[int], ends: Sequence[Collection[int]] = (), **given: Sequence[int]
-    ) -> tuple[torch.Tensor, ...]:
-        """`rows` on the device, and their columns of `numbers`, `settings` and rows of `eos`: `given` or the defaults.
-        All of it is one copy to the device."""
+    ) -> tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`rows` on the device, a slice if they are all rows in their order; and their columns of `numbers` and
+        `settings` and rows of `eos`: `given` or the defaults. All of it is one copy to the device."""
         numbers = [given.get(name, [default] * len(rows)) for name, default in NUMBERS.items()]
         settings = [[default] * len(rows) for default in SETTINGS.values()]
         width = self.eos.shape[1]
         padded = [[*some, *[NO_TOKEN] * (width - len(some))] for some in ends or [()] * len(rows)]
         columns = upload([list(rows), *numbers, *settings, *zip(*padded, strict=True)], self.lengths)
         at, numbers, settings, eos = columns.split([1, len(NUMBERS), len(SETTINGS), width])
-        return at[0], numbers, settings.to(self.settings.dtype), eos.T
+        is_all = list(rows) == list(range(len(self.eos)))
+        return slice(None) if is_all else at[0], numbers, settings.to(self.settings.dtype), eos.T
 
     def set_temperature(self, temperature: float | None) -> None:
         """Set the temperature of all rows; None for greedy decoding."""

@@ -226,7 +226,8 @@ def generate_with_drafter(
         logprobs=_logprobs(return_logprobs, generation_config),
         adapters=row_adapters(model, adapter_names, len(input_ids)),
     )
-    check_rows_are_apart(logits_processor, prompts.input_ids, vocabulary_of(model))
+    if logits_processor:
+        check_rows_are_apart(logits_processor, prompts.input_ids, vocabulary_of(model))
     attentions = _drop_empty_attentions(call, model_kwargs)
     call, engine = _choose_engine(call, model_kwargs, False)
     if engine == "stock" or call.inputs is not None:
@@ -356,7 +357,7 @@ def _check_engine(call: Call, engine: str, prompts: Sequence[torch.Tensor] | Non
         check_key_dtype(call, engine)
     check_tree(call, engine)
     if engine == "static":
-        check_same_device(model, drafter)
+        check_same_device(call)
     drafter.sync_with(model)
     if tensor_parallel_group(model) is not None:
         check_same_call(model, call.criteria, _call_of(call, engine, prompts))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..calls.call import Call
 from ..drafters.base import Drafter
 from ..host.caches import OUTPUT_NAME, Cache, is_of_caller, rounds_keys
 from ..host.generation import GenerationMode
@@ -181,9 +182,10 @@ def check_whole(model: PreTrainedModel) -> None:
         )
 
 
-def check_same_device(model: PreTrainedModel, drafter: Drafter) -> None:
-    if drafter.device != model.device:
+def check_same_device(call: Call) -> None:
+    device, drafter_device = call.device, call.drafter.device
+    if drafter_device != device:
         raise ValueError(
-            f"The drafter is on {drafter.device} and {type(model).__name__} on {model.device}; expected the same "
-            f"device. Move it with drafter.to({str(model.device)!r})."
+            f"The drafter is on {drafter_device} and {type(call.model).__name__} on {device}; expected the same "
+            f"device. Move it with drafter.to({str(device)!r})."
         )

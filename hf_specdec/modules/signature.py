@@ -252,8 +252,9 @@ class Signature:
         built alike."""
         model, code = self.modules[0], self.code
         # Attributes of layers, such as windows, may differ from the configuration's.
-        having = {kind: [own for own in alike if "layer_idx" in own] for kind, alike in self._by_class.items()}
-        values = chain.from_iterable([_read(kind, alike)[1] for kind, alike in having.items() if alike])
+        names = itertools.repeat("layer_idx")
+        layers = [one for one in self._by_class.items() if any(map(contains, one[1], names))]
+        values = chain.from_iterable([_read(*one)[1] for one in layers])
         pairs = zip(code.classes, code.forwards, strict=True)
         return (
             type(model),
@@ -445,7 +446,7 @@ def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ..
             unread |= set(attributes) - _mentioned(kind)
     names = sorted(set(attributes) - unread)
     # With a single name `itemgetter` would return no tuple. Modules around compiled ones have no `training` themselves.
-    return len(attributes), tuple(names), itemgetter(*names, names[0]) if names else lambda one: ()
+    return len(attributes), tuple(names), itemgetter(*names, names[-1]) if names else lambda one: ()
 
 
 @functools.cache
@@ -517,14 +518,15 @@ class _Contents:
 
 
 def places_of(tensors: list[torch.Tensor]) -> tuple:
-    """Addresses, shapes, strides and dtypes of tensors; of the parts of quantised or sharded ones."""
+    """Addresses, shapes, strides (True if contiguous) and dtypes of tensors; of the parts of quantised or sharded
+    ones."""
     others: list[Any] = []
     if not PLAIN_WEIGHTS.issuperset(map(type, tensors)):
         tensors, others = _plain_parts(tensors)
     return (
         [tensor.data_ptr() for tensor in tensors],
         [tensor.shape for tensor in tensors],
-        [tensor.stride() for tensor in tensors],
+        [tensor.is_contiguous() or tensor.stride() for tensor in tensors],
         [tensor.dtype for tensor in tensors],
         others,
     )
