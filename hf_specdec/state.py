@@ -452,7 +452,7 @@ def set_rows(buffer: torch.Tensor, rows: torch.Tensor | slice, value: float | bo
     its earlier work.
     """
     if isinstance(rows, slice):
-        buffer[rows] = value
+        buffer[rows].fill_(value)
     else:
         buffer.index_fill_(0, rows, value)
 
