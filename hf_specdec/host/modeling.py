@@ -79,11 +79,11 @@ UNREAD_ATTRIBUTES = frozenset(
 # mark of modules whose weights are set.
 TRAINING_ATTRIBUTES = frozenset(
     in_modeling_files(
-        "_is_hf_initialized",
         "gradient_checkpointing",
         "_gradient_checkpointing_func",
         "_require_grads_hook",
         "_require_grads_hooks",
+        "_is_hf_initialized",
         why="attributes that change whenever a trainer turns gradient checkpointing on or off, or weights are loaded",
     )
 )
