@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -63,6 +64,7 @@ def _replaces(owner: type, name: str) -> Callable[[Callable], Callable]:
         def ours(self, *args, **kwargs):
             return function(original, self, *args, **kwargs)
 
+        ours.__signature__ = inspect.signature(original)  # every call of `generate()` asks for one
         _METHODS[owner, name] = ours
         return ours
 

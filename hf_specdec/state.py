@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ NUMBERS = {
     "prompt_length_gap": 0,
     "adapters": 0,
 }
-# The float32 settings of a row, likewise.
+# The float32 settings of a row, likewise; their defaults are whole numbers.
 SETTINGS = {
     "row_temperatures": 1.0,
     "row_tail": 0.0,
@@ -38,8 +38,6 @@ SETTINGS = {
     "row_presence_penalties": 0.0,
     "row_frequency_penalties": 0.0,
 }
-# Initial values of the other buffers of a row that is admitted.
-NEW_ROW = {"eos": NO_TOKEN, "finished": False}
 
 
 class Shape(NamedTuple):
@@ -187,17 +185,15 @@ class DecodeState:
         batch = shape.batch
         # Kernels take `[batch]` views; for an address that 16 does not divide, Triton would compile another variant.
         numbers = torch.empty(len(NUMBERS), batch + batch % 2, dtype=torch.int64, device=device)[:, :batch]
-        numbers.copy_(numbers_of(batch, numbers))
         settings = torch.empty(len(SETTINGS), batch + -batch % 4, dtype=torch.float32, device=device)[:, :batch]
-        settings.copy_(new_settings(settings))
         views = dict(zip((*NUMBERS, *SETTINGS), (*numbers, *settings), strict=True))
         cache = RaggedCache(layers, shape.slots, views["lengths"], None, shape.num_draft_tokens) if layers else None
         if shape.keeps_hidden_states:
             cache.hidden_states = HiddenStates()
-        return cls(
+        state = cls(
             tokens=torch.zeros(batch, shape.slots, dtype=torch.int64, device=device),
-            finished=torch.ones(batch, dtype=torch.bool, device=device),
-            eos=torch.full((batch, shape.num_ends), NO_TOKEN, dtype=torch.int64, device=device),
+            finished=torch.empty(batch, dtype=torch.bool, device=device),
+            eos=torch.empty(batch, shape.num_ends, dtype=torch.int64, device=device),
             temperature=torch.ones((), dtype=torch.float32, device=device),
             slots=shape.slots,
             most_draft_tokens=shape.num_draft_tokens,
@@ -219,6 +215,9 @@ class DecodeState:
                 committed=torch.zeros(batch, dtype=torch.int64, device=device),
             ),
         )
+        state.clear()
+        state.live = shape.slots
+        return state
 
     def admit(
         self,
@@ -226,7 +225,7 @@ class DecodeState:
         prompts: Sequence[torch.Tensor],
         max_new_tokens: Sequence[int],
         seeds: Sequence[int],
-        eos: torch.Tensor | None = None,
+        ends: Sequence[Collection[int]] = (),
         **numbers: Sequence[int],
     ) -> None:
         """Put prompts into `rows`, replacing their contents; they are to be prefilled.
@@ -234,21 +233,18 @@ class DecodeState:
         Args:
             rows: of the state; other rows stay as they are, see `clear`.
             prompts: `[length]` int64 each, without padding.
-            eos: `[E]` int64, or `[len(rows), E]` with those of each row; None for no end-of-sequence tokens.
+            ends: the end-of-sequence tokens of each row; empty for none.
             numbers: `cached`, `draft_starts`, `position_offsets`, `prompt_length_gap` and `adapters` of each row, 0 by
                 default; `prompt_lengths` if the texts continue after their prompts.
         """
-        at, lengths = upload(rows, self.lengths), list(map(len, prompts))
+        lengths = list(map(len, prompts))
         limits = [length + new for length, new in zip(lengths, max_new_tokens, strict=True)]
         given = {"lengths": lengths, "limits": limits, "seeds": seeds, "prompt_lengths": lengths, **numbers}
-        self.numbers[:, at] = numbers_of(len(rows), self.numbers, **given)
-        self.settings[:, at] = new_settings(self.settings)
-        for name, value in NEW_ROW.items():
-            set_rows(getattr(self, name), at, value)
+        at, *columns = self._new_rows(rows, ends, **given)
+        self.numbers[:, at], self.settings[:, at], self.eos[at] = columns
+        set_rows(self.finished, at, False)
         texts = upload(torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True), self.tokens)
         self.tokens[at, : texts.shape[1]] = texts
-        if eos is not None:
-            self.eos[at, : eos.shape[-1]] = eos.to(self.eos.device)
         self.live = max([self.live, *lengths])
 
     def as_one_row(self, memory: Any) -> DecodeState:
@@ -268,11 +264,23 @@ class DecodeState:
     def clear(self) -> None:
         """Mark all rows as finished, with a text of one token."""
         self.result.committed.zero_()
-        self.numbers.copy_(numbers_of(len(self.lengths), self.numbers))
-        self.settings.copy_(new_settings(self.settings))
-        for name, value in {**NEW_ROW, "finished": True}.items():
-            getattr(self, name).fill_(value)
+        self.finished.fill_(True)
+        _, self.numbers[:], self.settings[:], self.eos[:] = self._new_rows(range(len(self.eos)))
         self.block_width = self.live = 1
+
+    def _new_rows(
+        self, rows: Sequence[int], ends: Sequence[Collection[int]] = (), **given: Sequence[int]
+    ) -> tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`rows` on the device, a slice if they are all rows in their order; and their columns of `numbers` and
+        `settings` and rows of `eos`: `given` or the defaults. All of it is one copy to the device."""
+        numbers = [given.get(name, [default] * len(rows)) for name, default in NUMBERS.items()]
+        settings = [[default] * len(rows) for default in SETTINGS.values()]
+        width = self.eos.shape[1]
+        padded = [[*some, *[NO_TOKEN] * (width - len(some))] for some in ends or [()] * len(rows)]
+        columns = upload([list(rows), *numbers, *settings, *zip(*padded, strict=True)], self.lengths)
+        at, numbers, settings, eos = columns.split([1, len(NUMBERS), len(SETTINGS), width])
+        is_all = list(rows) == list(range(len(self.eos)))
+        return slice(None) if is_all else at[0], numbers, settings.to(self.settings.dtype), eos.T
 
     def set_temperature(self, temperature: float | None) -> None:
         """Set the temperature of all rows; None for greedy decoding."""
@@ -308,8 +316,7 @@ class DecodeState:
         self.tokens[rows, :slots] = source.tokens[source_rows, :slots]
         self.numbers[:, rows] = source.numbers[:, source_rows]
         self.settings[:, rows] = source.settings[:, source_rows]
-        for name in NEW_ROW:
-            getattr(self, name)[rows] = getattr(source, name)[source_rows]
+        self.finished[rows], self.eos[rows] = source.finished[source_rows], source.eos[source_rows]
         self.cache.copy_rows(rows, source.cache, slots, source_rows)
         for ours, theirs in zip(self.result, source.result, strict=True):
             ours[rows] = theirs[source_rows]
@@ -436,16 +443,6 @@ class DecodeState:
         return VerificationResult(result.tokens, result.accepted, committed)
 
 
-def numbers_of(count: int, like: torch.Tensor, **given: Sequence[int]) -> torch.Tensor:
-    """`[len(NUMBERS), count]` on the device of `like`: the `given` numbers of `count` rows, and defaults for others."""
-    return upload([given.get(name, [default] * count) for name, default in NUMBERS.items()], like)
-
-
-def new_settings(like: torch.Tensor) -> torch.Tensor:
-    """`[len(SETTINGS), 1]` on the device of `like`: the defaults."""
-    return upload([*SETTINGS.values()], like)[:, None]
-
-
 def set_rows(buffer: torch.Tensor, rows: torch.Tensor | slice, value: float | bool) -> None:
     """Set `rows` of `buffer`, `[n]` int64 or a slice of all, to a number.
 
@@ -453,7 +450,7 @@ def set_rows(buffer: torch.Tensor, rows: torch.Tensor | slice, value: float | bo
     its earlier work.
     """
     if isinstance(rows, slice):
-        buffer[rows] = value
+        buffer[rows].fill_(value)
     else:
         buffer.index_fill_(0, rows, value)
 

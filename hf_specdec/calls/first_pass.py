@@ -116,7 +116,7 @@ def for_static_engine(
     if (by_target or any(offsets)) and (obstacle := kinds.why_not(Use.OTHER_INPUTS)) is not None:
         return f"it has {obstacle}"
     if not by_target:
-        return replace(call, position_offsets=offsets), {}
+        return replace(call, position_offsets=offsets) if any(offsets) else call, {}
     what = ", ".join(sorted(besides)) or "position_ids of its own"
     if prompts.cached and (obstacle := kinds.why_not(Use.OTHER_INPUTS_CONTINUED)) is not None:
         return f"the call has {what}, and continues a cache with {obstacle}"

@@ -11,9 +11,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..host.generation import GenerationOutput, RequestStatus
-from ..kernels.types import NO_TOKEN, RowRules, SamplingSettings
+from ..kernels.types import RowRules, SamplingSettings
 from ..modules.patch import user_code
-from ..state import upload
 
 
 @dataclass(eq=False)
@@ -226,11 +225,3 @@ def end(request: Request, now: float, settings: ContinuousBatching) -> None:
     if settings.on_finished is not None:
         with user_code():
             settings.on_finished(request)
-
-
-def ends_of(requests: Sequence[Request], like: torch.Tensor) -> torch.Tensor | None:
-    """`[len(requests), E]` int64: the tokens that end each request, padded with `NO_TOKEN`; None if there are none."""
-    width = max(len(one.ends) for one in requests)
-    if width == 0:
-        return None
-    return upload([[*one.ends, *[NO_TOKEN] * (width - len(one.ends))] for one in requests], like)

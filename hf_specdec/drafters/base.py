@@ -534,7 +534,8 @@ class Drafter(PreTrainedModel):
         if self._bound_vocab_size is None:
             return
         self.check_bound_to(target)
-        modules = {"embedding": target.get_input_embeddings(), "head": target.get_output_embeddings()}
+        places = {"embedding": target.get_input_embeddings, "head": target.get_output_embeddings}
+        modules = {what: places[what]() for what in self._shared_weights}
         changes = [shared.how_changed(modules[what]) for what, shared in self._shared_weights.items()]
         vocab_size = target.config.get_text_config().vocab_size
         if vocab_size != self._bound_vocab_size:

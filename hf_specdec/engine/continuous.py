@@ -16,7 +16,7 @@ import torch
 from transformers import EosTokenCriteria, LogitsProcessorList
 
 from ..calls.call import Call
-from ..calls.request import Arrived, ContinuousBatching, Request, end, ends_of
+from ..calls.request import Arrived, ContinuousBatching, Request, end
 from ..device_policy import policy_of
 from ..graphs.buckets import fewer_rows, next_power_of_two, row_sizes
 from ..host.caches import OUTPUT_NAME
@@ -425,7 +425,7 @@ class ContinuousRunner(Runner):
             [one.text[: one.num_prefilled] for one in requests],
             [one.longest - one.num_prefilled for one in requests],
             [one.seed for one in requests],
-            ends_of(requests, state.eos),
+            [one.ends for one in requests],
             prompt_lengths=[len(one.prompt) for one in requests],
             adapters=self.target.adapters_of(requests),
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
 
+import torch
 from transformers import PreTrainedModel
 
 from ..auto_k.round_costs import CostTable, find_table
@@ -40,9 +41,10 @@ class HostedTarget(ExitStack):
     def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = (), runs_once: bool = False):
         super().__init__()
         self.model, self.drafter = model, drafter
+        self._device = model.device
         self._signatures = signature_of(model), signature_of(drafter)
         self.has_hooks = has_hooks(chain.from_iterable(one.hooked for one in self._signatures))
-        self.eager_reason = _why_not_captured(model, self.has_hooks, kept, runs_once)
+        self.eager_reason = _why_not_captured(model, self._device, self.has_hooks, kept, runs_once)
         self.is_captured = self.eager_reason is None
         self.keeps_hidden_states = "hidden_states" in kept
         self.adapters = self._signatures[0].adapters
@@ -91,7 +93,7 @@ class HostedTarget(ExitStack):
         """The `Hosting` of target and drafter as they are unpatched, with the weights where they are now."""
         if self._hosting is None:
             by_row = self._signatures[0] if self.adapters.why_not_by_row is None else None
-            fingerprint = Fingerprint.of(self.model.device, *self._signatures, by_row=by_row)
+            fingerprint = Fingerprint.of(self._device, *self._signatures, by_row=by_row)
             self._hosting = sessions_of(self.drafter).hosting(fingerprint)
         return self._hosting
 
@@ -113,10 +115,12 @@ class HostedTarget(ExitStack):
         return None if self._patched is None else self._patched.hidden_states
 
 
-def _why_not_captured(model: PreTrainedModel, has_hooks: bool, kept: Sequence[str], runs_once: bool) -> str | None:
+def _why_not_captured(
+    model: PreTrainedModel, device: torch.device, has_hooks: bool, kept: Sequence[str], runs_once: bool
+) -> str | None:
     """The reason why the rounds of a call run eagerly; None if they are captured."""
-    if not policy_of(model.device).cuda_graphs:
-        return f"there are no CUDA graphs on a device of type {model.device.type}"
+    if not policy_of(device).cuda_graphs:
+        return f"there are no CUDA graphs on a device of type {device.type}"
     if "hidden_states" in kept:
         return "the hidden states of every round are kept for the caller"
     if runs_once:

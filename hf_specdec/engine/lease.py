@@ -43,8 +43,8 @@ from .sessions import Session, SessionKey, sessions_of
 def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
     """The shape of buffers for `call` and `batch` rows of up to `longest` tokens; captured ones have a few sizes."""
     num_nodes = tree_size(batch, call.device) if call.chooses_trees else call.num_nodes
-    slots, positions = slots_for(longest + num_nodes, is_captured), stated_positions(call.model)
-    if positions is not None and not uses_attention_interface(call.model):
+    slots = slots_for(longest + num_nodes, is_captured)
+    if not uses_attention_interface(call.model) and (positions := stated_positions(call.model)) is not None:
         # The model's own attention may have tables of that many keys; it gets all slots but the dummy slot.
         slots = min(slots, max(longest, positions) + 1)
     return Shape(

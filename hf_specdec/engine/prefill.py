@@ -15,7 +15,7 @@ from ..calls.first_pass import FirstPass
 from ..calls.prompts import PromptSpan
 from ..drafters.base import Drafter
 from ..modules.hidden_states import joined
-from ..state import DecodeState, set_rows, upload
+from ..state import DecodeState, upload
 from .target import Target
 
 # `PromptBuffers.starts` of rows without positions to prefill.
@@ -61,7 +61,7 @@ class PromptBuffers:
         self.starts.copy_(upload(starts, self.starts))
         self.num_done.zero_()
         if self.hidden_states is not None and spans and not goes_on:
-            set_rows(self.hidden_states, upload([span.row for span in spans], self.starts), 0)
+            self.hidden_states.zero_()
         if self.packed is not None:
             self.slots.fill_(self.packed.dummy_slot)
             parts = [torch.arange(one.begin, one.end, device="cpu") + one.row * self.packed.row_slots for one in spans]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -135,7 +135,7 @@ class SessionPool:
         # Least recently used first.
         self._idle: list[tuple[SessionKey, Session]] = []
         self._hostings: list[Hosting] = []
-        self._acceptances: dict[bool, Acceptance] = {}
+        self._acceptances: defaultdict[bool, Acceptance] = defaultdict(Acceptance)
         # Takes the drafter's place in calls that are faster without it.
         self.substitute: Drafter | None = None
         self._lock = threading.Lock()
@@ -163,7 +163,7 @@ class SessionPool:
 
     def acceptance(self, is_sampling: bool) -> Acceptance:
         """Acceptance of the drafts of all calls with `num_assistant_tokens="auto"`, greedy or sampling."""
-        return self._acceptances.setdefault(is_sampling, Acceptance())
+        return self._acceptances[is_sampling]
 
     def of_rows(self, count: int, has_drafts: bool) -> list[Session]:
         """Idle sessions of `count` rows, of calls with drafts or of calls without."""

@@ -16,7 +16,7 @@ from ..calls.call import Call, SpeculativeOutput
 from ..calls.first_pass import FirstPass
 from ..calls.kv_transfer import DeferredCache, FinishedCall, has_other_dtypes, holds_all_keys, read_cache
 from ..calls.prompts import Prompts, PromptSpan
-from ..calls.request import Arrived, ContinuousBatching, Request, ends_of
+from ..calls.request import Arrived, ContinuousBatching, Request
 from ..calls.transcript import Transcript
 from ..graphs.buckets import next_power_of_two
 from ..host.caches import OUTPUT_NAME
@@ -68,8 +68,8 @@ class Lockstep(Runner):
     def __init__(self, call: Call, target: HostedTarget):
         # For prompts that the target itself runs; kept until the drafter has read its results.
         self._first_pass = None if call.inputs is None else FirstPass(call, target.keeps_hidden_states)
-        call = replace(call, prompts=_with_reread(call, target))
-        prompts = call.prompts
+        prompts = _with_reread(call, target)
+        call = call if prompts is call.prompts else replace(call, prompts=prompts)
         padding = [pad - prompts.hidden for pad in prompts.padding]
         texts = prompts.input_ids.to(call.device)
         process = BlockProcessor(call.processors, texts, padding, call.temperature, call.ends)
@@ -159,7 +159,7 @@ class Lockstep(Runner):
         state, prefill, margin = self.state, self.lease.prefill, self.prefix_margin or 0
         rows = [one.row for one in prefixes]
         self._entering = slice(None) if len(rows) == len(self._requests) else upload(rows, state.lengths)
-        if not running:
+        if not running and len(rows) < self.num_rows:
             state.clear()
         if self._groups is not None:
             self._groups.prefill(state, prefixes, margin, requests, self._fill)
@@ -197,7 +197,7 @@ class Lockstep(Runner):
             [one.prompt for one in requests],
             [one.remaining for one in requests],
             [one.seed for one in requests],
-            ends_of(requests, state.eos),
+            [one.ends for one in requests],
             adapters=self.target.adapters_of(requests),
             **{name: [values[one.index] for one in requests] for name, values in self._numbers.items()},
         )

@@ -75,14 +75,16 @@ UNREAD_ATTRIBUTES = frozenset(
         why="attributes of a model that no forward pass of an engine reads, which fingerprints leave out",
     )
 )
-# Attributes of modules that only passes with gradients in training mode read, and attributes of models for them.
+# Attributes of modules that only passes with gradients in training mode read, attributes of models for them, and the
+# mark of modules whose weights are set.
 TRAINING_ATTRIBUTES = frozenset(
     in_modeling_files(
         "gradient_checkpointing",
         "_gradient_checkpointing_func",
         "_require_grads_hook",
         "_require_grads_hooks",
-        why="attributes that change whenever a trainer turns gradient checkpointing on or off",
+        "_is_hf_initialized",
+        why="attributes that change whenever a trainer turns gradient checkpointing on or off, or weights are loaded",
     )
 )
 (ROPE_DELTAS,) = in_modeling_files("rope_deltas", why="positions of the last prompts, restored after a probe")

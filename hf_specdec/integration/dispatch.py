@@ -52,7 +52,7 @@ from ..patching.support import configured_layers
 from ..sampling.processors import check_processors, check_rows_are_apart, readers_of
 from ..sampling.randomness import Randomness
 from ..stock.stock_engine import assist, check_stock_call
-from .validation import check_cache, check_prompts, check_same_device, check_tokens, vocabulary_of
+from .validation import check_cache, check_prompts, check_same_device, check_tokens, check_whole, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +144,7 @@ def _choose_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool
     """The prepared `call`, with the reason for its engine, and that engine: `"static"` or `"stock"`. Raises
     `ValueError` if the static engine was forced and cannot run it."""
     drafter = call.drafter
+    check_whole(call.model)
     on_static, obstacle = _fitted_to_static_engine(call, model_kwargs, is_continuous)
     if drafter.engine == "static" and obstacle is not None:
         raise ValueError(f'engine="static" was forced, but {obstacle}; use engine="auto" or "stock".')
@@ -225,7 +226,8 @@ def generate_with_drafter(
         logprobs=_logprobs(return_logprobs, generation_config),
         adapters=row_adapters(model, adapter_names, len(input_ids)),
     )
-    check_rows_are_apart(logits_processor, prompts.input_ids, vocabulary_of(model))
+    if logits_processor:
+        check_rows_are_apart(logits_processor, prompts.input_ids, vocabulary_of(model))
     attentions = _drop_empty_attentions(call, model_kwargs)
     call, engine = _choose_engine(call, model_kwargs, False)
     if engine == "stock" or call.inputs is not None:
@@ -355,7 +357,7 @@ def _check_engine(call: Call, engine: str, prompts: Sequence[torch.Tensor] | Non
         check_key_dtype(call, engine)
     check_tree(call, engine)
     if engine == "static":
-        check_same_device(model, drafter)
+        check_same_device(call)
     drafter.sync_with(model)
     if tensor_parallel_group(model) is not None:
         check_same_call(model, call.criteria, _call_of(call, engine, prompts))

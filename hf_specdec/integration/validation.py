@@ -8,11 +8,13 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..calls.call import Call
 from ..drafters.base import Drafter
 from ..host.caches import OUTPUT_NAME, Cache, is_of_caller, rounds_keys
 from ..host.generation import GenerationMode
 from ..modules.hidden_states import modules_of
 from ..modules.module_hooks import has_hooks
+from ..modules.signature import signature_of
 from ..modules.weights import tensor_weight
 
 TOKEN_DTYPES = (torch.int64, torch.int32)
@@ -134,12 +136,6 @@ def check_call(
             "by itself. Load all of it in every process, gather it for the call (TRL: ds3_gather_for_generation), "
             "split it with a tp_plan, or drop assistant_model."
         )
-    if [kind for kind in set(map(type, modules_of(model))) if hasattr(kind, "set_reshard_after_forward")]:
-        raise ValueError(
-            f"{name} is sharded by fully_shard() (FSDP2), so that its weights are whole only while its own forward "
-            "runs; expected a target that a process can run by itself. Load all of it in every process, split it with "
-            "a tp_plan, or drop assistant_model."
-        )
     stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
     if stages > 1:
         raise ValueError(
@@ -176,9 +172,20 @@ def check_call(
         )
 
 
-def check_same_device(model: PreTrainedModel, drafter: Drafter) -> None:
-    if drafter.device != model.device:
+def check_whole(model: PreTrainedModel) -> None:
+    """Raise `ValueError` if weights of `model` are gathered by its own forward only."""
+    if any([hasattr(kind(), "set_reshard_after_forward") for kind in signature_of(model).code.classes]):
         raise ValueError(
-            f"The drafter is on {drafter.device} and {type(model).__name__} on {model.device}; expected the same "
-            f"device. Move it with drafter.to({str(model.device)!r})."
+            f"{type(model).__name__} is sharded by fully_shard() (FSDP2), so that its weights are whole only while its "
+            "own forward runs; expected a target that a process can run by itself. Load all of it in every process, "
+            "split it with a tp_plan, or drop assistant_model."
+        )
+
+
+def check_same_device(call: Call) -> None:
+    device, drafter_device = call.device, call.drafter.device
+    if drafter_device != device:
+        raise ValueError(
+            f"The drafter is on {drafter_device} and {type(call.model).__name__} on {device}; expected the same "
+            f"device. Move it with drafter.to({str(device)!r})."
         )

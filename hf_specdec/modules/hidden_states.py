@@ -22,14 +22,16 @@ def modules_of(*models: nn.Module) -> list[nn.Module]:
         for module in unvisited.pop()._modules.values():
             if module is not None and module not in found:
                 found[module] = None
-                unvisited.append(module)
+                if module._modules:
+                    unvisited.append(module)
     return list(found)
 
 
 def text_decoder(model: PreTrainedModel) -> nn.Module:
     """`get_decoder()`, which goes by attribute names; the base model if an attribute with such a name is the head."""
     decoder = model.get_decoder()
-    return model.base_model if decoder is model.get_output_embeddings() else decoder
+    is_head = not isinstance(decoder, PreTrainedModel) and decoder is model.get_output_embeddings()
+    return model.base_model if is_head else decoder
 
 
 def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:

@@ -84,4 +84,6 @@ if hasattr(os, "register_at_fork"):
 def lock_of(model: PreTrainedModel) -> TargetLock:
     """The lock of `model`."""
     with _LOCKS_LOCK:
-        return _LOCKS.setdefault(model, TargetLock())
+        if model not in _LOCKS:
+            _LOCKS[model] = TargetLock()
+        return _LOCKS[model]

@@ -15,7 +15,7 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import chain, compress
 from operator import attrgetter, contains, itemgetter
@@ -197,7 +197,7 @@ class Signature:
 
     def __init__(self, *models: nn.Module):
         self.modules = modules_of(*models)
-        self.attributes: list[dict[str, Any]] = list(map(vars, self.modules))
+        self.attributes: list[dict[str, Any]] = [one.__dict__ for one in self.modules]
 
     def having(self, name: str) -> list[nn.Module]:
         """The modules with an attribute `name` of their own, not of their class."""
@@ -219,12 +219,21 @@ class Signature:
     @property
     def configs(self) -> list[PreTrainedConfig]:
         """The configurations of modules, each once."""
-        found = {id(config): config for config in map(dict.get, self.attributes, itertools.repeat("config"))}
+        values = [one["config"] for one in self.attributes if "config" in one]
+        found = {id(config): config for config in values}
         return [config for config in found.values() if isinstance(config, PreTrainedConfig)]
 
     @cached_property
+    def _by_class(self) -> dict[type[nn.Module], list[dict[str, Any]]]:
+        """`attributes` by class, by first appearance."""
+        found: defaultdict[type[nn.Module], list[dict[str, Any]]] = defaultdict(list)
+        for module, own in zip(self.modules, self.attributes, strict=True):
+            found[type(module)].append(own)
+        return found
+
+    @cached_property
     def code(self) -> _Code:
-        classes = dict.fromkeys(map(type, self.modules))
+        classes = self._by_class
         own = [original(module, "forward") for module in self.having("forward")]
         names = {original(config, ATTENTION_ENTRY) for config in self.configs}
         chosen = [(name, ALL_ATTENTION_FUNCTIONS.get(name)) for name in names]
@@ -243,8 +252,9 @@ class Signature:
         built alike."""
         model, code = self.modules[0], self.code
         # Attributes of layers, such as windows, may differ from the configuration's.
-        layers = [(vars(one), _layout(type(one), *vars(one))[1]) for one in self.having("layer_idx")]
-        values = [[own[name] for name in names if name != "training"] for own, names in layers]
+        names = itertools.repeat("layer_idx")
+        layers = [one for one in self._by_class.items() if any(map(contains, one[1], names))]
+        values = chain.from_iterable([_read(*one)[1] for one in layers])
         pairs = zip(code.classes, code.forwards, strict=True)
         return (
             type(model),
@@ -274,20 +284,18 @@ class Signature:
         `adapters`.
         """
         contents, kinds = _Contents(), list(map(type, self.modules))
-        by_kind: defaultdict[type, list[dict]] = defaultdict(list)
-        for kind, one in zip(kinds, self.attributes, strict=True):
-            by_kind[kind].append(one)
-        values = [_values_of(kind, alike, contents) for kind, alike in by_kind.items()]
+        values = [_values_of(kind, alike, contents) for kind, alike in self._by_class.items()]
         children = list(map(itemgetter("_modules"), self.attributes))
+        counts, children = list(map(len, children)), list(filter(None, children))
         names = list(chain.from_iterable(children))
         # Children are among `modules`, which a fingerprint compares by reference: an equal `id` is the same module.
-        ids = [id(child) for some in children if some for child in some.values()]
-        return self.code, kinds, values, list(map(len, children)), names, ids, contents.of_objects
+        ids = list(map(id, chain.from_iterable([one.values() for one in children])))
+        return self.code, kinds, values, counts, names, ids, contents.of_objects
 
     @property
     def weights(self) -> tuple:
         """Addresses, shapes, strides and dtypes of parameters and buffers: all that is baked into a graph."""
-        owned = [one for one in self._owned if one]
+        owned = self._owned
         names = list(chain.from_iterable(owned))
         tensors = list(chain.from_iterable([one.values() for one in owned]))
         has_tensor = [tensor is not None for tensor in tensors]
@@ -295,11 +303,13 @@ class Signature:
 
     @property
     def versions(self) -> tuple:
-        return versions_of(chain.from_iterable(one.values() for one in self._owned if one))
+        return versions_of(chain.from_iterable(one.values() for one in self._owned))
 
     @property
-    def _owned(self) -> Iterable[dict[str, torch.Tensor | None]]:
-        return chain.from_iterable(map(itemgetter("_parameters", "_buffers"), self.attributes))
+    def _owned(self) -> list[dict[str, torch.Tensor | None]]:
+        """The parameters of modules that have any, then the buffers."""
+        owned = [map(itemgetter(name), self.attributes) for name in ("_parameters", "_buffers")]
+        return list(filter(None, chain.from_iterable(owned)))
 
 
 class Fingerprint(NamedTuple):
@@ -398,23 +408,29 @@ def functions_of(files: Iterable[ModuleType]) -> list[types.FunctionType]:
 
 
 def _values_of(kind: type[nn.Module], attributes: list[dict], contents: _Contents) -> list[Any]:
-    """Names and values of the attributes of modules of class `kind` that a forward pass may read: by module, or by
-    attribute if all modules have the same ones, as in most classes."""
-    count, names, values_of = _layout(kind, *attributes[0])
-    # If the number is equal and all names are there, there are no other names.
-    try:
-        if set(map(len, attributes)) != {count}:
-            raise KeyError
-        values = list(map(values_of, attributes))
-    except KeyError:
-        layouts = [_layout(kind, *one) for one in attributes]
-        values = [layout[2](one) for layout, one in zip(layouts, attributes, strict=True)]
-        if any(layout[1] != names for layout in layouts):
-            return [(layout[1], contents.of_column(one)) for layout, one in zip(layouts, values, strict=True)]
+    """What `_read` returns, with comparable stand-ins: by module, or by attribute if all modules have the same ones, as
+    in most classes."""
+    names, values = _read(kind, attributes)
+    if len(names) > 1:
+        return [(some, contents.of_column(one)) for some, one in zip(names, values, strict=True)]
     if PLAIN_VALUES.issuperset(map(type, chain.from_iterable(values))):
         return [names, values]
     columns = zip(*values, strict=True)
     return [names, *[one if PLAIN_VALUES.issuperset(map(type, one)) else contents.of_column(one) for one in columns]]
+
+
+def _read(kind: type[nn.Module], attributes: list[dict]) -> tuple[list[tuple[str, ...]], list[tuple]]:
+    """Names and values of the attributes of modules of class `kind` that a forward pass may read, by module; the names
+    once if all modules have the same ones."""
+    count, names, values_of = _layout(kind, *attributes[0])
+    with suppress(KeyError):
+        # If the number is equal and all names are there, there are no other names.
+        if set(map(len, attributes)) == {count}:
+            return [names], list(map(values_of, attributes))
+    layouts = [_layout(kind, *one) for one in attributes]
+    found = [layout[1] for layout in layouts]
+    values = [layout[2](one) for layout, one in zip(layouts, attributes, strict=True)]
+    return found[:1] if len(set(found)) == 1 else found, values
 
 
 @functools.lru_cache(maxsize=1024)
@@ -430,7 +446,7 @@ def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ..
             unread |= set(attributes) - _mentioned(kind)
     names = sorted(set(attributes) - unread)
     # With a single name `itemgetter` would return no tuple. Modules around compiled ones have no `training` themselves.
-    return len(attributes), tuple(names), itemgetter(*names, names[0]) if names else lambda one: ()
+    return len(attributes), tuple(names), itemgetter(*names, names[-1]) if names else lambda one: ()
 
 
 @functools.cache
@@ -502,14 +518,15 @@ class _Contents:
 
 
 def places_of(tensors: list[torch.Tensor]) -> tuple:
-    """Addresses, shapes, strides and dtypes of tensors; of the parts of quantised or sharded ones."""
+    """Addresses, shapes, strides (True if contiguous) and dtypes of tensors; of the parts of quantised or sharded
+    ones."""
     others: list[Any] = []
     if not PLAIN_WEIGHTS.issuperset(map(type, tensors)):
         tensors, others = _plain_parts(tensors)
     return (
         [tensor.data_ptr() for tensor in tensors],
         [tensor.shape for tensor in tensors],
-        [tensor.stride() for tensor in tensors],
+        [tensor.is_contiguous() or tensor.stride() for tensor in tensors],
         [tensor.dtype for tensor in tensors],
         others,
     )

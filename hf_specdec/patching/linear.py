@@ -131,8 +131,9 @@ def _quantised_classes(model: PreTrainedModel) -> frozenset[tuple[str, bool]]:
 
 def computed_by_libraries(model: PreTrainedModel) -> list[str]:
     """Package and class of the quantised linear layers of `model` that `linear` does not compute, sorted."""
-    has_kernels = policy_of(model.device).few_row_linear
-    return sorted({name for name, is_known in _quantised_classes(model) if not (is_known and has_kernels)})
+    classes = _quantised_classes(model)
+    has_kernels = bool(classes) and policy_of(model.device).few_row_linear
+    return sorted({name for name, is_known in classes if not (is_known and has_kernels)})
 
 
 def patched_linear(*models: nn.Module) -> Replacements:

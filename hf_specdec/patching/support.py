@@ -138,15 +138,25 @@ def num_positions(model: PreTrainedModel) -> int | None:
 
 
 @fact
-def _why_not_hosted(model: PreTrainedModel) -> str | None:
-    return first_reason(part.why_not_hosted(model) for part in parts(model))
+def _why_not_hosted(model: PreTrainedModel, role: str) -> str | None:
+    """`why_not_supported`, as far as it follows from class and configuration."""
+    if (reason := why_no_cache(type(model))) is not None:
+        return f"{role} {reason}"
+    text = model.config.get_text_config()
+    others = set(getattr(text, "layer_types", None) or ()) - known_layer_types()
+    if others:
+        return f"{role} has layers of type {', '.join(sorted(others))}"
+    if getattr(text, "cross_attention_layers", None):
+        return f"{role} has cross-attention layers, whose keys and values have no positions"
+    reason = first_reason(part.why_not_hosted(model) for part in parts(model))
+    return None if reason is None else f"{role}'s {reason}"
 
 
 def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str | None:
     """The reason why `model`, called by its `role`, cannot run on a `RaggedCache`; None if it can."""
     if (reason := why_broken()) is not None:
         return reason
-    text, layers = model.config.get_text_config(), find_decoder_layers(model)
+    layers = find_decoder_layers(model)
     if layers is None:
         return f"{role} ({type(model).__name__}) has no list of decoder layers"
     devices = set(getattr(model, "hf_device_map", {}).values())
@@ -155,15 +165,7 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
     dispatched = signature_of(model).having(HOOK_OF_ACCELERATE)
     if dispatched and not set(dispatched).isdisjoint(modules_of(layers)):
         return f"{role}'s layers run under accelerate hooks"
-    if (reason := why_no_cache(type(model))) is not None:
-        return f"{role} {reason}"
-    others = set(getattr(text, "layer_types", None) or ()) - known_layer_types()
-    if others:
-        return f"{role} has layers of type {', '.join(sorted(others))}"
-    if getattr(text, "cross_attention_layers", None):
-        return f"{role} has cross-attention layers, whose keys and values have no positions"
-    reason = _why_not_hosted(model)
-    return None if reason is None else f"{role}'s {reason}"
+    return _why_not_hosted(model, role)
 
 
 @fact

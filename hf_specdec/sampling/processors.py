@@ -109,11 +109,11 @@ def check_rows_are_apart(processors: LogitsProcessorList, input_ids: torch.Tenso
     Raises:
         ValueError: a processor mixes rows, or returns different scores for the same arguments.
     """
-    generator = torch.Generator(input_ids.device).manual_seed(0)
-    batch = len(input_ids)
+    generator, batch = None, len(input_ids)
     for processor in processors:
         if type(processor).__module__.partition(".")[0] in _OWN_PACKAGES or batch == 1:
             continue
+        generator = generator or torch.Generator(input_ids.device).manual_seed(0)
         scores = torch.randn(2, batch, vocabulary, generator=generator, device=input_ids.device)
         for row in (0, batch - 1):
             others = scores[1].clone()
@@ -237,7 +237,7 @@ class BlockProcessor:
         self._current_rows: set[int] = set()
         self._texts_of: dict[int, tuple[torch.Tensor, int | None, str]] = {}
         self._prompts = prompts
-        self._padding = None if prompts is None else torch.tensor(padding, device=prompts.device)
+        self._padding = padding
         # Decided once: a compiled round that compared temperatures would be recompiled for each of them. The caller may
         # also pass a `TemperatureLogitsWarper` with another temperature in `logits_processor`.
         self._are_in_state = [
@@ -336,7 +336,8 @@ class BlockProcessor:
             if not state.is_sampling:  # greedy decoding chooses a token even if all are ruled out
                 is_ruled_out &= scores[rows, at].argmax(dim=1) != draft
             is_over = (draft[:, None] == state.eos[rows]).any(dim=1) | is_ruled_out
-            is_over |= self._padding[rows] + state.limits[rows] <= length + 1
+            padding = torch.tensor([self._padding[row] for row in steps], device=scores.device)
+            is_over |= padding + state.limits[rows] <= length + 1
             for row in rows[is_over].tolist():
                 del lengths[row]
         return scores
@@ -347,7 +348,7 @@ class BlockProcessor:
         texts = self._prompts.new_zeros(batch, self._prompts.shape[1] + state.slots + width)
         lengths = {}
         finished = state.finished.tolist()
-        for row, (length, pad) in enumerate(zip(state.lengths.tolist(), self._padding.tolist(), strict=True)):
+        for row, (length, pad) in enumerate(zip(state.lengths.tolist(), self._padding, strict=True)):
             begin, hidden = max(pad, 0), max(-pad, 0)
             texts[row, :begin] = self._prompts[row, :begin]
             texts[row, begin : pad + length] = state.tokens[row, hidden:length]

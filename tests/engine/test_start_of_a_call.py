@@ -17,6 +17,7 @@ from hf_specdec import NoDrafter
 from hf_specdec.cache.key_layers import attention_layers
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.hosting.equivalence import why_not_equivalent
+from hf_specdec.integration import validation
 from hf_specdec.modules import signature
 from hf_specdec.modules.signature import Signature, looked_at_once, signature_of
 from hf_specdec.state import DecodeState, Shape
@@ -36,7 +37,8 @@ def test_a_call_walks_over_modules_once(monkeypatch):
     drafter, walk, walked = NoDrafter(target), signature.modules_of, []
     replay_on_cpu(monkeypatch)
     target.generate(**padded_prompts([5]), **OPTIONS, assistant_model=drafter)
-    monkeypatch.setattr(signature, "modules_of", lambda *models: walked.append(models) or walk(*models))
+    for module in (signature, validation):
+        monkeypatch.setattr(module, "modules_of", lambda *models: walked.append(models) or walk(*models))
     target.generate(**padded_prompts([5]), **OPTIONS, assistant_model=drafter)
     # Over both at once go patches, which replays on a CPU look up anew.
     assert [models for models in walked if len(models) == 1] == [(target,), (drafter,)]
@@ -185,7 +187,7 @@ def test_classes_that_make_caches_in_their_own_way_get_one(target, caches):
 def test_rows_begin_as_they_are_admitted(batch):
     shape = Shape(batch, slots=12, num_draft_tokens=2, is_sampling=True, draft_probs=False, num_ends=3)
     states = [DecodeState.allocate(shape, attention_layers(1), torch.device("cpu")) for _ in range(2)]
-    prompts, eos = [torch.arange(1, 5), torch.arange(3)], torch.tensor([5])
+    prompts, ends = [torch.arange(1, 5), torch.arange(3)], [[5], [5]]
     one, other = states
     for row, name in enumerate(("lengths", "limits", "seeds", "prompt_length_gap", "row_top_k", "eos", "row_tail")):
         getattr(other, name).fill_(row + 9)  # of an earlier call
@@ -193,21 +195,22 @@ def test_rows_begin_as_they_are_admitted(batch):
         state.set_temperature(0.7)
         if batch > len(rows):
             state.clear()
-        state.admit(rows, prompts, [4, 2], [7, 8], eos, cached=[1, 0], prompt_length_gap=[0, 1])
+        state.admit(rows, prompts, [4, 2], [7, 8], ends, cached=[1, 0], prompt_length_gap=[0, 1])
     names = [name for name, value in vars(one).items() if isinstance(value, torch.Tensor)]
     assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
     assert one.lengths.tolist() == [4, 3, 1][:batch] and one.limits.tolist() == [8, 5, 1][:batch]
 
 
 def test_writes_to_buffers_do_not_grow_with_the_rows():
-    """On a GPU each is a launch, for which the first token waits."""
-    counts = []
+    """On a GPU each is a launch, for which the first token waits; and so is each copy to the device."""
+    counts, copies = [], []
     for batch in (2, 8):
         shape = Shape(batch, slots=12, num_draft_tokens=2, is_sampling=False, draft_probs=False, num_ends=3)
         state = DecodeState.allocate(shape, attention_layers(1), torch.device("cpu"))
         buffers = storages([value for value in vars(state).values() if isinstance(value, torch.Tensor)])
         with Recorder() as recorder:
-            state.admit(range(batch), [torch.arange(4)] * batch, [4] * batch, [0] * batch, torch.tensor([5]))
+            state.admit(range(batch), [torch.arange(4)] * batch, [4] * batch, [0] * batch, [[5]] * batch)
         written = [storages(out) for function, *_, out in recorder.operations if "_." in str(function)]
+        copies.append(sum("lift_fresh" in str(function) for function, *_ in recorder.operations))
         counts.append(sum(not buffers.isdisjoint(one) for one in written))
-    assert 0 < counts[0] == counts[1] <= 9
+    assert 0 < counts[0] == counts[1] <= 5 and copies == [1, 1]

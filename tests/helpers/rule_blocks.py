@@ -97,7 +97,7 @@ class RuleBlock:
         texts = [torch.cat([row[pad:], new]) for row, pad, new in zip(self.prompts, PADDING, self.new, strict=True)]
         state.tokens.random_(4, VOCAB)  # as earlier texts of the rows leave them
         lengths = [WIDTH - pad for pad in PADDING]
-        state.admit(range(4), texts, [20] * 4, [0] * 4, torch.tensor(ENDS), prompt_lengths=lengths)
+        state.admit(range(4), texts, [20] * 4, [0] * 4, [ENDS] * 4, prompt_lengths=lengths)
         process = BlockProcessor(LogitsProcessorList(processors), self.prompts.to(device), PADDING, ends=ENDS)
         assert process.key is not None and len(process.row_rules) == 4
         state.set_row_rules(range(4), process.row_rules if rules is None else rules)

@@ -75,7 +75,7 @@ def _limit(module: nn.Module, layer_type: str | None, kind: str) -> int:
 
 def _rope_limits(model: PreTrainedModel) -> RopeLimits | str:
     """The limits of the text model of `model`, or the reason why they are unknown."""
-    modules = [module for module in signature_of(model).modules if _undecorated(type(module)) is not None]
+    modules = [one for one in signature_of(model).having("rope_type") if _undecorated(type(one)) is not None]
     limits = {(kind, _limit(module, layer, kind)) for module in modules for layer, kind in _types_of(module).items()}
     if len(limits) > 1:
         return f"RoPE changes at several lengths ({', '.join(f'{kind}: {at}' for kind, at in sorted(limits))})"
