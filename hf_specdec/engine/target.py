@@ -27,8 +27,9 @@ from ..patching.experts import triton_experts
 from ..patching.fused_linear import fused_linears
 from ..patching.layer_kernels import layer_kernels
 from ..patching.linear import patched_linear
-from ..patching.low_rank import RowAdapters, low_rank_updates
+from ..patching.low_rank import low_rank_updates
 from ..patching.rotary_functions import rotary_functions
+from ..patching.row_adapters import RowAdapters
 from ..patching.support import cache_name, position_markers
 from ..state import DecodeState
 

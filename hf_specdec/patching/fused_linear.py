@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,9 +21,7 @@ from ..modules.module_hooks import has_hooks
 from ..modules.patch import Patch, replaced, runs_engine
 from ..modules.weights import tensors_of, weight_of
 from .linear import computes, linear, runs_linear
-
-if TYPE_CHECKING:
-    from .low_rank import LowRankUpdates
+from .row_adapters import LowRankUpdates
 
 # Names of children of a module that are called with the same input, in the order in which they are called.
 GROUPS = (

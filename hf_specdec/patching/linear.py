@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,9 +17,7 @@ from ..modules.hidden_states import modules_of
 from ..modules.patch import Replacements, bound, is_unpatched, this_thread
 from ..modules.signature import fact
 from ..modules.weights import quantised_class, weight_of
-
-if TYPE_CHECKING:
-    from .low_rank import LowRankUpdates
+from .row_adapters import LowRankUpdates
 
 # Up to this many rows `linear` computes the transposed matmul.
 MAX_TRANSPOSED_ROWS = 16
