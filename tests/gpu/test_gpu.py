@@ -105,6 +105,8 @@ def test_replayed_prefills_equal_eager_ones(monkeypatch, kind, mode):
     monkeypatch.setattr(buckets, "MOST_CAPTURED_TOKENS", 256)
     target, widths = on_gpu("llama"), []
     lengths = [[9, 1, 5], [17, 3, 1], [1, 1, 1], [40, 2, 30], [300, 200, 9], [12, 33, 8], [9, 1, 5]]
+    if mode == "ngrams":
+        lengths[2] = [1, 2, 1]  # prompts without padding have another session, whose rounds include the rule
 
     def counted(session, hosted, width):
         widths.append(width)
