@@ -18,7 +18,7 @@ import triton.language as tl
 
 from .gated_activation import activate
 from .launch import Unspecialised, dependent_launch, kernel, start_next, wait_for_inputs
-from .low_rank_tile import find_first_up, load_first_up, request_line, updated
+from .low_rank_tile import find_first_up, load_first_up, updated
 from .stored_weight import DEPTHS, SPLITS, numbers_per_byte, size_of_split, stored_arguments, stored_sums
 from .types import LinearTiles, StoredWeight
 
@@ -28,6 +28,14 @@ GROUP = tl.constexpr(8)
 _MOST_AT_ONCE = tl.constexpr(3 * 132)
 # 128-byte lines of each row of the weight that a program prefetches before the kernel before it has ended.
 _LINES = tl.constexpr(4)
+
+
+@triton.jit
+def request_line(at):
+    """Fetch the 128-byte lines at the addresses `at` into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

@@ -28,9 +28,8 @@ import triton
 import triton.language as tl
 
 from .launch import Unspecialised, dependent_launch, kernel, start_next, wait_for_inputs
-from .linear import linear
-from .low_rank_tile import find_first_up, load_first_up, request_line, updated
-from .types import LinearTiles
+from .linear import linear, request_line
+from .low_rank_tile import PLACE, find_first_up, load_first_up, updated
 
 # Ranks of a program of the narrow products, and input features that it multiplies at a time.
 _RANKS, _DEPTH = tl.constexpr(16), tl.constexpr(128)
@@ -95,7 +94,7 @@ def _narrow_kernel(
     r = tl.program_id(1) % (RANK // _RANKS) * _RANKS + tl.arange(0, _RANKS)
     row = tl.program_id(2).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if PDL and ADAPTERS == 1 and PARTS == 1:
-        _request_down(places_ptr + layer * 5, r, size_in, inputs_ptr, PART, KIND)
+        _request_down(places_ptr + layer * PLACE, r, size_in, inputs_ptr, PART, KIND)
     wait_for_inputs(PDL, PARTS == 1)
     bits = tl.load(adapters_ptr + row, mask=row < num_rows, other=0)
     for adapter in range(ADAPTERS):
@@ -103,8 +102,8 @@ def _narrow_kernel(
         if tl.max(has_it.to(tl.int32), 0) > 0:
             entry = layer * ADAPTERS + adapter
             if PDL and ADAPTERS > 1 and PARTS == 1:
-                _request_down(places_ptr + entry * 5, r, size_in, inputs_ptr, PART, KIND)
-            down, rank = _down_of(places_ptr + entry * 5, r, size_in, KIND)
+                _request_down(places_ptr + entry * PLACE, r, size_in, inputs_ptr, PART, KIND)
+            down, rank = _down_of(places_ptr + entry * PLACE, r, size_in, KIND)
             k = tl.arange(0, _DEPTH)
             STAGES: tl.constexpr = _STAGES * 32 // KIND[4].primitive_bitwidth
             total = tl.zeros([ROWS, _RANKS], tl.float32)
@@ -197,7 +196,7 @@ def _narrow_products(
         16 if is_aligned else 1,
         min(triton.next_power_of_2(count // len(sizes)), max(_GROUP // rank, 1)),
     )
-    # As many warps in both cases: they divide the features, and so are the order of summation.
+    # As many warps in both cases: how they divide the features is the order of summation.
     rows = 4 if own_parts == 1 else 8
     narrow = torch.empty(num_parts // own_parts, count, num_rows, rank, dtype=torch.float32, device=inputs.device)
     _narrow_kernel[(num_parts // own_parts, len(sizes) * rank // _RANKS.value, triton.cdiv(num_rows, rows))](
@@ -242,19 +241,7 @@ def add_low_rank(out, inputs, adapters, down, up, places, scales, sizes):
     )
 
 
-def adapted_linear(
-    inputs: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    adapters: torch.Tensor,
-    down: list[torch.Tensor],
-    up: list[torch.Tensor],
-    places: torch.Tensor,
-    scales: torch.Tensor,
-    sizes: list[int],
-    tiles: LinearTiles,
-) -> torch.Tensor:
+def adapted_linear(inputs, weight, bias, activation, adapters, down, up, places, scales, sizes, tiles):
     """See `low_rank_reference.adapted_linear`; `tiles` are those of `linear`. Launches as `add_low_rank`."""
     narrow = _narrow_products(inputs, adapters, down, up, places, sizes, activation is not None)
     updates = adapters, places, narrow.values, narrow.count, scales

@@ -64,11 +64,7 @@ def add_low_rank(
     out.copy_(out.to(dtype) + total)
 
 
-def low_rank_places(down: Sequence[torch.Tensor], up: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-    """`[L A, 5]` int64 on the host, for each layer and adapter: the addresses of `down` and `up`, the rank, the layer's
-    output features, and the output features of all layers before it."""
-    count, rows = len(down) // len(sizes), []
-    for index, (first, second) in enumerate(zip(down, up, strict=True)):
-        layer = index // count
-        rows.append((first.data_ptr(), second.data_ptr(), len(first), sizes[layer], sum(sizes[:layer])))
+def low_rank_places(down: Sequence[torch.Tensor], up: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`[L A, 3]` int64 on the host, for each layer and adapter: the addresses of `down` and `up`, and the rank."""
+    rows = [(first.data_ptr(), second.data_ptr(), len(first)) for first, second in zip(down, up, strict=True)]
     return torch.tensor(rows, dtype=torch.int64, device="cpu")

@@ -17,17 +17,9 @@ import triton
 import triton.language as tl
 
 # Numbers of `places` for each layer and adapter.
-_PLACE = tl.constexpr(5)
+PLACE = tl.constexpr(3)
 # Output features from which a tile's products are those of warp groups.
 _WARP_GROUP = tl.constexpr(64)
-
-
-@triton.jit
-def request_line(at):
-    """Fetch the 128-byte lines at the addresses `at` into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -57,9 +49,9 @@ def _has_it(bits, adapter):
 def _find_up(places_ptr, layer, adapter, is_other, IS_GATED: tl.constexpr, KIND: tl.constexpr):
     """Addresses and ranks of each `up` of a group of adapters, `[1, adapters]`, or by feature `[F, adapters]`."""
     ADAPTERS: tl.constexpr = KIND[0]
-    place_ptr = (places_ptr + (layer * ADAPTERS + tl.minimum(adapter, ADAPTERS - 1)) * _PLACE)[None, :]
+    place_ptr = (places_ptr + (layer * ADAPTERS + tl.minimum(adapter, ADAPTERS - 1)) * PLACE)[None, :]
     if IS_GATED:
-        place_ptr += (is_other.to(tl.int32) * (ADAPTERS * _PLACE))[:, None]
+        place_ptr += (is_other.to(tl.int32) * (ADAPTERS * PLACE))[:, None]
     return tl.load(place_ptr + 1), tl.load(place_ptr + 2)
 
 
@@ -101,7 +93,7 @@ def _load_narrow(narrow, row, layer, adapter, bits, KIND: tl.constexpr):
     for part in tl.static_range(PARTS):
         more = at + part * count * num_rows * RANK
         total += tl.load(more, mask=has_it[:, None, :], other=0.0, cache_modifier=".cg")
-    total *= tl.load(scales_ptr + tl.minimum(entry, count - 1))[:, None, None]
+    total *= tl.load(scales_ptr + entry)[:, None, None]
     # The compiler would change the layout of each part, with a barrier for each; it does not do so before a reduction.
     # The sum also keeps the scale out of what follows, where the compiler would not round after it.
     total = tl.sum(tl.join(total, tl.zeros_like(total)), 3)

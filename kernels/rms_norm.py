@@ -15,6 +15,7 @@ row's result do not depend on the other rows.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -149,11 +150,20 @@ def _joined_norms_kernel(
 
 
 @functools.cache
-def _sizes(width: int) -> tuple[int, int, int]:
-    """For rows of `width` elements: the next power of two, rows of a program, and its warps."""
+def _options(width: int, kind: NormKind, device: torch.device) -> dict[str, Any]:
+    """Launch options for rows of `width` elements; BLOCK is the next power of two, ROWS the rows of a program."""
     block = triton.next_power_of_2(width)
     rows = max(1, _FEWEST_ELEMENTS // block)
-    return block, rows, min(_MOST_WARPS, rows * block // _ELEMENTS_OF_WARP)
+    return {
+        "OFFSET": kind.offset,
+        "CAST_FIRST": kind.cast_first,
+        "CENTERED": kind.centered,
+        "WIDTH": width,
+        "BLOCK": block,
+        "ROWS": rows,
+        "num_warps": min(_MOST_WARPS, rows * block // _ELEMENTS_OF_WARP),
+        **dependent_launch(device),
+    }
 
 
 def _rows_of(inputs: torch.Tensor) -> tuple[torch.Tensor, int, tuple[int, int]]:
@@ -216,8 +226,8 @@ def _rms_norm(
     if num_rows == 0:
         return total, out
     rows, weight, addend = _rows_of(inputs), _aligned(weight), _aligned(addend)
-    block, rows_of_program, num_warps = _sizes(width)
-    _rms_norm_kernel[(-(-num_rows // rows_of_program),)](
+    options = _options(width, kind, inputs.device)
+    _rms_norm_kernel[(-(-num_rows // options["ROWS"]),)](
         rows[0],
         None if addend is None else addend.contiguous(),
         total,
@@ -226,14 +236,7 @@ def _rms_norm(
         num_rows,
         *rows[1:],
         eps,
-        OFFSET=kind.offset,
-        CAST_FIRST=kind.cast_first,
-        CENTERED=kind.centered,
-        WIDTH=width,
-        BLOCK=block,
-        ROWS=rows_of_program,
-        num_warps=num_warps,
-        **dependent_launch(inputs.device),
+        **options,
     )
     return total, out
 
@@ -249,8 +252,8 @@ def joined_norms(first, second, first_index, second_index, first_weight, second_
         return out
     first_half, first_inner = _half(first, first_index, first_weight, shape)
     second_half, second_inner = _half(second, second_index, second_weight, shape)
-    block, rows_of_program, num_warps = _sizes(width)
-    _joined_norms_kernel[(-(-num_rows // rows_of_program), 2)](
+    options = _options(width, kind, first.device)
+    _joined_norms_kernel[(-(-num_rows // options["ROWS"]), 2)](
         first_half,
         second_half,
         out,
@@ -258,14 +261,7 @@ def joined_norms(first, second, first_index, second_index, first_weight, second_
         first_inner,
         second_inner,
         eps,
-        OFFSET=kind.offset,
-        CAST_FIRST=kind.cast_first,
-        CENTERED=kind.centered,
-        WIDTH=width,
-        BLOCK=block,
-        ROWS=rows_of_program,
-        num_warps=num_warps,
-        **dependent_launch(first.device),
+        **options,
     )
     return out
 

@@ -75,16 +75,16 @@ class FusedLinear:
         return forward
 
     def _outputs(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        has_updates = self.updates is not None and self.updates.is_in_pass
-        out = self.updates.outputs(inputs, self.weight, self.bias) if has_updates else None
-        if out is None:
-            if computes(inputs, self.weight):
-                out = linear(inputs, self.weight, self.bias)
-            else:
-                out = torch.cat([type(layer).forward(layer, inputs) for layer in self.layers], -1)
-            if has_updates:
-                self.updates.add(out, inputs)
+        if self.updates is not None and self.updates.is_in_pass:
+            out = self.updates.applied(inputs, self.weight, self.bias, self._without_updates)
+        else:
+            out = self._without_updates(inputs)
         return out.split(self._sizes, -1)
+
+    def _without_updates(self, inputs: torch.Tensor) -> torch.Tensor:
+        if computes(inputs, self.weight):
+            return linear(inputs, self.weight, self.bias)
+        return torch.cat([type(layer).forward(layer, inputs) for layer in self.layers], -1)
 
     def computes(self, *layers: nn.Module) -> bool:
         """Whether its layers are `layers`, in that order, with equal sizes."""

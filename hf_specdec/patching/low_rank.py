@@ -70,7 +70,7 @@ class low_rank_updates(Patch):
                 scales.append(float(layer.scaling[name]) if has_it else 0.0)
         if key not in self._tables:
             factors = torch.tensor(scales, dtype=torch.float32, device=empty.device)
-            self._tables[key] = ops.low_rank_places(down, up, sizes).to(empty.device), factors
+            self._tables[key] = ops.low_rank_places(down, up).to(empty.device), factors
         return LowRankUpdates(self.rows, down, up, self._tables[key], sizes)
 
 
@@ -96,8 +96,4 @@ def _forward(
     if not is_alone:
         return base(inputs)
     weight = weight_of(base) if runs_linear(base) and not has_hooks([base]) else None
-    out = updates.outputs(inputs, weight, base.bias)
-    if out is None:
-        out = base(inputs).contiguous()
-        updates.add(out, inputs)
-    return out
+    return updates.applied(inputs, weight, base.bias, base)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .. import ops
@@ -58,6 +60,20 @@ class LowRankUpdates:
         """Add the updates of inputs `[..., in]` to the outputs of the layers, `[..., sum of out]`."""
         flat = inputs.reshape(-1, inputs.shape[-1])
         ops.add_low_rank(out.view(-1, out.shape[-1]), flat, self._rows.of(inputs), *self._args)
+
+    def applied(
+        self,
+        inputs: torch.Tensor,
+        weight: torch.Tensor | StoredWeight | None,
+        bias: torch.Tensor | None,
+        forward: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """`outputs`, or what `forward`, the layers without updates, returns for `inputs`, with the updates added."""
+        out = self.outputs(inputs, weight, bias)
+        if out is None:
+            out = forward(inputs).contiguous()
+            self.add(out, inputs)
+        return out
 
     def outputs(
         self,

@@ -29,7 +29,7 @@ def example(rows, sizes, size_in, ranks, dtype, weights=None):
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE)  # noqa: E731
     down = [draw(rank, size_in).to(weights or dtype) / size_in**0.5 for _ in sizes for rank in ranks]
     up = [draw(size, rank).to(weights or dtype) for size in sizes for rank in ranks]
-    places = low_rank_places(down, up, sizes)
+    places = low_rank_places(down, up)
     scales = torch.rand(len(down), generator=generator).to(DEVICE) + 0.5
     # Of no adapter, of one, of several.
     adapters = torch.randint(0, 1 << len(ranks), (rows,), generator=generator).to(DEVICE)
@@ -81,13 +81,11 @@ def test_bits_do_not_depend_on_adapters_of_other_rows(dtype):
     sizes, size_in, ranks = [70, 64], 600, [16, 32, 3, 5, 8, 9]
     out, inputs, _, down, up, _, scales, _ = example(9, sizes, size_in, ranks, dtype)
     adapters = torch.tensor([1, 2, 4, 8, 16, 32, 1, 2, 0], device=DEVICE)
-    found = updated(
-        low_rank.add_low_rank, out, inputs, adapters, down, up, low_rank_places(down, up, sizes), scales, sizes
-    )
+    found = updated(low_rank.add_low_rank, out, inputs, adapters, down, up, low_rank_places(down, up), scales, sizes)
     for number in range(len(ranks)):
         rows = (adapters == 1 << number).nonzero()[:, 0]
         own = slice(number, None, len(ranks))
-        group = down[own], up[own], low_rank_places(down[own], up[own], sizes), scales[own].contiguous(), sizes
+        group = down[own], up[own], low_rank_places(down[own], up[own]), scales[own].contiguous(), sizes
         alone = updated(low_rank.add_low_rank, out[rows], inputs[rows], torch.ones_like(rows), *group)
         assert torch.equal(found[rows], alone)
 
