@@ -23,10 +23,11 @@ def has_kernels(device: torch.device) -> bool:
 
 
 class _Choice(threading.local):
-    """Settings of this thread's ops: kernels or references, whether launches are captured, what references call."""
+    """Settings of this thread's ops: kernels or references, whether kernels are launched, and are captured."""
 
     references_only = False
     capturing = False
+    compile_only = False
     batch_invariant = False
     on_reference: Callable[..., object] | None = None
 
@@ -57,6 +58,11 @@ def capturing() -> AbstractContextManager[None]:
     return _choosing(capturing=True)
 
 
+def without_launches() -> AbstractContextManager[None]:
+    """Context in which launches of this thread's ops compile kernels only, see `ops.compile_only`."""
+    return _choosing(compile_only=True)
+
+
 def batch_invariant() -> AbstractContextManager[None]:
     """Context in which the bits of a row of an op's result depend on that row only, in 16-bit types and float32.
 
@@ -69,6 +75,11 @@ def batch_invariant() -> AbstractContextManager[None]:
 def is_capturing() -> bool:
     """Whether this thread is in the context `capturing`."""
     return not torch.compiler.is_compiling() and _choice.capturing
+
+
+def is_compile_only() -> bool:
+    """Whether this thread's ops compile kernels and launch none, see `ops.compile_only`."""
+    return _choice.compile_only
 
 
 def is_batch_invariant() -> bool:
@@ -172,6 +183,13 @@ def _contiguous(results: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tenso
     return results.new_empty(results.shape)
 
 
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """The tensors among `values`, also inside of tuples."""
+    if isinstance(values, (list, tuple)):
+        return [tensor for one in values for tensor in _tensors(one)]
+    return [values] if isinstance(values, torch.Tensor) else []
+
+
 def kernel_op(
     place: str,
     writes: Collection[str] = (),
@@ -200,10 +218,22 @@ def kernel_op(
     signature, written, groups = _signature_of(plain, writes)
     returned = get_type_hints(plain)["return"]
     result = returned if _is_named_tuple(returned) else tuple
+    places = [place for place, one in enumerate(inspect.signature(plain).parameters) if one in writes]
 
-    def run_kernel(tensor: torch.Tensor, *args: Any) -> Any:
-        with torch.cuda.device_of(tensor):  # Triton launches on the current device
-            return (launch or getattr(kernels(), name))(tensor, *args)
+    def run_kernel(*args: Any) -> Any:
+        with torch.cuda.device_of(args[0]):  # Triton launches on the current device
+            out = (launch or getattr(kernels(), name))(*args)
+        return without_launch(out, args) if _choice.compile_only else out
+
+    def without_launch(out: Any, args: Sequence[Any]) -> Any:
+        """The results of the op after it has compiled its kernel only; `out` are those that nothing was written to."""
+        with without_dispatch_modes():
+            results = _tensors(out)
+            if not all(one.is_floating_point() for one in [*results, *_tensors([args[place] for place in places])]):
+                return plain(*args)
+            for one in results:
+                one.zero_()
+        return out
 
     def run_op(*args: Any) -> Any:
         args = _joined(args, groups)

@@ -9,7 +9,11 @@ first kernel is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -41,13 +45,60 @@ from .kernels.top_k_top_p_reference import certain, divide
 from .kernels.types import LinearTiles, StoredWeight
 from .op_choice import (
     batch_invariant,
+    capturing,
     has_kernels,
     is_batch_invariant,
     is_capturing,
+    is_compile_only,
     is_for_triton,
     kernel_op,
     references,
+    without_launches,
 )
+
+
+@contextmanager
+def compile_only(device: torch.device) -> Iterator[None]:
+    """Context in which this thread's ops on `device` compile their kernels, all in parallel, and launch none.
+
+    Ops that return or write integers run the reference, so that indices are valid. Others return zeros, and write
+    nothing. Nothing changes where ops run the references, or Triton interprets the kernels.
+    """
+    launch = _compiled_kernels(device)
+    if launch is None:
+        yield
+    else:
+        with launch.compile_only(device), without_launches():
+            yield
+
+
+def start_compiler(device: torch.device) -> None:
+    """Get the compiler of the kernels of `device` ready, in another thread and once in a process.
+
+    The first kernel of a process otherwise waits for that: 0.4 s, or 1.5 s if Triton's cache is empty (one H200).
+    """
+    if has_kernels(device):
+        _start_compiler(device)
+
+
+@functools.cache
+def _start_compiler(device: torch.device) -> None:
+    def start() -> None:
+        launch = _compiled_kernels(device)
+        if launch is not None:
+            launch.start_compiler(device)
+
+    threading.Thread(target=start, name="compiler", daemon=True).start()
+
+
+def _compiled_kernels(device: torch.device) -> ModuleType | None:
+    """What compiles the kernels of `device`; None if it has none, or Triton interprets them."""
+    if not has_kernels(device):
+        return None
+    from .kernels import launch
+
+    return None if launch.is_interpreted() else launch
+
 
 # Widest rows that a program of the norm's kernel can keep in registers.
 MAX_NORM_WIDTH = 65536

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from .launch import dependent_launch, wait_for_inputs
+from .launch import dependent_launch, kernel, wait_for_inputs
 
 BLOCK, _WARPS = tl.constexpr(1024), 4
 
@@ -43,7 +43,7 @@ def activate(x, NAME: tl.constexpr, LIBDEVICE: tl.constexpr):
         return tl.where(x <= 0.0, 0.0, x)
 
 
-@triton.jit
+@kernel
 def _gated_activation_kernel(
     gate_ptr,
     up_ptr,

@@ -20,7 +20,10 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,11 +39,91 @@ _HOPPER = (9, 0)
 Unspecialised = tl.constexpr(None)
 
 
+class _Mode(threading.local):
+    """Whether launches of this thread compile only, and which variants of kernels they have compiled so far."""
+
+    compile_only = False
+    compiled: set[tuple[Kernel, Any]] = set()
+
+
+_mode = _Mode()
+
+
+class Kernel(triton.JITFunction):
+    """A compiled kernel, which can be compiled without a launch, see `compile_only`."""
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return super().run(*args, grid=grid, warmup=warmup or _mode.compile_only, **options)
+
+    def _do_compile(self, key: Any, *args: Any) -> Any:
+        # Triton finds out at the end of the context only that a variant is being compiled, by a key that takes long.
+        if _mode.compile_only:
+            if (self, key) in _mode.compiled:
+                return None
+            _mode.compiled.add((self, key))
+        return super()._do_compile(key, *args)
+
+
 def kernel(function: Callable) -> triton.JITFunction:
-    """Decorator: `triton.jit` for kernels that have `Unspecialised` parameters."""
+    """Decorator: `triton.jit` for kernels that are launched; they may have `Unspecialised` parameters."""
     parameters = inspect.signature(function).parameters.values()
     unspecialised = [one.name for one in parameters if one.annotation == "Unspecialised"]
-    return triton.jit(function, do_not_specialize=unspecialised)
+    declare = triton.jit if is_interpreted() else Kernel
+    return declare(function, do_not_specialize=unspecialised)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, which compiles none."""
+    return triton.knobs.runtime.interpret
+
+
+class _Loading:
+    """An executor that loads what it compiles, on GPU number `index`: Triton calls the C compiler for that, too."""
+
+    def __init__(self, pool: ThreadPoolExecutor, index: int):
+        self._pool, self._index = pool, index
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future:
+        def load() -> Any:
+            with torch.cuda.device(self._index):
+                compiled = compile_kernel()
+                _ = compiled.run  # loads it
+            return compiled
+
+        return self._pool.submit(load)
+
+
+@contextmanager
+def compile_only(device: torch.device) -> Iterator[None]:
+    """Context in which launches of this thread compile kernels for `device`, in parallel, and launch nothing.
+
+    At its end they are compiled and loaded, but for those that fail, which fail again when they are launched. Triton's
+    compiler leaves the interpreter's lock to other threads for nine tenths of its time.
+    """
+    if _mode.compile_only:
+        yield
+        return
+    index = -1 if device.type != "cuda" else torch.cuda.current_device() if device.index is None else device.index
+    _mode.compile_only, _mode.compiled = True, set()
+    try:
+        with (
+            ThreadPoolExecutor(len(os.sched_getaffinity(0)), "compile") as pool,
+            triton.AsyncCompileMode(_Loading(pool, index), ignore_errors=True),
+        ):
+            yield
+    finally:
+        _mode.compile_only = False
+
+
+@kernel
+def _empty_kernel():
+    pass
+
+
+def start_compiler(device: torch.device) -> None:
+    """Compile a kernel for `device` that does nothing, so that later ones find Triton's compiler and driver ready."""
+    with compile_only(device):
+        _empty_kernel[(1,)]()
 
 
 # The smallest block of a round's tokens: chains of up to 7 drafts share one variant of a kernel.
@@ -70,7 +153,7 @@ def wait_for_inputs(PDL: tl.constexpr, starts_next=True):
 
 @functools.cache
 def _has_pdl(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip is not None or os.environ.get("TRITON_INTERPRET") == "1":
+    if device.type != "cuda" or torch.version.hip is not None or is_interpreted():
         return False
     return torch.cuda.get_device_capability(device) >= _HOPPER
 

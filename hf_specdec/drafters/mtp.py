@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .. import ops
 from ..cache.ragged_cache import RaggedCache
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.mtp_layouts import missing_experts, module_tensors, needed_tensors
@@ -284,7 +285,8 @@ class MtpDrafter(CachedDrafter):
 
         for index in range(self.config.num_modules):
             try:
-                found = self._run_layer(index, inputs, positions, attention_mask=positions[:, None, :, None])
+                with ops.references():
+                    found = self._run_layer(index, inputs, positions, attention_mask=positions[:, None, :, None])
             except RuntimeError:  # an operation, such as experts' products, that rounds run in another form
                 continue
             except Exception as error:  # a layer may raise anything about what it is given

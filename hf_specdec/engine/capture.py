@@ -18,9 +18,10 @@ from ..modules.signature import Signature
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.experts import capturable_experts, copies_experts
 from ..sampling.processors import BlockProcessor
+from ..state import DecodeState
 from .hosted_target import HostedTarget
 from .prefill import prefill_chunk
-from .rounds import RoundOutput, catch_up, draft_and_forward, run_round, verify_and_commit
+from .rounds import RoundOutput, catch_up, commit_first_token, draft_and_forward, run_round, verify_and_commit
 from .sessions import Session
 from .target import Target
 
@@ -102,6 +103,19 @@ def capture_round(
         return CapturedRound(session, target, drafter, process, kept)
 
     return _if_possible("A round", session, hosted, captured)
+
+
+def run_once(session: Session, hosted: HostedTarget, process: BlockProcessor) -> None:
+    """Choose first tokens and run a round, both of idle rows. Only processing that a graph contains takes part."""
+    state, target = session.state, hosted()
+
+    def scores(logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
+        return process.shared(logits, block, state) if process.key is not None else logits.float()
+
+    with capturable_experts(target.model, hosted.drafter), state.idle():
+        run_round(state, target, hosted.drafter, scores)
+        commit_first_token(state, scores, slice(None))
+    state.block_width = 1
 
 
 def capture_catch_up(session: Session, hosted: HostedTarget, width: int) -> Callable[[], None] | None:

@@ -29,7 +29,7 @@ from ..sampling.logits import RowSampling
 from ..sampling.processors import BlockProcessor
 from ..sampling.row_processors import RowsProcessor
 from ..sampling.text_rules import TEXT_RULES, with_all_rules
-from ..state import DecodeState, set_rows, upload
+from ..state import DecodeState, RoundShape, set_rows, upload
 from .alone import times_if_alone, without_drafter
 from .groups import Groups
 from .hosted_target import HostedTarget
@@ -217,8 +217,9 @@ class ContinuousRunner(Runner):
         with allocating(num_rows, slots, device), settled_on_error(lease.take()):
             drafted = lease.allowed(lease.drafts(self.acceptance).current)
             lease.session.state.live = live = min(self._expected, slots)
-            self._clear(lease)
-            lease.session.state.live, lease.session.state.logprobs = live, self._logprobs
+            lease.session.state.logprobs = self._logprobs
+            self._clear(lease, drafted)
+            lease.session.state.live = live
             if lease.lacks_round(drafted):
                 lease.capture_round(drafted)
         self._longest = longest
@@ -232,13 +233,13 @@ class ContinuousRunner(Runner):
             shape = shape._replace(slots=slots_in_memory(shape.slots - 1, self._call.model.device))
         return SessionLease(self._call, self.target, shape, self._process, True, self._is_in_memory)
 
-    def _clear(self, lease: SessionLease) -> None:
-        """Clear all rows of the session of `lease`."""
+    def _clear(self, lease: SessionLease, drafted: RoundShape | None = None) -> None:
+        """Clear all rows of the session of `lease`, whose first rounds have `drafted`, if that is known."""
         session = lease.session or lease.take()
         with settled_on_error(session):
             session.state.clear()
             session.state.set_temperature(self._call.temperature)
-            lease.allocate()
+            lease.allocate(drafted)
 
     def is_to_move(self, num_occupied: int, waiting: Sequence[Request], tokens_left: Callable[[], float]) -> bool:
         if waiting:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -23,6 +23,7 @@ from ..auto_k.auto_drafts import (
 from ..cache.key_layout import KeyLayout
 from ..cache.layer_kinds import Use
 from ..calls.call import Call
+from ..calls.prompts import PromptSpan
 from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
 from ..graphs.buckets import next_power_of_two, slots_for, span_for, useful_drafts
@@ -33,7 +34,7 @@ from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import cache_layers, stated_positions, uses_attention_interface
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState, RoundShape, Shape
-from .capture import CapturedRound, capture_catch_up, capture_round
+from .capture import CapturedRound, capture_catch_up, capture_round, run_once
 from .hosted_target import HostedTarget
 from .rounds import RoundOutput, catch_up, draft_and_forward, run_round
 from .session_prefill import SessionPrefill
@@ -299,10 +300,23 @@ class SessionLease:
             return captured.execution + mode
         return f"eager{mode}: {self._target.eager_reason or 'a round cannot be captured'}"
 
-    def allocate(self) -> None:
-        """Allocate what the first forward pass of a new session allocates, by a pass over no prompt."""
-        if self.session.state.prompt_logits is None:
+    def allocate(self, drafted: RoundShape | None = None, spans: Sequence[PromptSpan] = ()) -> None:
+        """Allocate what the first forward pass of a new session allocates, by a pass over no prompt.
+
+        Where kernels are compiled, the pass compiles its kernels and launches none. With `drafted` it is followed by
+        what a call captures and runs first: the prefill of `spans`, first tokens, and a round with so many drafts. So
+        the kernels of all of them are compiled at the same time.
+        """
+        session, target = self.session, self._target
+        if session.state.prompt_logits is not None:
+            return
+        with ops.compile_only(target.model.device), ops.capturing():
             self.prefill.run(())
+            if drafted is not None and ops.is_compile_only() and not target.drafter.compiles_rounds:
+                self.prefill.run_captured(spans)
+                session.state.num_draft_tokens, session.state.num_nodes = drafted
+                with session.state.spanning(self._round_key(drafted)[-1]):
+                    run_once(session, target, self._process)
 
     def keep(self) -> None:
         """Return the session to the pool if sessions are kept, else free its rows. Save the costs of rounds."""

@@ -51,7 +51,7 @@ class _Launched:
 class Run:
     """The requests that wait for rows and those that run in them, and the loop over rounds.
 
-    On a GPU results are read one round late, so the GPU never waits for the host.
+    Results of captured rounds are read one round late, so the GPU never waits for the host.
 
     Args:
         counters: of the requests, by their `index`.
@@ -80,7 +80,9 @@ class Run:
         # Requests of a call in lockstep whose limit is the number of positions of the target.
         self._cut = [one for one in arrived.requests if one.is_cut] if transcript is not None else []
         device = runner.state.tokens.device
-        self._clock, self._rounds_ahead = RoundClock(device), policy_of(device).rounds_ahead
+        # Eager rounds take the host longer than the device, and one more than needed is a round lost.
+        self._rounds_ahead = policy_of(device).rounds_ahead if runner.target.is_captured else 0
+        self._clock = RoundClock(device)
         self._launched: deque[_Launched] = deque()
         # The shape of the last round, and when it ended; None if something else came after it.
         self._last: tuple[RoundShape, Any] | None = None

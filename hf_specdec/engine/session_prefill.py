@@ -11,6 +11,7 @@ from ..cache.layer_kinds import Use
 from ..calls.first_pass import FirstPass
 from ..calls.prompts import PromptSpan
 from ..graphs import buckets
+from ..patching.experts import copies_experts
 from ..patching.support import why_not_used
 from ..state import upload
 from .capture import capture_prefill
@@ -139,6 +140,14 @@ class SessionPrefill:
         finally:
             state.num_before = None
         self._done += chunk
+
+    def run_captured(self, spans: Sequence[PromptSpan]) -> None:
+        """Run the chunks that `capture` would capture for `spans`, without capturing them; they prefill no position."""
+        if copies_experts(self._target.model, self._target.drafter):
+            return
+        for chunk in dict.fromkeys(self._captured_chunks(spans)):
+            self._fill((), chunk)
+            prefill_chunk(self._session.state, self._target(), self._target.drafter, chunk, self._session.prompts)
 
     def capture(self, spans: Sequence[PromptSpan]) -> None:
         """Capture the chunks that a prefill of `spans` lacks. The prefill must begin after that."""

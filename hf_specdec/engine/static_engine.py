@@ -140,7 +140,11 @@ class Lockstep(Runner):
             # A pass allocates, in the target's dtypes, what is captured or copied to, and tells the form of states.
             has_states = self.state.cache.recurrence is not None
             is_read = call.prompts.cached and (has_states or has_other_dtypes(call.cache, call.model.dtype))
-            if self.target.is_captured or is_read or self._groups is not None:
+            if self.target.is_captured:
+                lengths = (len(one.prompt) for one in self._requests)
+                spans = [PromptSpan(row, 0, length) for row, length in enumerate(lengths)]
+                lease.allocate(drafted if needs_rounds else None, spans)
+            elif is_read or self._groups is not None:
                 lease.allocate()
             if needs_rounds and lease.lacks_round(drafted):
                 lease.capture_round(drafted)

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..op_choice import capturing
+from ..ops import capturing, compile_only
 
 _T = TypeVar("_T")
 
-# Number of warm-up runs of a function before its capture.
+# Runs of a function before its capture: one that compiles its kernels, and one that launches them.
 WARM_UPS = 2
 
 # All threads share the compiler's settings and the filters of warnings.
@@ -88,8 +88,9 @@ class CudaGraph:
         current = torch.cuda.current_stream()
         warm_up.wait_stream(current)
         with torch.cuda.stream(warm_up), capturing():
-            for _ in range(WARM_UPS):
+            with compile_only(torch.device("cuda", torch.cuda.current_device())):
                 function()
+            function()
         current.wait_stream(warm_up)
         start = time.perf_counter()
         self._graph = torch.cuda.CUDAGraph()

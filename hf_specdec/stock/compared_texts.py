@@ -44,6 +44,7 @@ def outcome_of(
     facts, key = signature_of(model).facts, (key, by, model.dtype, autocast_dtype(model), model.device.type)
     if key in facts:
         return facts[key]
+    ops.start_compiler(model.device)  # the check runs references meanwhile
     try:
         used = ops.references() if references else nullcontext()
         # What is looked up here is not kept for the rest of the call.

@@ -13,6 +13,7 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,12 @@ class NoGpu:
         self.get_current_target = lambda: GPUTarget("cuda", arch, 32)
         self.get_current_device = lambda: 0
         self.get_current_stream = lambda device: 0
+        self.launcher_cls = lambda source, metadata: None
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+            load_binary=lambda name, binary, shared, device: (1, 1, 32, 0, 1024),
+            unload_module=lambda module: None,
+        )
 
 
 def _kinds(args: Any) -> Any:
