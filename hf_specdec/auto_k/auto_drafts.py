@@ -57,18 +57,17 @@ _OPTIMISM_OF_ONE, _OPTIMISM = 0.85, 0.9
 
 # A candidate replaces the current one if it gives this share more tokens a millisecond.
 _HYSTERESIS = 0.01
-# Share of its optimistic gain that a trial may cost; milliseconds of rounds that are assumed to follow, in this call or
-# in others.
-_CONFIDENCE, _HORIZON = 0.5, 4000.0
+# Milliseconds of rounds that are assumed to follow, in this call or in others, where what is better is known.
+_HORIZON = 4000.0
 # How many more tokens a millisecond rounds with the drafter must give than those without: prompts go through it, too,
 # and rows end apart (256 rows of an 8B target, one H200: as fast in rounds, but 8 % fewer tokens a second of the call).
 _LEAST_GAIN = 0.1
 # Rounds of a first trial, and of a later one. The first round is not timed, since it includes what the change of drafts
-# costs.
-_ROUNDS_TO_TRY, _ROUNDS_TO_RETRY = 4, 2
-# The share of all time so far that a first trial may cost where the rest of the call is shorter, as at the end of bulk
-# calls, when few rows are left; the share that later trials may cost, and the fewest rounds between two of them.
-_SHARE_OF_FIRST, _BUDGET, _ROUNDS_BETWEEN = 0.2, 0.01, 32
+# costs. Fewest rounds between two later trials.
+_ROUNDS_TO_TRY, _ROUNDS_TO_RETRY, _ROUNDS_BETWEEN = 4, 2, 32
+# What trials may cost, captures included: this share of the time of all rounds so far, and for a first trial this share
+# of what it may win in the rest of the call, by an optimistic estimate.
+_BUDGET, _CONFIDENCE = 0.01, 0.5
 
 
 # Number of rounds after which ranks of one model agree on their times, by a broadcast that waits for the GPU.
@@ -238,13 +237,15 @@ class RoundTimes:
 
     Attributes:
         expected: expected times, relative to each other; None until a call sets them.
+        least: milliseconds of a round without the drafter, from which others are estimated while none is known.
         total, unsaved: milliseconds of all rounds, and of those that are not on disk yet.
-        spent: milliseconds that later trials have cost; those on record have cost their share of `total`.
+        spent: milliseconds that trials have cost; those on record have cost their share of `total`.
         alone: milliseconds of calls without the drafter since the last call with it.
     """
 
     def __init__(self, known: Mapping[RoundShape, float] | None = None, total: float = 0.0) -> None:
         self.expected: ExpectedCosts | None = None
+        self.least: float | None = None
         self._times = {drafted: deque([one], maxlen=_NUM_TIMES) for drafted, one in (known or {}).items()}
         self._medians = dict(known or {})
         self._measured: set[RoundShape] = set()
@@ -267,6 +268,11 @@ class RoundTimes:
     def __contains__(self, drafted: RoundShape) -> bool:
         return drafted in self._medians
 
+    @property
+    def budget(self) -> float:
+        """Milliseconds that trials may cost now; below 0 after first trials that a call was long enough for."""
+        return _BUDGET * self.total - self.spent
+
     def milliseconds(self, drafted: RoundShape) -> float:
         """The median of the last times of such rounds; if there are none, a low estimate from other rounds.
 
@@ -274,6 +280,8 @@ class RoundTimes:
         """
         if drafted in self._medians:
             return self._medians[drafted]
+        if not self._medians:
+            return self.least * self.expected.low_ratio(drafted, RoundShape(0))
         others = self._medians.keys()
         if drafted.num_nodes:
             chain = RoundShape(drafted.num_drafts)
@@ -319,25 +327,22 @@ def is_better_alone(
     if not known and not is_known:
         return first == none
     if is_known:
-        alone = times_alone.milliseconds(none)
+        alone = times.least = times_alone.milliseconds(none)
     else:
         alone = times.milliseconds(none) * (_OPTIMISM if none in times else 1.0)
-    estimated = times
-    if not known:
-        estimated = RoundTimes({none: alone})
-        estimated.expected = times.expected
-    rate = max(acceptance.expected_tokens(one) / estimated.milliseconds(one) for one in known or candidates(most)[1:])
-    # What it saves in this call, or in as much time as has passed, if more such calls follow.
-    share = 1 - alone * rate / (1 + _LEAST_GAIN)
-    saved = share * max(tokens * alone, times.total + times_alone.total, _HORIZON)
-    if share <= 0:
-        return -saved * (1.0 if known else _CONFIDENCE) <= price_of_drafts
-    if saved * (1.0 if is_known else _CONFIDENCE) <= price:
-        return False
-    if _BUDGET * times.alone < share * tokens * alone + price_of_drafts:
-        return True
-    times.alone = 0.0
-    return False
+    rate = max(acceptance.expected_tokens(one) / times.milliseconds(one) for one in known or candidates(most)[1:])
+    share, left = 1 - alone * rate / (1 + _LEAST_GAIN), tokens * alone
+    cost, is_first = (price, not is_known) if share > 0 else (price_of_drafts, not known)
+    if is_first:
+        worth = _CONFIDENCE * abs(share) * left + times.budget + times_alone.budget
+    else:
+        worth = abs(share) * max(left, times.total + times_alone.total, _HORIZON)
+    is_alone = (worth > cost) == (share > 0)
+    if share > 0 and _BUDGET * times.alone >= share * left + price_of_drafts:
+        is_alone = False
+    if not is_alone:
+        times.alone = 0.0
+    return is_alone
 
 
 class FixedDrafts:
@@ -384,6 +389,8 @@ class AutoDrafts:
         self._split, self._own_times = split, []
         known = [one for one in self._candidates if one in times]
         ready = [one for one in known if not price(one)] or known
+        if not known and times.least is not None:  # as `is_better_alone` has expected
+            ready = self._candidates[1:]
         begin = max(one for one in self._candidates if one.width <= max(first.width, 1))
         self.current = max(ready, key=self._rate, default=begin)
         self._plan: deque[RoundShape] = deque()
@@ -462,10 +469,8 @@ class AutoDrafts:
         unknown = [one for one in self._candidates if one not in self.times and one not in self._waiting]
         found = max(unknown, key=self._rate, default=None)
         if found is not None:
-            cost = self._price(found) + _ROUNDS_TO_TRY * self._loss(found, rate)
-            is_better = self._rate(found) > (1 + _HYSTERESIS) * rate
-            is_affordable = cost <= max(tokens_left() / rate, _SHARE_OF_FIRST * self.times.total)
-            if is_better and is_affordable and _CONFIDENCE * self._gain(found, rate, tokens_left) > cost:
+            share = 1 - rate / self._rate(found)
+            if share > _HYSTERESIS and self._pays(found, _ROUNDS_TO_TRY, rate, share * tokens_left() / rate):
                 self._waiting.add(found)
                 return [found] * _ROUNDS_TO_TRY
         if self._since_try < _ROUNDS_BETWEEN:
@@ -475,18 +480,19 @@ class AutoDrafts:
         self._is_upwards = not self._is_upwards
         others = [one for one in self._candidates if one in self.times and one != self.current]
         again = self._nearest([one for one in others if (one.width > self.current.width) == self._is_upwards])
-        if again is None:
+        if again is None or not self._pays(again, _ROUNDS_TO_RETRY, rate):
             return ()
-        loss = self._price(again) + _ROUNDS_TO_RETRY * self._loss(again, rate)
-        if self.times.spent + loss > _BUDGET * self.times.total:
-            return ()
-        self.times.spent += loss
         return [again] * _ROUNDS_TO_RETRY
 
-    def _loss(self, drafted: RoundShape, rate: float) -> float:
-        """Milliseconds that a round with `drafted` is expected to lose over the same tokens at `rate`."""
+    def _pays(self, drafted: RoundShape, num_rounds: int, rate: float, win: float = 0.0) -> bool:
+        """Spend what a trial of `drafted` is expected to lose over the same tokens at `rate`, with its captures, if it
+        may. `win` is what it may save in the rest of the call."""
         tokens = self._acceptance.expected_tokens(drafted)
-        return max(self.times.milliseconds(drafted) - tokens / rate, 0.0)
+        cost = self._price(drafted) + num_rounds * max(self.times.milliseconds(drafted) - tokens / rate, 0.0)
+        if cost > _CONFIDENCE * win + self.times.budget:
+            return False
+        self.times.spent += cost
+        return True
 
 
 # What chooses the drafts of each round.

@@ -31,11 +31,11 @@ def times_if_alone(call: Call, target: HostedTarget, rows: int, tokens: float) -
     acceptance = pool.acceptance(call.temperature is not None)
 
     def price(has_drafts: bool) -> float:
-        """Milliseconds to capture a session of this kind: 0 if there is one, else by those of the other kind."""
+        """Milliseconds to capture a session of this kind: 0 if there is one, else what those of the other kind took."""
         if not target.is_captured or pool.of_rows(rows, has_drafts):
             return 0.0
         others = pool.of_rows(rows, not has_drafts)
-        return max((1e3 * one.capture_seconds * (1 + len(one.prefills)) for one in others), default=0.0)
+        return max((1e3 * one.capture_seconds for one in others), default=0.0)
 
     prices = price(has_drafts=False), price(has_drafts=True)
     return times if is_better_alone(most, first, acceptance, times, alone, tokens, *prices) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -146,8 +147,8 @@ def capture_prefill(session: Session, hosted: HostedTarget, columns: int) -> Cal
 
 
 def _if_possible(what: str, session: Session, hosted: HostedTarget, make: Callable[[Target], _T]) -> _T | None:
-    """What `make` captures for `session`, or None. Counts the capture and the memory that it takes."""
-    before, captured = taken_bytes(hosted.model.device), None
+    """What `make` captures for `session`, or None. Counts the capture, its time and the memory that it takes."""
+    start, before, captured = time.perf_counter(), taken_bytes(hosted.model.device), None
     target = hosted()
     if target.patches not in session.patches:
         session.patches.append(target.patches)
@@ -165,4 +166,5 @@ def _if_possible(what: str, session: Session, hosted: HostedTarget, make: Callab
         name = type(target.model).__name__
         logger.warning(f"{what} of {name} cannot be captured and runs eagerly: {first_line(error)}")
     session.num_bytes += max(taken_bytes(hosted.model.device) - before, 0)
+    session.capture_seconds += time.perf_counter() - start
     return captured

@@ -320,7 +320,7 @@ class ContinuousRunner(Runner):
         drafted, times = self.drafts.current, self.drafts.times
         rounds = tokens_left() / (drafted.num_drafts + 1)
         left = rounds * times.milliseconds(drafted) if drafted in times else 0.0
-        is_worth = max(left / 2, SHARE_OF_THE_END * times.total) > 1e3 * self.session.capture_seconds
+        is_worth = max(left / 2, SHARE_OF_THE_END * times.total) > 1e3 * self.session.seconds_a_capture
         return bool(from_first_rank(torch.tensor(is_worth), self._call.model))
 
     def _fewer_lease(self, rows: Mapping[int, int]) -> SessionLease | None:
@@ -337,7 +337,7 @@ class ContinuousRunner(Runner):
             self._stays = True
             return None
         # Its graphs are assumed to take as long as those of the session before.
-        lease.session.capture_seconds = lease.session.capture_seconds or self.session.capture_seconds
+        lease.session.capture_seconds = lease.session.capture_seconds or self.session.seconds_a_capture
         return lease
 
     def _commit_texts(self, lease: SessionLease, rows: Mapping[int, int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -209,16 +208,12 @@ class SessionLease:
         return self._target.is_captured and self._round_key(drafted) not in self.session.rounds
 
     def capture_round(self, drafted: RoundShape) -> None:
-        session, start = self.session, time.perf_counter()
-        shared = session.graph_pool.seconds
+        session = self.session
         session.state.num_draft_tokens, session.state.num_nodes = drafted
         key = self._round_key(drafted)
         with session.state.spanning(key[-1]):
             captured = capture_round(session, self._target, self._process, self._call.kept)
         session.rounds.add(key, captured)
-        # The first capture also builds kernels that later ones share. Compiled rounds share none.
-        is_first = len(session.rounds) == 1 and not self._target.drafter.compiles_rounds
-        session.capture_seconds = session.graph_pool.seconds - shared if is_first else time.perf_counter() - start
 
     def captured_round(self, drafted: RoundShape) -> CapturedRound | None:
         """The captured round of the next text lengths; None if rounds run eagerly."""
@@ -243,7 +238,7 @@ class SessionLease:
         """Milliseconds to capture rounds with `drafted`, the same on all ranks; 0 if they are captured already."""
         if not self.lacks_round(drafted):
             return 0.0
-        return 1e3 * float(from_first_rank(torch.tensor(self.session.capture_seconds), self._target.model))
+        return 1e3 * float(from_first_rank(torch.tensor(self.session.seconds_a_capture), self._target.model))
 
     def prepare(self, drafted: RoundShape) -> bool:
         """Get ready for a round with `drafted`; returns whether there is memory for it."""

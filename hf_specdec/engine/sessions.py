@@ -88,7 +88,7 @@ class Session:
         catch_ups: captured `catch_up`, by width and `RaggedCache.kernel_span`.
         prefills: captured chunks of prefills, by width.
         round_times: times of its rounds in calls with a fixed K, which ranks of one model do not share.
-        capture_seconds: expected time to capture another round, from the last capture.
+        capture_seconds: time of all its captures, with the kernels that were built for them.
         patches: patches of the targets that the graphs were captured of; graphs read their tables.
         num_bytes: GPU memory that the session has taken, without what graphs share.
         fence: recorded after the work of the last call.
@@ -105,6 +105,11 @@ class Session:
         self.num_bytes = 0
         self.fence = Fence(state.tokens.device)
         self._borrower: Callable[[], DeferredCache | None] = lambda: None
+
+    @property
+    def seconds_a_capture(self) -> float:
+        """Expected time of another capture: the mean of those so far."""
+        return self.capture_seconds / max(len(self.rounds) + len(self.catch_ups) + len(self.prefills), 1)
 
     def free_rows(self) -> None:
         """Free the memory of the rows. The session is not used again, and the device no longer uses it."""

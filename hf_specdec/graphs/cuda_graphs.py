@@ -65,12 +65,9 @@ class GraphPool:
 
     Attributes:
         owner: the graph captured last, which keeps the pool alive; None before the first capture.
-        seconds: time of all captures, taking each run to last as long as the last one: the first runs may build kernels
-            that graphs of other shapes share.
     """
 
     owner: torch.cuda.CUDAGraph | None = None
-    seconds: float = 0.0
 
 
 class CudaGraph:
@@ -92,7 +89,6 @@ class CudaGraph:
                 function()
             function()
         current.wait_stream(warm_up)
-        start = time.perf_counter()
         self._graph = torch.cuda.CUDAGraph()
         # torch counts the pool of a failed capture as in use forever, so the next capture must start a new one.
         owner, memory.owner = memory.owner, None
@@ -107,7 +103,6 @@ class CudaGraph:
         ):
             self.result = function()
         memory.owner = self._graph
-        memory.seconds += (WARM_UPS + 1) * (time.perf_counter() - start)
 
     def __call__(self) -> Any:
         self._graph.replay()

@@ -238,9 +238,9 @@ def test_times_that_are_not_known_are_underestimated():
 
 
 def test_a_price_is_paid_where_it_is_worth_it():
-    """Rounds whose graphs take 10 s are not captured for a short call; they are when calls have taken long enough."""
+    """Rounds whose graphs take 0.6 s are not captured for a short call; they are when calls have taken long enough."""
     asked = set()
-    dear = {"price": lambda drafted: 0.0 if drafted.num_drafts in {3, *asked} else 1e4}
+    dear = {"price": lambda drafted: 0.0 if drafted.num_drafts in {3, *asked} else 600.0}
     simulation = Simulation(256, tokens=100, **dear)
     simulation.run(SHARES["half"], 100)
     assert set(simulation.chosen) == {3}
@@ -252,7 +252,7 @@ def test_a_price_is_paid_where_it_is_worth_it():
 
 
 def test_few_tokens_are_left():
-    """A try whose graph takes longer than the rest of the call waits until rounds have taken five times as long."""
+    """A try whose graph takes longer than the rest of the call waits until tries are a hundredth of all rounds."""
     times, one = times_of(8), RoundShape(1)
     price = {"price": lambda drafted: 200.0 * (drafted != one)}
     first, second = (AutoDrafts(RoundShape(7), one, Acceptance(), times, **price) for _ in range(2))
@@ -260,7 +260,9 @@ def test_few_tokens_are_left():
         first.ran(one, cost(8, 1), True)
     assert {first.next(lambda: 10) for _ in range(20)} == {one}
     assert second.next(lambda: 300) != one, "more is left in this call"
-    times.total = 1200.0
+    times.total = 39e3
+    assert first.next(lambda: 10) == one, "the other call's try was one, too"
+    times.total = 41e3
     assert first.next(lambda: 10) != one
 
 

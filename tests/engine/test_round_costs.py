@@ -1,14 +1,16 @@
 """What rounds cost, on disk: what is written, what is read, and what calls make of it."""
 
+import itertools
 import json
 import logging
 import multiprocessing
 import os
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 import torch
-from graph_stand_ins import replay_on_cpu
+from graph_stand_ins import Replay, replay_on_cpu
 from lossless import greedy
 from oracle import RANDOM_DRAFTERS, copy_of
 from targets import padded_prompts, tiny_target
@@ -17,6 +19,7 @@ from hf_specdec import NoDrafter
 from hf_specdec.auto_k import round_costs
 from hf_specdec.auto_k.auto_drafts import Acceptance, AutoDrafts, ExpectedCosts, Pass, RoundTimes, is_better_alone
 from hf_specdec.auto_k.round_costs import CostTable, table_folder
+from hf_specdec.engine import alone, capture
 from hf_specdec.state import RoundShape, Shape
 
 SHAPE = Shape(
@@ -374,6 +377,83 @@ def test_what_captures_cost_counts_for_calls_without_the_drafter(monkeypatch, fo
     assert is_alone()
     kept.total = kept.alone = 0.0
     assert is_alone(), "captures that are there cost nothing"
+
+
+def test_building_kernels_is_part_of_a_price(monkeypatch, folder):
+    """A call with the drafter for the first time is expected to take as long to capture as one without it did."""
+    target, clock = tiny_target("llama"), [0.0]
+
+    class Slow(Replay):
+        def __init__(self, *args):
+            super().__init__(*args)
+            clock[0] += 10.0 if Slow.count == 1 else 1.0
+
+    monkeypatch.setattr(capture, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    replay_on_cpu(monkeypatch, Slow)
+    monkeypatch.setattr(Slow, "count", 0)
+    drafter, prices = RANDOM_DRAFTERS["eagle3"](target), []
+    monkeypatch.setattr(alone, "is_better_alone", lambda *args: prices.append(args[-2:]) or True)
+    for _ in range(2):
+        target.generate_batch([[5, 6, 7], [9] * 5], None, None, assistant_model=drafter, max_new_tokens=9)
+    (session,) = drafter.sessions.of_rows(2, has_drafts=False)
+    assert Slow.count > 1 and prices == [(0.0, 0.0), (0.0, 1e3 * clock[0])]
+    assert session.seconds_a_capture == clock[0] / Slow.count
+
+
+@pytest.mark.usefixtures("shapes_decide")
+def test_a_late_try_never_costs_a_call():
+    """256 rows of an 8B target, with and without kernels to build, and in calls that go on for long."""
+    for captures, num_calls, least in ((10e3, 60, 0.999), (1e3, 40, 0.999), (1e3, 400, 0.0)):
+        calls = Calls(captures)
+        spent = [calls.run() for _ in range(num_calls)][2:]
+        best = calls.tokens * calls.MILLISECONDS_ALONE
+        assert best / max(spent) >= least and best * len(spent) / sum(spent) > 0.98, (captures, num_calls)
+    assert calls.chosen[0] == 1, "a call with the drafter is for what was expected to pay"
+    at = calls.is_alone.index(False)
+    assert all(calls.is_alone[at + 1 : at + 4]), "the next one has to be earned"
+
+
+class Calls:
+    """Calls of a process, one after the other; captures of a session take `captures` milliseconds."""
+
+    MILLISECONDS_ALONE, MILLISECONDS = 10.3, {0: 10.9, 1: 16.2, 2: 23.9, 3: 30.6, 5: 44.0, 7: 57.0}
+    SHARES = (0.65, 0.43, 0.27, 0.17, 0.11, 0.07, 0.045)  # of rounds that accept the draft of a position
+
+    def __init__(self, captures, tokens=191):
+        self.accepted, self.times, self.alone, self.tokens = Acceptance(), RoundTimes(), RoundTimes(), tokens
+        self.times.expected = ExpectedCosts(256, torch.device("cuda"), Pass(14e9, 14e9, 32), {})
+        self._captures, self._captured, self.chosen, self.is_alone = captures, set(), [], []
+
+    def run(self):
+        """Milliseconds of a call, but for its prefill."""
+        prices = [self._captures * (one not in self._captured and bool(self._captured)) for one in ("alone", "with")]
+        first, most = self.times.expected.first(7), RoundShape(7)
+        is_alone = is_better_alone(most, first, self.accepted, self.times, self.alone, self.tokens, *prices)
+        self.is_alone.append(is_alone)
+        total = self._capture("alone" if is_alone else "with", self._captures)
+        if is_alone:
+            for _ in range(self.tokens):
+                self.alone.add(RoundShape(0), self.MILLISECONDS_ALONE, True)
+            self.times.alone += self.tokens * self.MILLISECONDS_ALONE
+            return total + self.tokens * self.MILLISECONDS_ALONE
+        price, left, last = self._captures / 3, float(self.tokens), None
+        drafts = AutoDrafts(most, first, self.accepted, self.times, lambda one: price * (one not in self._captured))
+        self._captured.add(drafts.current)
+        while left > 0:
+            drafted = drafts.next(lambda left=left: left)
+            total += self._capture(drafted, price) + self.MILLISECONDS[drafted.num_drafts]
+            bounds = (1.0, *self.SHARES[: drafted.num_drafts], 0.0)
+            for accepted, (before, after) in enumerate(itertools.pairwise(bounds)):
+                self.accepted.observe(accepted, drafted.num_drafts, times=round(256 * (before - after)))
+            drafts.ran(drafted, self.MILLISECONDS[drafted.num_drafts], drafted == last)
+            left, last = left - sum(bounds), drafted
+            self.chosen.append(drafted.num_drafts)
+        return total
+
+    def _capture(self, what, milliseconds):
+        is_captured = what in self._captured
+        self._captured.add(what)
+        return milliseconds * (not is_captured)
 
 
 def test_fixed_numbers_of_drafts_measure_nothing(folder):

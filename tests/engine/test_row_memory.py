@@ -25,10 +25,11 @@ from sampled_calls import drafter_of
 from targets import set_policy, tiny_target
 from torch._inductor.utils import run_and_get_code
 from transformers import ContinuousBatchingConfig
+from varying_drafts import vary_drafts
 
 from hf_specdec import NoDrafter, SuffixDrafter, ops
 from hf_specdec.calls.request import Arrived, ContinuousBatching, Request
-from hf_specdec.engine import lease
+from hf_specdec.engine import lease, run
 from hf_specdec.engine.prefix_cache import Prefix
 from hf_specdec.engine.run import Run, _Launched
 from hf_specdec.engine.runner import Runner
@@ -382,6 +383,21 @@ def test_captured_rounds_of_longer_texts(monkeypatch):
         assert in_rows(drafter, prompts, 2)[0] == [alone("llama", tuple(one)) for one in prompts]
         assert {key[-1] for _, session in drafter.sessions._idle for key in session.rounds} >= spans
     drafter.release()
+
+
+def test_times_of_captures_are_not_times_of_rounds(monkeypatch):
+    """Where a text outgrows the graph of its rounds, the next round of the same drafts is not typical."""
+    replay_on_cpu(monkeypatch)
+    monkeypatch.setattr(buckets, "FEWEST_SPAN", 16)
+    drafter = RANDOM_DRAFTERS["eagle3"](tiny_target("llama")).configure(3, compile_rounds=False)
+    vary_drafts(monkeypatch, [2])
+    events, capture_round, launched = [], lease.capture_round, run._Launched
+    monkeypatch.setattr(lease, "capture_round", lambda *args: events.append("capture") or capture_round(*args))
+    monkeypatch.setattr(run, "_Launched", lambda *args: events.extend(args[3:4]) or launched(*args))
+    in_rows(drafter, prompts_of((5, 4)), 2, max_new_tokens=80, eos_token_id=None)
+    drafter.release()
+    after = [then for now, then in itertools.pairwise(events) if now == "capture"]
+    assert after[-1] is False and len(after) > 2 and events.count(True) > 4, events
 
 
 class Reported(NamedTuple):
