@@ -43,6 +43,14 @@ CHAT_HANDLER = named_in(f"{_SERVER}.chat_completion", "ChatCompletionHandler", w
 COMPLETION_HANDLER = named_in(f"{_SERVER}.completion", "CompletionHandler", why=_HANDLER, is_needed=False)
 RESPONSE_HANDLER = named_in(f"{_SERVER}.response", "ResponseHandler", why=_HANDLER, is_needed=False)
 
+# The method that starts a thread with each request, to unload an idle model; a server's own target stays loaded.
+IDLE_TIMER = named_in(
+    f"{_SERVER}.model_manager:TimedModel",
+    "reset_timer",
+    why="replaced: the server's target is never unloaded",
+    is_needed=False,
+)
+
 # The function of transformers' middleware, which gives requests their ids.
 REQUEST_ID_MIDDLEWARE = "request_id_middleware"
 

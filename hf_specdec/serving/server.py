@@ -439,6 +439,7 @@ def _build_server(
             f"transformers' server does not run {type(timed.model).__name__} by continuous batching; expected a "
             "language model, and the option --continuous-batching."
         )
+    setattr(timed, serving_parts.IDLE_TIMER, lambda: None)
     name, _ = split_model_id(target)
     manager = generation_state.get_manager(model_manager.process_model_name(name), use_cb=True)
     manager.init_cb(timed.model, timed.model.generation_config)

@@ -280,14 +280,15 @@ def test_events_with_a_text_are_those_of_transformers(monkeypatch, endpoint):
 
 @needs_server
 def test_request_ids(monkeypatch, folders):
-    """They are those of transformers' middleware, but no answer passes through its queue."""
+    """They are those of transformers' middleware, but no answer passes its queue, and no request starts a timer."""
     from starlette.middleware.base import BaseHTTPMiddleware
 
     async def unexpected(*args):
         raise AssertionError("BaseHTTPMiddleware runs")
 
     def work(client):
-        found = []
+        found, timers = [], []
+        monkeypatch.setattr(threading.Timer, "start", timers.append)
         for asked in ({"X-Request-ID": "mine"}, {}):
             body = {"model": client.model, "prompt": "abc", "max_tokens": 2}
             connection = http.client.HTTPConnection("localhost", client.port)
@@ -296,7 +297,7 @@ def test_request_ids(monkeypatch, folders):
             response = connection.getresponse()
             found.append((response.getheader("X-Request-ID"), json.loads(response.read())["id"]))
             connection.close()
-        assert found[0] == ("mine", "mine") and found[1][0] == found[1][1] != ""
+        assert found[0] == ("mine", "mine") and found[1][0] == found[1][1] != "" and not timers
 
     monkeypatch.setattr(BaseHTTPMiddleware, "__call__", unexpected)
     served(monkeypatch, folders, work)
