@@ -379,6 +379,7 @@ class ContinuousRunner(Runner):
 
     def prefill(self, prefixes: Sequence[Prefix], requests: Sequence[Request], running: Sequence[Request]) -> None:
         rows, margin, lease, state = [one.row for one in prefixes], self.prefix_margin or 0, self.lease, self.state
+        self._rows = rows
         self._suit((*running, *requests))
         state.logprobs = self._logprobs
         self._entering = upload(rows, state.lengths)
@@ -397,20 +398,27 @@ class ContinuousRunner(Runner):
             copy_prefixes(state, self._call.drafter, prefixes, margin)
             lease.prefill.start_rows(spans, self._entering)
 
-    def prefill_next(self) -> RoundReport | None:
+    def prefill_next(self) -> tuple[int, RoundReport] | None:
         with settled_on_error(self.session):
             if self._groups is not None:
                 if not self._groups.prefill_next():
                     return None
-            elif not self.lease.prefill.run_next():
-                return None
+                done = slice(0, len(self._rows))
             else:
-                set_rows(self.state.finished, self._entering, False)
-            running, self._process.own = self._process.own, self._entering_processors
+                prefill = self.lease.prefill
+                done = prefill.run_next()
+                while self._settings.arrivals is None and not prefill.is_complete:  # nobody waits for a single text
+                    done = slice(done.start, prefill.run_next().stop)
+                if done.start == done.stop:
+                    return None
+                set_rows(self.state.finished, self._entering[done], False)
+            entering, running = self._entering_processors, self._process.own
+            self._process.own = own = {row: entering[row] for row in self._rows[done] if row in entering}
             try:
-                return self._commit_first_tokens(self._entering, self._known)
+                known = None if self._known is None else self._known[done]
+                return done.stop - done.start, self._commit_first_tokens(self._entering[done], known)
             finally:
-                self._process.own = {**running, **self._entering_processors}
+                self._process.own = {**running, **own}
 
     def take_failed(self) -> dict[int, str]:
         failed, self._process.failed = self._process.failed, {}

@@ -98,6 +98,11 @@ class Run:
         return len(self._free) == len(self._occupants)
 
     @property
+    def _is_vacant(self) -> bool:
+        """Whether no request is in a row; some may be in prefill."""
+        return all([one is None for one in self._occupants])
+
+    @property
     def _occupied(self) -> Occupied:
         return [(row, one) for row, one in enumerate(self._occupants) if one is not None]
 
@@ -239,23 +244,29 @@ class Run:
         return self._prefixes.hold_up(plan, held_up) if held_up else plan
 
     def _enter(self) -> None:
-        """Run a chunk of the prefill, or all chunks if no row is occupied; after the last one requests enter the rows.
+        """Run a chunk of the prefill, or chunks until a row is occupied; requests whose prompts are complete enter
+        their rows.
 
-        Where requests arrive while rounds run, one chunk runs before each round, so that a long prompt does not hold up
-        running requests. Where all requests are there from the start, no one waits for a single text, and all chunks
-        run. Between chunks requests may be withdrawn; if all are, the prefill is abandoned.
+        Where requests arrive while rounds run, one chunk runs before each round, so that prompts do not hold up running
+        requests. Where all requests are there from the start, all chunks run. Between chunks requests may be withdrawn;
+        if all are, the prefill is abandoned.
         """
-        is_alone = all([one is None for one in self._occupants])
         arrivals = self._settings.arrivals
-        while (first := self._runner.prefill_next()) is None and (is_alone or arrivals is None):
+        while True:
+            entered = self._runner.prefill_next()
+            if entered is not None:
+                self._occupy(*entered)
+            if not self._entering or (arrivals is not None and not self._is_vacant):
+                return
             if arrivals is not None:
                 self._receive(arrivals)
                 if not self._entering:
                     return
-        if first is None:
-            return
-        now = time.perf_counter()
-        for row, request in self._entering:
+
+    def _occupy(self, count: int, first: RoundReport) -> None:
+        """Let the next `count` requests, whose first tokens are `first`, enter their rows."""
+        now, entered, self._entering = time.perf_counter(), self._entering[:count], self._entering[count:]
+        for row, request in entered:
             self._prefixes.enter(row)
             if request.is_over:  # withdrawn
                 self._runner.finish([row])
@@ -264,8 +275,7 @@ class Run:
                 if request.lifespan[0] < 0:
                     request.lifespan = (now, -1.0)
                 self._occupants[row] = request
-        self._launched.append(_Launched(self._entering, first))
-        self._entering = []
+        self._launched.append(_Launched(entered, first))
         self._withdraw_failed()
 
     def _receive(self, arrivals: Arrivals) -> bool:

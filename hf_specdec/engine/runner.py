@@ -82,8 +82,9 @@ class Runner:
         """Begin to prefill `requests`, each in the row of its prefix, beside the `running` requests."""
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill.")
 
-    def prefill_next(self) -> RoundReport | None:
-        """Run the next part of the prefill; returns the first tokens if it is complete, else None.
+    def prefill_next(self) -> tuple[int, RoundReport] | None:
+        """Run the next part of the prefill. Returns how many requests have their first tokens now, the next ones of
+        those that are prefilled, and these tokens; None if there are none.
 
         A prefill may be abandoned: the next one starts afresh.
         """

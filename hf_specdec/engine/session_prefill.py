@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -59,8 +61,8 @@ class SessionPrefill:
     def run(self, spans: Sequence[PromptSpan]) -> None:
         """Prefill the positions `spans` of all rows, by graphs where chunks are captured."""
         self.start(spans)
-        while not self.run_next():
-            pass
+        while not self.is_complete:
+            self.run_next()
 
     def start(self, spans: Sequence[PromptSpan], bring_cached: Callable[[], None] | None = None) -> None:
         """Begin a prefill of all rows, which `run_next` runs; `bring_cached` copies the cached part of the prompts."""
@@ -109,16 +111,28 @@ class SessionPrefill:
 
     def _start(self, spans: Sequence[PromptSpan], rows: torch.Tensor | slice) -> None:
         self._spans, self._rows = spans, rows
-        self._left, self._done = deque(self._chunks(spans)), 0
+        self._left, self._done, self._num_finished = deque(self._chunks(spans)), 0, 0
         self._fill(spans, sum(self._left))
 
-    def run_next(self) -> bool:
-        """Run the next chunk of the prefill; returns whether it was the last."""
+    @property
+    def is_complete(self) -> bool:
+        """Whether all chunks have run."""
+        return not self._left
+
+    def run_next(self) -> slice:
+        """Run the next chunk of the prefill; returns which of the spans it completes. Those of some packed rows are
+        complete one after the other, others all at the end."""
         self._run_chunk(self._left.popleft())
-        if self._left:
-            return False
-        finish_prefill(self._session.state, self._session.prompts, self._rows)
-        return True
+        first, end, is_by_row = self._num_finished, 0, self._is_packed and isinstance(self._rows, torch.Tensor)
+        if self.is_complete:
+            end = len(self._spans)
+        elif is_by_row:
+            end = bisect_right(list(accumulate(span.end - span.begin for span in self._spans)), self._done)
+        if first < end or self.is_complete:
+            rows = self._rows[first:end] if is_by_row else self._rows
+            finish_prefill(self._session.state, self._session.prompts, rows)
+        self._num_finished = end
+        return slice(first, end)
 
     def _fill(self, spans: Sequence[PromptSpan], steps: int) -> None:
         prompts = self._session.prompts
@@ -129,17 +143,17 @@ class SessionPrefill:
 
     def _run_chunk(self, chunk: int) -> None:
         session, state, spans = self._session, self._session.state, self._spans
+        self._done, done = self._done + chunk, self._done
         replay = session.prefills.get(chunk)
         if replay is not None:
             replay()
             return
-        if self._batch == 1 and spans and self._done + chunk <= spans[0].end - spans[0].begin:
-            state.num_before = spans[0].begin + self._done
+        if self._batch == 1 and spans and done + chunk <= spans[0].end - spans[0].begin:
+            state.num_before = spans[0].begin + done
         try:
             prefill_chunk(state, self._target(), self._target.drafter, chunk, session.prompts)
         finally:
             state.num_before = None
-        self._done += chunk
 
     def run_captured(self, spans: Sequence[PromptSpan]) -> None:
         """Run the chunks that `capture` would capture for `spans`, without capturing them; they prefill no position."""

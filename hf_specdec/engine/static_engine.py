@@ -162,6 +162,7 @@ class Lockstep(Runner):
     def prefill(self, prefixes: Sequence[Prefix], requests: Sequence[Request], running: Sequence[Request]) -> None:
         state, prefill, margin = self.state, self.lease.prefill, self.prefix_margin or 0
         rows = [one.row for one in prefixes]
+        self._num_entering = len(rows)
         self._entering = slice(None) if len(rows) == len(self._requests) else upload(rows, state.lengths)
         if not running and len(rows) < self.num_rows:
             state.clear()
@@ -187,12 +188,12 @@ class Lockstep(Runner):
             prefill.start_rows(spans, self._entering)
         else:
             prefill.start(spans, self._bring_cached if self._call.prompts.cached else None)
-        while not prefill.run_next():
-            pass
+        while not prefill.is_complete:
+            prefill.run_next()
 
-    def prefill_next(self) -> RoundReport:
+    def prefill_next(self) -> tuple[int, RoundReport]:
         self._first_pass = None
-        return self._commit_first_tokens(self._entering)
+        return self._num_entering, self._commit_first_tokens(self._entering)
 
     def _fill(self, requests: Sequence[Request], state: DecodeState, rows: Sequence[int]) -> None:
         """Put `requests` into `rows` of `state`; they are to be prefilled."""

@@ -43,6 +43,25 @@ CHAT_HANDLER = named_in(f"{_SERVER}.chat_completion", "ChatCompletionHandler", w
 COMPLETION_HANDLER = named_in(f"{_SERVER}.completion", "CompletionHandler", why=_HANDLER, is_needed=False)
 RESPONSE_HANDLER = named_in(f"{_SERVER}.response", "ResponseHandler", why=_HANDLER, is_needed=False)
 
+# The method that starts a thread with each request, to unload an idle model; a server's own target stays loaded.
+IDLE_TIMER = named_in(
+    f"{_SERVER}.model_manager:TimedModel",
+    "reset_timer",
+    why="replaced: the server's target is never unloaded",
+    is_needed=False,
+)
+
+# The function of transformers' middleware, which gives requests their ids.
+REQUEST_ID_MIDDLEWARE = "request_id_middleware"
+
+# The handlers' method that makes an event of a stream.
+EVENT_BUILDER = named_in(
+    f"{_SERVER}.chat_completion:{CHAT_HANDLER}",
+    "_build_chunk_sse",
+    why="replaced: events of a stream take less time",
+    is_needed=False,
+)
+
 cached_file = part("transformers.utils.hub", "cached_file", why="downloads the files of a checkpoint")
 extract_commit_hash = part("transformers.utils.hub", "extract_commit_hash", why="revision of a downloaded checkpoint")
 

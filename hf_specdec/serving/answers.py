@@ -71,6 +71,9 @@ class StopStringQueue:
     def _add(self, text: str) -> None:
         if self._has_stopped:
             return
+        if not self._stops:
+            self._emit(text)
+            return
         self._text += text
         answer = cut(self._text, self._stops)
         if answer is not None:

@@ -58,6 +58,7 @@ class SpeculativeBatchingManager:
 
     Attributes:
         background_thread_status: its `fatal_error` is the error that ended the thread, or None.
+        num_positions: positions that the target has embeddings of; None for any number.
 
     Raises:
         ValueError: continuous batching does not support the settings, the target or the drafter.
@@ -83,6 +84,7 @@ class SpeculativeBatchingManager:
         longest = 1 if hints is None else max(hints.max_prompt_length + hints.max_generated_length, 1)
         config = self.generation_config
         self._factory = RequestFactory(model, config, settings, self._queue.is_in_use)
+        self.num_positions = self._factory.num_positions
         self._call = ManagedCall(model, drafter, config, settings, longest, self._queue, attachment, tree)
         self._rounds = RoundThread(self._call)
         if tensor_parallel_group(model) is not None:

@@ -77,7 +77,7 @@ class RequestFactory:
         self._model, self._config, self._is_in_use = model, generation_config, is_in_use
         self._samples_each = bool(settings.per_request_processors)
         self._return_logprobs = settings.return_logprobs
-        self._num_positions = num_positions(model)
+        self.num_positions = num_positions(model)
         self._seeds = torch.Generator()
         seed = settings.seed
         with on_host():
@@ -112,7 +112,7 @@ class RequestFactory:
         self._check_options(options, processors)
         check_adapters(self._model, None if adapter is None else [adapter])
         limit = self._limit(max_new_tokens, len(prompt))
-        remaining = fitting_tokens(len(prompt), limit, self._num_positions)
+        remaining = fitting_tokens(len(prompt), limit, self.num_positions)
         count = check_int("num_return_sequences", self._config.num_return_sequences or 1, 1)
         seeds, prompt_ids, ends = self._seeds_of(seed, count), prompt.tolist(), end_tokens(self._config, eos_token_id)
         sampling = self._sampling(options)
@@ -155,7 +155,7 @@ class RequestFactory:
 
     def why_too_long(self, num_tokens: int) -> str | None:
         """The reason why a prompt of `num_tokens` tokens cannot run; None if the target has positions for it."""
-        return why_too_long(self._model, num_tokens, self._num_positions)
+        return why_too_long(self._model, num_tokens, self.num_positions)
 
     def _limit(self, max_new_tokens: int | None, length: int) -> int:
         """Limit of a request's new tokens: `max_new_tokens`, the generation config's, or all that have positions."""

@@ -35,10 +35,11 @@ from ..host.parts import about
 from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS
 from ..modules.adapters import NO_ADAPTER
 from ..ops import row_seeds
-from ..patching.support import num_positions, stated_positions
+from ..patching.support import stated_positions
 from ..sampling.logits import PenaltyLogitsProcessor
 from .answers import AnswerLogprobs, StopStringQueue, join, join_streams, without_stops
 from .bodies import CHAT, COMPLETION, RESPONSE, ParsedBody, RefusedRequest, read_body
+from .delivery import event_builder, without_queues
 from .manager import SpeculativeBatchingManager
 
 # Settings of a request's generation config that are passed on otherwise, or do not affect a text.
@@ -243,7 +244,7 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
             self._check_alive(request_id)
             if self._cb.is_active(request_id):
                 raise RefusedRequest(f"The request {request_id} is not over; expected another X-Request-ID.")
-            _fit(settings, model, gen_config, length, parsed)
+            _fit(settings, model, self._cb.num_positions, gen_config, length, parsed)
             if (logprobs := _LOGPROBS.get()) is not None:
                 logprobs.tokenizer = getattr(processor, "tokenizer", processor)
             before = _OPTIONS.set(_options_of(gen_config, self._cb.generation_config, processor, parsed, length))
@@ -265,11 +266,16 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
 
 
 def _fit(
-    settings: ServeSettings, model: PreTrainedModel, config: GenerationConfig, length: int, parsed: ParsedBody
+    settings: ServeSettings,
+    model: PreTrainedModel,
+    positions: int | None,
+    config: GenerationConfig,
+    length: int,
+    parsed: ParsedBody,
 ) -> None:
     """Limit the answer to a prompt of `length` tokens to the room for it. Raises `RefusedRequest` if there is no room,
-    or less than was asked for although the target could have more."""
-    positions, most = num_positions(model), settings.max_length
+    or less than was asked for although the target could have more. `positions` are the target's `num_positions`."""
+    most = settings.max_length
     if positions is not None:  # the last token of a text is not embedded
         most = min(positions + 1, most or positions + 1)
     elif most is None:
@@ -395,12 +401,15 @@ def _build_server(
         kind = _HANDLERS.get(type(one).__name__)
         if kind is not None:
             one.handle_request = _checking_handler(one.handle_request, kind, adapters, target)
+            if hasattr(one, serving_parts.EVENT_BUILDER):
+                setattr(one, serving_parts.EVENT_BUILDER, event_builder(getattr(one, serving_parts.EVENT_BUILDER)))
     if adapters:
         listed = [{"id": name, "object": "model", "created": 0, "owned_by": ""} for name in (target, *adapters)]
         listed[1:] = [one | {"parent": target} for one in listed[1:]]
         for name in serving_parts.MODEL_LISTS:
             setattr(model_manager, name, lambda: listed)
     app = build_server(model_manager, *args, generation_state=generation_state, **kwargs)
+    app.user_middleware = without_queues(app.user_middleware)
 
     def refusal(status: int, message: str) -> JSONResponse:
         kind = "invalid_request_error" if status < 500 else "server_error"
@@ -430,6 +439,7 @@ def _build_server(
             f"transformers' server does not run {type(timed.model).__name__} by continuous batching; expected a "
             "language model, and the option --continuous-batching."
         )
+    setattr(timed, serving_parts.IDLE_TIMER, lambda: None)
     name, _ = split_model_id(target)
     manager = generation_state.get_manager(model_manager.process_model_name(name), use_cb=True)
     manager.init_cb(timed.model, timed.model.generation_config)

@@ -504,7 +504,7 @@ def test_admission():
 
         def prefill_next(self):
             report = SimpleNamespace(read=lambda: ([[0]] * 4, [0] * 4, [0] * 4, None), logprobs={})
-            return report if entered else None
+            return (len(entered[-1][1]), report) if entered else None
 
     lengths = (9, 8, 7, 3, 2, 2, 2, 1)
     requests = [Request(index, torch.zeros(length), 4, ends=set(END)) for index, length in enumerate(lengths)]

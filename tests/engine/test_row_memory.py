@@ -454,7 +454,7 @@ class SimulatedRows(Runner):
 
     def prefill_next(self):
         rows = self.num_rows
-        return Reported([[7]] * rows, [0] * rows, [1] * rows)
+        return rows, Reported([[7]] * rows, [0] * rows, [1] * rows)
 
 
 def test_equal_prompts_take_rows_that_share_memory():

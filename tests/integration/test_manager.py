@@ -195,6 +195,33 @@ def test_a_long_prompt_is_prefilled_between_rounds(running, monkeypatch):
     torch.testing.assert_close(kept[0], kept[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "none"])
+def test_prompts_that_arrive_together_enter_one_after_the_other(running, monkeypatch, kind):
+    """A request has its first token as soon as its own prompt is complete, whatever chunk is the last of its group."""
+    target, count, starts = tiny_target("llama"), [], {}
+    drafter = {**RANDOM_DRAFTERS, "none": NoDrafter}[kind](target)
+    run_round, add = SessionLease.run_round, Request.add
+
+    def counting(lease, drafted):
+        count.append(drafted)
+        return run_round(lease, drafted)
+
+    def noting(request, tokens, now):
+        if tokens:
+            starts.setdefault(len(request.prompt), len(count))
+        return add(request, tokens, now)
+
+    monkeypatch.setattr(SessionLease, "run_round", counting)
+    monkeypatch.setattr(Request, "add", noting)
+    monkeypatch.setattr(buckets, "PACKED_TOKENS", (8,))
+    manager = running(target, drafter, rows=4)
+    with manager.pause():
+        names = [manager.add_request(prompts()[index], eos_token_id=-1) for index in (2, 3, 6, 0)]
+    assert texts_of(manager, names) == [alone(index, end=(-1,)) for index in (2, 3, 6, 0)]
+    # Chunks of 8 tokens, and a round after each once a row is occupied: the prompts end after 9, 29, 36 and 41 tokens.
+    assert [starts[length] for length in (9, 20, 7, 5)] == [1, 3, 4, 5]
+
+
 # Of methods that transformers' managers have, too.
 OWN_PARAMETERS = {("warmup", "block")}
 

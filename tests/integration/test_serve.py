@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import gc
+import http.client
 import itertools
 import json
 import math
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import load_server
 import pytest
 import torch
 from adapters import with_adapters
@@ -33,6 +35,7 @@ from hf_specdec.engine.run import Run
 from hf_specdec.sampling.logits import PenaltyLogitsProcessor
 from hf_specdec.serving import server as serve
 from hf_specdec.serving.answers import AnswerLogprobs
+from hf_specdec.serving.delivery import event_builder
 from hf_specdec.serving.manager import SpeculativeBatchingManager
 
 needs_server = pytest.mark.skipif(
@@ -244,6 +247,78 @@ def test_a_round_that_fails(monkeypatch, folders):
             urllib.request.urlopen(f"http://localhost:{client.port}/health")
 
     served(monkeypatch, folders, work)
+
+
+@needs_server
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_events_with_a_text_are_those_of_transformers(monkeypatch, endpoint):
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+    from transformers.cli.serving.completion import CompletionHandler
+
+    is_chat = endpoint == "chat"
+    build = (ChatCompletionHandler if is_chat else CompletionHandler)(None, None)._build_chunk_sse
+    names, args = (("content", "reasoning_content"), ("id",)) if is_chat else (("text",), ("id", "a/model"))
+    others, built, now = {"model": "a/model"} if is_chat else {}, [], [1e9]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+
+    def counted(*args, **kwargs):
+        built.append(kwargs)
+        return build(*args, **kwargs)
+
+    event, characters = event_builder(counted), [*range(0xD800), *range(0xE000, 0x110000)]
+    texts = ["", *("".join(map(chr, characters[first::4096])) for first in range(4096))]
+    for name in names:
+        for text in texts[: None if name == names[0] else 9]:
+            assert event(*args, **others, **{name: text}) == build(*args, **others, **{name: text})
+    assert len(built) == len(names), "one event for all texts of a second"
+    now[0] += 1
+    assert event(*args, **others, **{names[0]: "a"}) == build(*args, **others, **{names[0]: "a"})
+    assert event("other", *args[1:], **others, **{names[0]: "a"}) != event(*args, **others, **{names[0]: "a"})
+    end = {**others, "finish_reason": "stop"}
+    assert event(*args, **end) == build(*args, **end) and built[-1] == end
+
+
+@needs_server
+def test_request_ids(monkeypatch, folders):
+    """They are those of transformers' middleware, but no answer passes its queue, and no request starts a timer."""
+    from starlette.middleware.base import BaseHTTPMiddleware
+
+    async def unexpected(*args):
+        raise AssertionError("BaseHTTPMiddleware runs")
+
+    def work(client):
+        found, timers = [], []
+        monkeypatch.setattr(threading.Timer, "start", timers.append)
+        for asked in ({"X-Request-ID": "mine"}, {}):
+            body = {"model": client.model, "prompt": "abc", "max_tokens": 2}
+            connection = http.client.HTTPConnection("localhost", client.port)
+            headers = {**asked, "Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+            found.append((response.getheader("X-Request-ID"), json.loads(response.read())["id"]))
+            connection.close()
+        assert found[0] == ("mine", "mine") and found[1][0] == found[1][1] != "" and not timers
+
+    monkeypatch.setattr(BaseHTTPMiddleware, "__call__", unexpected)
+    served(monkeypatch, folders, work)
+
+
+@needs_server
+def test_load_client(monkeypatch, folders, capsys):
+    def work(client):
+        options = ["--url", f"http://localhost:{client.port}", "--clients", "3", "--processes", "2", "--requests", "5"]
+        options += ["--prompt-tokens", "40", "--new-tokens", "6", "--warm-ups", "0"]
+        for endpoint in ("chat", "completions"):
+            found = load_server.main([*options, "--model", client.model, "--endpoint", endpoint])
+            assert found["requests"] == 5 and found["new_tokens"] == 6 and abs(found["prompt_tokens"] - 40) < 20
+            assert 0 < found["first_ms_p50"] <= found["first_ms_p99"] and found["tokens_per_second"] > 0
+        with pytest.raises(RuntimeError, match=r"was answered with http/1\.1 400"):
+            load_server.main([*options, "--model", "other", "--new-tokens", "0"])
+
+    monkeypatch.setattr(load_server, "HEAD_START", 0.1)
+    monkeypatch.setattr(load_server, "FIRST_WORDS", (4, 12))
+    served(monkeypatch, folders, work)
+    assert "5 requests, 3 at once, " in capsys.readouterr().out
 
 
 @needs_server
