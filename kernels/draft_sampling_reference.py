@@ -1,4 +1,4 @@
-"""PyTorch reference of the choice of draft tokens; shapes and formulas are in `draft_sampling`."""
+"""PyTorch references of the choice of draft tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,14 @@
 """PyTorch reference of the recurrence of linear attention and state-space layers, for blocks of drafts.
 
-The formula is in `recurrence`; head h has key head h // (H / Hk). It covers Gated DeltaNet and Kimi Delta Attention
-(`delta`, `normalize`), Mamba2 (query C, key B, value x, decay dt * A, beta dt) and Mamba1 (one head, `rates` A).
+For the state S `[K, V]` of a head, at each position:
+
+    S = S * exp(decay)
+    u = beta * (value - S^T key) with the delta rule, else beta * value
+    S = S + key u^T
+    out = S^T query
+
+Head h has key head h // (H / Hk). It covers Gated DeltaNet and Kimi Delta Attention (`delta`, `normalize`), Mamba2
+(query C, key B, value x, decay dt * A, beta dt) and Mamba1 (one head, `rates` A).
 
 Nothing is rolled back. The stored state is that of position `base`: it includes all tokens before it. For later tokens
 a ring, slot = position mod R, holds key, u and decay, so that a replay needs no product with the state. A block that

@@ -1,7 +1,9 @@
-"""PyTorch reference of causal depthwise convolutions over the last W positions, for blocks of drafts.
+"""PyTorch reference of causal depthwise convolutions over the last W positions, for blocks of drafts:
 
-The formula is in `short_conv`. A ring holds the inputs of earlier positions, slot = position mod Rc. Nothing is rolled
-back: a block that covers the positions of rejected drafts overwrites their inputs.
+    out[p, c] = f(bias[c] + sum_t weight[c, t] x[p - W + 1 + t, c]),    f = SiLU or the identity
+
+with x[p, c] of position p, 0 if p < 0. A ring holds the inputs of earlier positions, slot = position mod Rc. Nothing is
+rolled back: a block that covers the positions of rejected drafts overwrites their inputs.
 """
 
 from __future__ import annotations
