@@ -339,12 +339,7 @@ def _verify_block_kernel(
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count the accepted drafts of a row, and write the keys of one block for the token after them.
-
-    Grid: (B, blocks). Reads `row_stats` and `excesses` of the row, and BLOCK elements of `scores[b, a]` and
-    `draft_probs[b, a]` of `laws`, where a is the number of accepted drafts, which every program computes. Writes as
-    `_store_next`.
-    """
+    """As `_verify_sampling_kernel`; reads `row_stats` and `excesses` of the row instead of statistics and drafts."""
     row = tl.program_id(0).to(tl.int64)
     seed = tl.load(seeds_ptr + row)
     length = tl.load(lengths_ptr + row)
