@@ -25,6 +25,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, set_seed
 from tqdm import tqdm
 from training.card import write_card
+from training.channels import divide_channels, folded_weights
 from training.data import Documents, draft_vocabulary, shard_counts, written_options
 from training.drafters import DEFAULTS, choose_mask_token, new_drafter, start_from
 from training.prompts import PromptFilter
@@ -35,8 +36,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specdec import AutoDrafter
 from hf_specdec.drafters.cached import CachedDrafter
 from hf_specdec.prompt_sources import load_prompts
-from hf_specdec.training.channels import divide_channels, folded_weights
-from hf_specdec.training.objective import LOSSES, BlockObjective, DraftObjective, Teacher, compile_layers, summarize
+from hf_specdec.training.objective import LOSSES, BlockObjective, DraftObjective, Teacher, summarize
 
 PROMPTS = Path(__file__).parent / "prompts"
 WARMUP, FINAL_LR = 0.04, 0.02
@@ -235,7 +235,8 @@ class Trainer:
         else:
             objective = DraftObjective(*common, depth_ratio=args.depth_ratio, round_floor=args.round_floor)
         if args.compile:
-            objective.compile_parts()
+            objective.row_losses = torch.compile(objective.row_losses, dynamic=True)
+            compile_layers(drafter)
             compile_layers(target)
         self.objective, *self.optimizers = accelerator.prepare(objective, *new_optimizers(args, drafter))
         self.progress = Progress()
@@ -436,6 +437,15 @@ def schedule(share: float) -> float:
     if share < WARMUP:
         return (share + 1e-3) / (WARMUP + 1e-3)
     return FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * (share - WARMUP) / (1 - WARMUP))) / 2
+
+
+def compile_layers(model: torch.nn.Module) -> None:
+    """Compile the decoder layers and norms of `model` in place, to avoid the launch overhead of small operations."""
+    # One function is compiled for the layers of both models, for all dtypes and layouts, with and without gradients.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    for module in model.modules():
+        if type(module).__name__.endswith(("RMSNorm", "DecoderLayer")):
+            module.forward = torch.compile(module.forward, dynamic=True)
 
 
 def save_drafter(drafter: CachedDrafter, folder: Path, max_shard_size: str, weight_bits: int = 16) -> None:

@@ -1,26 +1,9 @@
 """Triton attention over the static KV cache; the reference is `attention_reference.attention`.
 
-Shapes: query `[B, heads, n, D]`, key `[B, kv_heads, slots, D]`, value `[B, kv_heads, slots, Dv]`, positions `[B, n]`,
-result `[B, n, heads, Dv]`. With G = heads // kv_heads:
-
-    result[b, n, h] = sum_s p[s] value[b, h // G, s]
-    p = softmax over the visible s of f(scaling * <query[b, h, n], key[b, h // G, s]>)
-    f(x) = softcap * tanh(x / softcap), or x without a softcap
-
-Slot s is visible iff starts[b, n] <= s <= ends[b, n], where ends defaults to positions. A window also needs
-s > positions[b, n] - window, and chunks need s >= floor(positions[b, n] / chunk) chunk. Starts are `[B]` or `[B, n]`;
-chunks need starts `[B]`. A sink adds exp(sinks[h]) to the denominator of the softmax.
-
-Queries may be the nodes of a tree (ancestors `[B, n, W]`). With f = positions[b, 0], node i has slot f + i and position
-f + its depth. A slot s >= f is then visible iff ancestors[b, i] has the bit s - f. With splits at fixed places, the
-ancestors of each node are read in the order of their positions, node by node.
-
-Keys and values may be float8 with scales `[B, kv_heads, slots, 2]`, see `float8_reference`. They are widened in
-registers, which is exact; the scales multiply scores and softmax weights.
-
 The kernel is made for the few queries per row of a decoding round. Prefill runs it too: it reads only visible slots and
 needs no mask tensor. With starts for each query, as in packed prompts, a block of queries goes through the slots of one
-prompt after the other.
+prompt after the other. Float8 keys and values are widened in registers, which is exact; their scales multiply scores
+and softmax weights.
 
 Split-KV ("flash decoding"): the slots of a row are divided among the programs of a grid that depends only on shapes,
 and a second kernel merges their results, see `attention_splits`. Usually splits have equal sizes, one for each program.
@@ -28,7 +11,7 @@ For batch-invariant results they are at fixed places: SPLIT slots each from the 
 order, in the program itself if it has all of them. Then splits and blocks do not depend on the number of rows, queries
 or live slots, nor on a query's window; a split or block in which a query sees nothing adds 0 and multiplies by 1. So
 the bits of a result are the same in a prefill, packed or not, chunked or not, and in a round of any number of rows and
-drafts.
+drafts. The ancestors of a tree's node are then read in the order of their positions, node by node.
 """
 
 from __future__ import annotations

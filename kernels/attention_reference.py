@@ -1,4 +1,4 @@
-"""PyTorch reference of attention over the static KV cache; shapes and formula are in `attention`."""
+"""PyTorch reference of attention over the static KV cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def attention(
 
     Args:
         query: `[B, heads, n, D]`.
-        key: `[B, kv_heads, slots, D]`; the new keys of the row are already in it.
+        key: `[B, kv_heads, slots, D]`; the new keys of the row are already in it. Head h of the queries reads head
+            h // (heads // kv_heads).
         value: `[B, kv_heads, slots, Dv]`.
         positions: `[B, n]` int64, the slot of each query; may differ between rows, in any order.
         scaling: factor on the scores.

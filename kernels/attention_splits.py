@@ -1,18 +1,7 @@
 """Splits of attention over the slots: their number and places, and the Triton kernels that merge their results.
 
-Shapes: partial `[rows, splits, Dv]` float32, lse `[rows, splits]` float32, out `[rows, Dv]`; `attention` has B * n *
-heads rows. o_i is the normalised result of split i, and l_i the base-2 logarithm of its sum of exponentials:
-
-    out = sum_i 2^(l_i) o_i / sum_i 2^(l_i)
-
-Each split at a fixed place has an online softmax of its own, with maximum m_i, sum s_i and weighted sum of values a_i
-(partial, and stats `[2, rows, splits]` float32). Splits are merged in ascending order:
-
-    M_i = max(M_(i-1), m_i)
-    S_i = S_(i-1) 2^(M_(i-1) - M_i) + s_i 2^(m_i - M_i)
-    A_i = A_(i-1) 2^(M_(i-1) - M_i) + a_i 2^(m_i - M_i)        out = A / S
-
-M_0, S_0, A_0 are the sink's logit, 1 and 0; without a sink -inf, 0 and 0.
+A split at a fixed place has an online softmax of its own, with maximum, sum and weighted sum of values. Such splits are
+merged in ascending order, from the sink's logit, 1 and 0 on; without a sink from -inf, 0 and 0 on.
 """
 
 from __future__ import annotations

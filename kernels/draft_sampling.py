@@ -1,15 +1,4 @@
-"""Triton choice of draft tokens from the logits of a drafter; the reference is `draft_sampling_reference`.
-
-Shapes: logits `[B, n, V_d]`, temperatures, seeds and lengths `[B]`, tokens or indices `[B, n]`, probs `[B, n, V_d]`.
-
-    best_draft = target_ids[argmax over v of logits[b, i, v]]
-    draw_draft: q_i = softmax(logits[b, i] / temperatures[b]), index = argmax over v of q_i(v) / e_i(v)
-
-    add_target_noise = logits[b, i, v] / temperatures[b] - log(g_i(v))
-
-with e_i(v) = race_times(seeds[b], lengths[b], v, DRAFT, first + i), and
-g_i(v) = race_times(seeds[b], lengths[b] + first + i, target_ids[v], TARGET), without i if all are for one draft.
-"""
+"""Triton choice of draft tokens from the logits of a drafter; the references are in `draft_sampling_reference`."""
 
 from __future__ import annotations
 

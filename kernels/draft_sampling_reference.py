@@ -1,4 +1,4 @@
-"""PyTorch reference of the choice of draft tokens; shapes and formulas are in `draft_sampling`."""
+"""PyTorch references of the choice of draft tokens."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def draw_draft(
     Args:
         logits: `[B, n, V_d]` of any floating dtype.
         temperatures: `[B]` float32, above 0.
-        seeds: `[B]` int64 row seeds.
-        lengths: `[B]` int64, the position of the round's first draft.
+        seeds, lengths: see `verify_sampling`.
         first: index in the round, from 0, of the first of these drafts.
 
     Returns:

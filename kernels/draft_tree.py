@@ -1,25 +1,7 @@
 """Triton search for the tree of the likeliest paths, and growth of a tree by a layer; see `draft_tree_reference`.
 
-The likeliest paths. Shapes: logprobs and tokens `[B, D, P, W]`, rows `[B, D - 1, P, W]`; N nodes, W' = N // 64 + 1
-words of ancestors. A path of ranks r_1 to r_d has
-
-    score(r_1, ..., r_d) = sum over i of logprobs[b, i, p_i, r_i],    p_1 = 0, p_(i + 1) = rows[b, i, p_i, r_i]
-
-The nodes are the N paths with the largest scores. A path becomes known after its previous sibling, (r_1, ..., r_d - 1),
-or, if r_d is 0, after its parent. So the next node is the best of at most 2 N + 1 known paths.
-
-Growth by a layer. Shapes: tokens and parents `[B, m]`, ancestors `[B, m, W]`, hidden `[B, m, H]`, feedback `[B, P, H]`
-or, chained, `[B, m, H]`; logprobs, drafts and rows `[B, P, C]`, paths `[B, P]`; results of n = m + F columns. The F new
-columns are the candidates (p, c) with the largest
-
-    paths[b, p] + logprobs[b, p, c]
-
-Their parent is column m - P + p. With s(j) = j in the window of w columns, else w + (j - w) // F, column j has
-
-    place = lengths[b] + first + s(j); dummy if finished[b] or if that is above limits[b] - 2
-    slot = lengths[b] + first + j; dummy if place is dummy or negative, or if j < behind
-    position = max(place, 0) + offsets[b]; 0 if place is dummy
-    ancestors = its parent's and itself
+A path becomes known after its previous sibling, which has the next likelier last token, or after its parent if it has
+the likeliest last token. So the next of N nodes is the best of at most 2 N + 1 known paths.
 """
 
 from __future__ import annotations

@@ -1,12 +1,4 @@
-"""Triton linear layers of a mixture of experts; the references are in `experts_reference`.
-
-Shapes: expert_ids `[n, k]`, plan `[4, n * k]`, inputs `[n, in]` or `[n * k, in]`, weight `[experts, out, in]`, plain or
-a `StoredWeight`, or `[experts, in, out]`, result `[n * k, out]`. For pair i of token i // k:
-
-    result[i] = inputs[i // k] @ weight[e].T + bias[e],    e = expert_ids[i // k, i % k]
-
-With inputs `[n * k, in]`, inputs[i] is read instead of inputs[i // k].
-"""
+"""Triton linear layers of a mixture of experts; the references are in `experts_reference`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch reference of the linear layers of a mixture of experts; shapes and formula are in `experts`.
+"""PyTorch references of the linear layers of a mixture of experts.
 
 A token and one of its k experts are a pair; n tokens have n * k pairs, and pair i is of token i // k.
 """

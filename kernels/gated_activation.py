@@ -1,10 +1,5 @@
 """Triton gated activation; the reference is `gated_activation_reference.gated_activation`.
 
-Shapes: gate, up and result `[rows, N]`:
-
-    result = activation(gate) * up
-
-
 It is computed in float32, and the activation and the product are rounded to the dtype, as in PyTorch's two kernels.
 Results are the same bits, except that the last bit of GELU may differ: PyTorch may have been compiled with another erf.
 """

@@ -1,13 +1,4 @@
-"""Triton gather of rows, such as embeddings, and of hidden states of several layers; see `gather_rows_reference`.
-
-Shapes: table `[B or 1, n, H]`, index `[B, W]`, fill `[H]`, result `[B, W, H]`:
-
-    result[b, w] = table[b, index[b, w]] if index[b, w] >= 0, else fill, or 0 if fill is None
-
-Of P parts `[B, n, H]` side by side, out `[B, W, P H]`:
-
-    out[b, w, p H : (p + 1) H] = parts[p][b, index[b, w]]
-"""
+"""Triton gather of rows, such as embeddings, and of hidden states of several layers; see `gather_rows_reference`."""
 
 from __future__ import annotations
 

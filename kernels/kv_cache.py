@@ -1,19 +1,6 @@
 """Triton writes to the static KV cache; the references are in `kv_cache_reference`.
 
-Shapes: cache `[B, slots, kv_heads, D]` for keys and `[B, slots, kv_heads, Dv]` for values, new states
-`[B, kv_heads, n, D]` and `[B, kv_heads, n, Dv]`, positions `[B, n]`.
-
-    keys[b, positions[b, i], h] = key_states[b, h, i],    values[b, positions[b, i], h] = value_states[b, h, i]
-
-With scales `[B, slots, kv_heads, 2]` heads are stored as float8, see `float8_reference`.
-
-The nodes of an accepted path move: with path `[B, D + 1]`, lengths and committed `[B]`, and the root's slot
-r = lengths[b] - committed[b] - 1, for 0 < j < committed[b]
-
-    buffer[b, r + j] = buffer[b, r + path[b, j]]
-
-for all buffers `[B, slots, heads, width]` in one launch: a table has the address, strides and slot size of each, in
-bytes.
+One launch moves the slots of all buffers: a table has the address, strides and slot size of each, in bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PyTorch references of writes to the static KV cache; the formulas are in `kv_cache`."""
+"""PyTorch references of writes to the static KV cache."""
 
 from __future__ import annotations
 

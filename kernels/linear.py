@@ -1,10 +1,5 @@
 """Triton linear layer, also for gate and up of a gated MLP; the reference is `linear_reference.linear`.
 
-Shapes: inputs `[n, in]`, weight `[out, in]`, bias `[out]`, result `[n, out]`, or with an activation `[n, out / 2]`:
-
-    outputs[i, o] = sum_k weight[o, k] inputs[i, k] + bias[o],      result = outputs
-    or with N = out / 2:                                            result[i, j] = f(outputs[i, j]) outputs[i, N + j]
-
 With few rows the layer takes the time of reading its weight. The weight is the first operand of the products, so that
 tiles have many output features and few rows. One program adds all products of an output in float32, with k ascending.
 Every tile size has this order, so the bits of a row's result do not depend on the number of rows.

@@ -1,9 +1,5 @@
 """Triton linear layer with tensor descriptors, for many rows on Hopper and later; see `linear_reference.linear`.
 
-Shapes: inputs `[n, in]`, weight `[out, in]`, bias `[out]`, result `[n, out]`:
-
-    result[i, o] = sum_k weight[o, k] inputs[i, k] + bias[o]
-
 Tensor descriptors (TMA) load and store the tiles. Inputs that do not fill their tiles are loaded by pointers with a
 mask, because descriptors are slower for missing rows than for others (4096 x 14336 on one H200: 54 us for 33 rows in a
 tile of 64, 33 us for 64 rows); so is the last row in place of missing ones (65 us). One program adds all products of an

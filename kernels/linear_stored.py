@@ -1,8 +1,4 @@
-"""Triton linear layer with a stored weight, for many rows; the reference is `linear_reference.linear`.
-
-Shapes: inputs `[n, in]`, weight `[out, in]` as a `StoredWeight`, bias `[out]`, result `[n, out]`:
-
-    result[i, o] = sum_k weight[o, k] inputs[i, k] + bias[o]
+"""Triton linear layer with a `StoredWeight`, for many rows; the reference is `linear_reference.linear`.
 
 `linear` widens a weight once for every 32 rows. This kernel widens a tile once for up to 128 rows, as the first
 operand, in registers, of products of four warps together (wgmma). Each sum is cut into PARTS of the input features, one

@@ -1,17 +1,5 @@
 """Triton log-probabilities of given and of the likeliest tokens; the references are in `logprobs_reference`.
 
-Given tokens. Shapes: scores `[B, n, V]`, tokens and result `[B, n]`:
-
-    result[b, i] = scores[b, i, t] - log(sum over v of exp(scores[b, i, v])),  t = tokens[b, i]
-
-The result is NaN if t is not in the vocabulary.
-
-The likeliest tokens. Shapes: logits `[B, n, V]`, target_ids `[V]`, results `[B, n, W]`. v_1, v_2, ... are the tokens by
-descending logits, and among equal logits by ascending ids:
-
-    logprobs[b, i, j] = logits[b, i, v_j] - log(sum over v of exp(logits[b, i, v]))
-    tokens[b, i, j] = target_ids[v_j]
-
 A row is cut into groups of tokens (see `reduction.group_keys`). The W largest logits of the row are in the W groups
 whose largest logits are the largest, and only these are read again.
 """

@@ -1,10 +1,4 @@
-"""Triton random numbers, for use inside kernels; the reference is `random_reference`.
-
-w are the words of Philox4x32-10 for the key (low and high word of the seed) and the counter (number, position, stream,
-step); a are the words of number -1 - g for group g = v // 64 of 64 tokens, b those of number v // 4:
-
-    u(w) = min((w + 1/2) / 2^32, 1 - 2^-24),    exponential(w) = -log(1 - u(w)),    uniform(token) = u(w_0)
-    race_times[v] = least[g] = exponential(a_0) / 64 if v mod 64 = a_1 >> 26, else least[g] + exponential(b_(v mod 4))
+"""Triton random numbers, for use inside kernels; the formulas are in `random_reference`.
 
 The functions read and write no memory.
 """

@@ -1,17 +1,8 @@
 """Triton recurrence of linear attention and state-space layers; the reference is `recurrence_reference.recurrence`.
 
-Shapes: query and key `[B, n, Hk, K]`, value `[B, n, H, V]`, decay `[B, n, H]`, `[B, n, H, K]` or `[B, n, H, V]`, beta
-`[B, n, H]`, state S `[B, H, K, V]`, rates `[H, K, V]`, base and certain `[B]`, positions `[B, n]`, result
-`[B, n, H, V]`; the ring has R slots in place of n columns. For the positions from `base` to the block's last one:
-
-    S = S * exp(decay)
-    u = beta * (value - S^T key) with the delta rule, else beta * value; before the block, u is read from the ring
-    S = S + key u^T
-    out = S^T query
-
-The columns of S are independent. A program keeps some of them in registers from the first replayed position to the last
-column, so the state is read once and written once, whatever the number of drafts. Sums are in float32 without `tl.dot`,
-which would round the state to TF32.
+The columns of a state are independent. A program keeps some of them in registers from the first replayed position to
+the last column, so the state is read once and written once, whatever the number of drafts. Sums are in float32 without
+`tl.dot`, which would round the state to TF32.
 """
 
 from __future__ import annotations

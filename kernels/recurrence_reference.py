@@ -1,12 +1,18 @@
 """PyTorch reference of the recurrence of linear attention and state-space layers, for blocks of drafts.
 
-The formula is in `recurrence`; head h has key head h // (H / Hk). It covers Gated DeltaNet and Kimi Delta Attention
-(`delta`, `normalize`), Mamba2 (query C, key B, value x, decay dt * A, beta dt) and Mamba1 (one head, `rates` A).
+For the state S `[K, V]` of a head, at each position:
 
-Nothing is rolled back. The stored state is that of position `base`: it includes all tokens before it. For later tokens
-a ring, slot = position mod R, holds key, u and decay, so that a replay needs no product with the state. A block that
-begins after `base` first replays the positions between them: the accepted drafts of the last block. Rejected drafts are
-overwritten.
+    S = S * exp(decay)
+    u = beta * (value - S^T key) with the delta rule, else beta * value
+    S = S + key u^T
+    out = S^T query
+
+Head h has key head h // (H / Hk). It covers Gated DeltaNet and Kimi Delta Attention (`delta`, `normalize`), Mamba2
+(query C, key B, value x, decay dt * A, beta dt) and Mamba1 (one head, `rates` A).
+
+The stored state is that of position `base`: it includes all tokens before it. For later tokens a ring, see
+`ring_reference`, holds key, u and decay, so that a replay needs no product with the state. A block that begins after
+`base` first replays the positions between them: the accepted drafts of the last block.
 """
 
 from __future__ import annotations
@@ -40,8 +46,7 @@ def recurrence(
 ) -> torch.Tensor:
     """Run the recurrence over a block of columns from the state of an earlier position.
 
-    The live columns of a row are adjacent, at consecutive positions, and begin at or after `base`. Columns at `dummy`
-    or beyond are padding, before and after the live ones. A row without a live column changes nothing.
+    The live columns of a row begin at or after `base`. A row without a live column changes nothing.
 
     The state of position min(certain, last + 1), where last is the last live position, is stored if that is after
     `base`; it is the `base` of the next call. The last R live columns at positions from `certain` on are written to the
@@ -49,8 +54,7 @@ def recurrence(
     with a live column at `certain` or later: R >= 2 K + 1 is enough for K drafts.
 
     Args:
-        query: `[B, n, Hk, K]`.
-        key: `[B, n, Hk, K]`.
+        query, key: `[B, n, Hk, K]`.
         value: `[B, n, H, V]`.
         decay: float32 logarithms of the factors on the state: `[B, n, H]`, or `[B, n, H, K]` for each key channel, or
             with `rates` `[B, n, H, V]`.

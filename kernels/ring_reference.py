@@ -1,7 +1,8 @@
 """Blocks of columns, and rings of values of a row's last tokens, in PyTorch; the Triton counterpart is `ring`.
 
-A ring `[B, R, ...]` has the entry of a position in slot position mod R. Nothing is ever rolled back: a block that
-covers a position again overwrites its entry.
+The live columns of a row are adjacent, at consecutive positions. Columns at `dummy` or beyond are padding, before and
+after the live ones. A ring `[B, R, ...]` has the entry of a position in slot position mod R. Nothing is ever rolled
+back: a block that covers a position again, such as that of a rejected draft, overwrites its entry.
 """
 
 from __future__ import annotations

@@ -1,12 +1,5 @@
 """Triton normalisation over the last dimension, also of a sum; the references are in `rms_norm_reference`.
 
-Shapes: inputs, addend, total and result `[rows, D]`, weight `[D]`:
-
-    result[r] = x[r] / sqrt(mean(x[r]^2) + eps) * (offset + weight),  x[r] = inputs[r], minus its mean if CENTERED
-    total[r] = inputs[r] + addend[r], rounded to the dtype, which is normed instead of inputs[r]
-
-Two norms are written side by side, `[rows, 2 D]`: of table[index[r]] and of states[r], in one launch.
-
 A program computes whole rows. The order of its sums depends only on D and the dtype: so do the sizes of blocks, and the
 launch lets Triton's compiler assume the same alignment for every number of rows and every stride. So the bits of a
 row's result do not depend on the other rows.

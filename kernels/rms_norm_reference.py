@@ -9,8 +9,8 @@ from .types import NormKind
 
 
 def rms_norm(inputs: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: NormKind) -> torch.Tensor:
-    """The norm of the rows of `inputs` `[..., D]` in their dtype, computed in float32 or wider; the formula is in
-    `rms_norm`. The weight is `[D]`, or None; with `kind.cast_first` it has the inputs' dtype."""
+    """The norm of the rows of `inputs` `[..., D]` in their dtype, computed in float32 or wider. The weight is `[D]`, or
+    None; with `kind.cast_first` it has the inputs' dtype."""
     dtype = torch.promote_types(inputs.dtype, torch.float32)
     states = inputs.to(dtype)
     if kind.centered:

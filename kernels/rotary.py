@@ -1,20 +1,8 @@
 """Triton rotary position embedding; the references are in `rotary_reference`.
 
-One kernel computes cosines and sines, in float32 with the functions of PyTorch's kernels. Shapes: frequencies
-`[R / 2]`, positions `[B, n]`, results `[B, n, R]` or `[B, n, R / 2]`. For token i of row b, at the places of pair j:
-
-    cosine = scaling cos(positions[b, i] frequencies[j]),    sine = scaling sin(positions[b, i] frequencies[j])
-
-Another rotates query and key in one launch, which may also store key and value. Shapes: query, key and results
-`[B, heads, n, D]`, cosines and sines `[B or 1, n, R]` or `[B or 1, n, R / 2]`. For a pair (x1, x2) of a head with the
-cosines (c1, c2) and sines (s1, s2) of its token:
-
-    result = (x1 c1 - x2 s1, x2 c2 + x1 s2)
-
-With a cache of keys `[B, slots, heads, D]` and values `[B, slots, heads, Dv]`, token i of row b stores its key and its
-value at slot positions[b, i]; with scales `[B, slots, heads, 2]` as float8, see `float8_reference`.
-
-Every product and sum is rounded as in PyTorch, where each is a kernel of its own, so results are the same bits.
+One kernel computes cosines and sines, with the functions of PyTorch's kernels. Another rotates query and key in one
+launch, which may also store key and value. Every product and sum is rounded as in PyTorch, where each is a kernel of
+its own, so results are the same bits.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ def rotary(
     cos: torch.Tensor, sin: torch.Tensor, states: Sequence[torch.Tensor], kind: RotaryKind
 ) -> list[torch.Tensor]:
     """Rotate the first R elements of every head of `states` and copy the others; `states` are query, key or both,
-    `[B, heads, n, D]`, where the number of heads may differ. The formula is in `rotary`.
+    `[B, heads, n, D]`, where the number of heads may differ. A pair (x1, x2) with the cosines (c1, c2) and sines
+    (s1, s2) becomes (x1 c1 - x2 s1, x2 c2 + x1 s2).
 
     `cos` and `sin` are `[B or 1, n, R]`, or `[B or 1, n, R / 2]` if `kind.half_angles`; `kind` determines the pairs.
     """

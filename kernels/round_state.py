@@ -1,28 +1,6 @@
 """Triton kernels of a round's slots, commits and draft inputs in a `DecodeState`; see `round_state_reference`.
 
-Shapes: tokens `[B, slots]`; lengths, limits, finished and offsets `[B]`; drafts `[B, K]`; ends `[B, E]`; tokens of a
-result `[B, n]`, accepted and committed `[B]`. For position p = lengths[b] + first + i of row b:
-
-    slot = dummy if finished[b] or p > limits[b] - 2, else p
-    position id = slot + offsets[b], 0 for the dummy slot
-    committed'[b] = min(committed[b], limits[b] - lengths[b]) up to the first i with result[b, i] in ends[b] or
-                    NO_TOKEN, that one included; 0 if finished[b]
-
-and tokens[b, lengths[b] + i] = max(result[b, i], 0) for i < committed'[b].
-
-The drafts may be the nodes of a tree, see `Tree`. Node i has slot lengths[b] - 1 + i and position
-p = lengths[b] - 1 + depths[b, i]. The position is dummy if finished[b], if p > limits[b] - 2, or if the node is unused;
-the slot is dummy if finished[b] or if lengths[b] - 1 > limits[b] - 2. A program computes a row.
-
-The inputs of a drafter's first pass are four results `[B, W]`. With `kept = W - num_masks`, column c of row b has
-
-    slot = lengths[b] - shift - kept + c
-    source = c - kept + clamp(committed[b], 0, kept)    (kept columns, c < kept)
-    token = tokens[b, slot + shift] if c < kept, else mask_token
-
-and is padding (token 0, position id 0, the dummy slot, source -1) where `source < 0` in a kept column, `slot < 0`,
-`slot + 1 + shift >= limits[b]`, or the row is finished. Step s after the pass has
-p = lengths[b] - shift + num_masks + s.
+A program computes a row.
 """
 
 from __future__ import annotations

@@ -1,11 +1,5 @@
 """Triton reductions of rows with one order of summation; the references are in `row_reductions_reference`.
 
-Shapes: values `[outer, size, inner]` and its sum `[outer, inner]`; values, softmax and running sums `[rows, size]`.
-
-    sum[o, i] = sum_k values[o, k, i]
-    softmax[r, k] = exp(values[r, k] - m) / sum_j exp(values[r, j] - m),    m = max_j values[r, j]
-    running[r, k] = sum_(j <= k) values[r, j]
-
 All are in float32. A program reduces a whole row, and only the row's size determines its blocks and warps, so the bits
 of a result do not depend on the number of rows.
 """

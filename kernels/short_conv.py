@@ -1,11 +1,4 @@
-"""Triton causal depthwise convolution over positions; the reference is `short_conv_reference.short_conv`.
-
-Shapes: inputs `[B, n, C]`, ring `[B, Rc, C]`, positions `[B, n]`, weight `[C, W]`, bias `[C]`, result `[B, n, C]`.
-
-    out[b, i, c] = f(bias[c] + sum_t weight[c, t] x[b, positions[b, i] - W + 1 + t, c])
-
-with f = SiLU or the identity, and x[b, p, c] from the block, from the ring if p is before it, or 0 if p < 0.
-"""
+"""Triton causal depthwise convolution over positions; the reference is `short_conv_reference.short_conv`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""PyTorch reference of causal depthwise convolutions over the last W positions, for blocks of drafts.
+"""PyTorch reference of causal depthwise convolutions over the last W positions, for blocks of drafts:
 
-The formula is in `short_conv`. A ring holds the inputs of earlier positions, slot = position mod Rc. Nothing is rolled
-back: a block that covers the positions of rejected drafts overwrites their inputs.
+    out[p, c] = f(bias[c] + sum_t weight[c, t] x[p - W + 1 + t, c]),    f = SiLU or the identity
+
+with x[p, c] of position p, 0 if p < 0. A ring holds the inputs of earlier positions; see `ring_reference`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ def short_conv(
 ) -> torch.Tensor:
     """Convolve a block of columns and write the inputs of its last Rc positions to the ring.
 
-    The live columns of a row are adjacent, at consecutive positions. Columns at `dummy` or beyond are padding, before
-    and after the live ones. A row without a live column changes nothing. With K drafts Rc >= W - 1 + 2 K + 2 is enough
-    for all later blocks. Only slots of the W - 1 positions before the block are read.
+    A row without a live column changes nothing. With K drafts Rc >= W - 1 + 2 K + 2 is enough for all later blocks.
+    Only slots of the W - 1 positions before the block are read.
 
     Args:
         inputs: `[B, n, C]`.

@@ -1,7 +1,6 @@
-"""Triton kernels of suffix decoding: draft the tokens that followed earlier occurrences of a text's last tokens.
+"""Triton kernels of suffix decoding; the reference is `suffix_drafts_reference.suffix_drafts`.
 
-The reference is `suffix_drafts_reference.suffix_drafts`. Shapes: tokens `[B, slots]`, lengths `[B]`, history `[H]`,
-drafts `[B, K]`, all int64. Place s < H is `history[s]`, and place H + s is `tokens[b, s]`. The first kernel finds
+Place s < H is `history[s]`, and place H + s is `tokens[b, s]`. The first kernel finds
 
     matched[b, s] = the largest m <= LONGEST with place[s - j] = tokens[b, lengths[b] - 1 - j] for all j < m
 

@@ -1,12 +1,6 @@
 """Triton temperature, top-k and top-p of each row; the reference is `top_k_top_p_reference.apply_top_k_top_p`.
 
-Shapes: logits and result `[B, n, V]`, temperatures, top_k and tail `[B]`. With x_v = logits[b, i, v] / temperatures[b],
-k = top_k[b], p = 1 - tail[b] and the tokens by descending x:
-
-    t_k = x of the k-th token,    Z = sum over x_v >= t_k of exp(x_v)
-    result[b, i, v] = x_v if x_v >= t_k and sum over tokens u before v of exp(x_u) < p Z, else -inf
-
-Among tokens with equal x the last one of the vocabulary comes first.
+Among tokens with equal logits the last one of the vocabulary comes first for top-p.
 
 Nothing is sorted: a threshold is searched. A row is cut into groups of tokens, of which the first launch finds the
 largest elements (see `reduction`). The second has a program for each row. It bounds the threshold from below, since of

@@ -1,36 +1,8 @@
 """Triton verification of drafts; the references are in `verification_reference`.
 
-Shapes: scores `[B, K + 1, V]`, drafts `[B, K]`, draft_probs `[B, K, V_d]`, remaining `[B]`, tokens `[B, K + 1]`,
-accepted and committed `[B]`. With p_i = softmax(scores[b, i]), q_i = draft_probs[b, i], drafts d_1 ... d_K, where d_i
-was drawn from q_{i-1} and is verified by p_{i-1}, and u_i = uniform(ACCEPT) of draft i, rejection sampling gives
-
-    accepted[b] = a = number of leading i with u_i q_{i-1}(d_i) < p_{i-1}(d_i),    committed[b] = a + 1
-    tokens[b, a] ~ max(p_a - q_a, 0) normalised, the recovered token; p_K if a = K, the bonus token
-
-Without draft_probs q_{i-1} is 1 on d_i and 0 elsewhere. Block verification, with c = clamp(remaining[b], 0, K):
-
-    w_0 = 1,    w_i = min(w_{i-1} p_{i-1}(d_i) / q_{i-1}(d_i), 1),    e_i = sum_v max(w_i p_i(v) - q_i(v), 0)
-    h_i = e_i / (e_i + 1 - w_i) for i < c,    h_c = w_c
-    accepted[b] = a = largest i <= c with u_i < h_i, or 0,    committed[b] = a + 1
-    tokens[b, a] ~ max(w_a p_a - q_a, 0) normalised, the recovered token; p_a if a = c, the bonus token
-
-Drafts from the first i on where p_i or q_i is no distribution (scores or draft logits without a softmax) are ignored.
-With e = `random.race_times` of the row's seed and the token's position, a token is drawn by
-
-    next token = argmax over v of residual[v] / e[v], or of probs[v] / e[v] if the residual is 0 everywhere;
-                 NO_TOKEN if probs are NaN
-
-Only when all blocks of a row are done is it known whether the residual is 0 everywhere. So every program writes the
-keys (see `reduction`) of both maxima, and a merging kernel chooses.
-
-Verification by the target's own tokens, with drafts `[B, N]`, parents and depths `[B, N + 1]`, tokens and path
-`[B, D + 1]`, and the race times e_i of position lengths[b] + depths[b, i]:
-
-    chosen_i = argmax over v of scores[b, i, v], or of p_i(v) / e_i(v) with seeds
-    path_0 = 0,    path_(j + 1) = the i with parents[b, i] = path_j and drafts[b, i - 1] = chosen_(path_j)
-
-accepted is the largest j with a path_j, and tokens[j] = chosen_(path_j). Without parents, the parent of node i is
-i - 1, and tokens are all of chosen.
+With e = `random.race_times` of the row's seed and the token's position, the recovered token is the argmax of
+residual / e, or of p / e if the residual is 0 everywhere. That is known only when all blocks of a row are done. So
+every program writes the keys (see `reduction`) of both maxima, and a merging kernel chooses.
 """
 
 from __future__ import annotations
@@ -299,10 +271,10 @@ def _prefix_weights_kernel(
     num_stats: Unspecialised,
     STATS: tl.constexpr,
 ):
-    """Softmax base and normaliser at every step of a row, and the weights w_i.
+    """Softmax base and normaliser at every step of a row, and the w(i) of `verification_reference.verify_block`.
 
     Grid: (B,). Reads `stats` `[B * (K + 1), stat blocks]`, and the target's and the draft probability of each draft;
-    writes `row_stats` `[B, K + 1, 3]` float32: base, normaliser, and w_i, which is NaN after the first step without a
+    writes `row_stats` `[B, K + 1, 3]` float32: base, normaliser, and w(i), which is NaN after the first step without a
     distribution.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -334,7 +306,7 @@ def _excess_kernel(
     num_drafts: Unspecialised,
     BLOCK: tl.constexpr,
 ):
-    """Sum of max(w_i p_i - q_i, 0) over one block of the vocabulary.
+    """Sum of max(w(i) p - q, 0) over one block of the vocabulary.
 
     Grid: (B * K, blocks). Reads `row_stats[b, i]`, and BLOCK elements of `scores[b, i]` and `draft_probs[b, i]`; writes
     one element of `excesses` `[B * K, blocks]` float32.
@@ -367,12 +339,7 @@ def _verify_block_kernel(
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count the accepted drafts of a row, and write the keys of one block for the token after them.
-
-    Grid: (B, blocks). Reads `row_stats` and `excesses` of the row, and BLOCK elements of `scores[b, a]` and
-    `draft_probs[b, a]` of `laws`, where a is the number of accepted drafts, which every program computes. Writes as
-    `_store_next`.
-    """
+    """As `_verify_sampling_kernel`; reads `row_stats` and `excesses` of the row instead of statistics and drafts."""
     row = tl.program_id(0).to(tl.int64)
     seed = tl.load(seeds_ptr + row)
     length = tl.load(lengths_ptr + row)
@@ -407,14 +374,14 @@ def _verify_block_kernel(
 def verify_block(scores, drafts, draft_probs, draft_ids, seeds, lengths, remaining):
     """See `verification_reference.verify_block`; equal up to rounding. Five launches.
 
-    `scores` are read once for the softmax statistics, once with `draft_probs` at all steps but the last for e_i, and
+    `scores` are read once for the softmax statistics, once with `draft_probs` at all steps but the last for e(i), and
     again at the step of the recovered or bonus token.
     """
     batch, num_drafts = drafts.shape
     laws = _Laws.of(scores, drafts, draft_probs, draft_ids)
     assert seeds.is_contiguous() and lengths.is_contiguous() and remaining.is_contiguous()
     keys, stats, out = laws.empty_keys(), softmax_stats(scores), empty_result(*drafts.shape, drafts.device)
-    # At each step the base and the normaliser of the softmax, and w_i of the drafts before it.
+    # At each step the base and the normaliser of the softmax, and w(i) of the drafts before it.
     row_stats = torch.empty(batch, num_drafts + 1, 3, dtype=torch.float32, device=scores.device)
     _prefix_weights_kernel[(batch,)](
         laws,

@@ -33,8 +33,7 @@ def verify_sampling(
         scores: `[B, K + 1, V]` float32 processed logits of the target; p is their softmax.
         drafts: `[B, K]` int64; K may be 0.
         draft_probs: `[B, K, V_d]` float32 distributions that the drafts were sampled from, or None.
-        draft_ids: `[V]` int64, index of each token in the draft vocabulary, -1 if it has none; None if the draft
-            vocabulary is the first V_d tokens.
+        draft_ids: see `Proposal`.
         seeds: `[B]` int64 row seeds.
         lengths: `[B]` int64, the position of the first draft.
     """

@@ -9,8 +9,7 @@ class RecurrencePositions:
     """Positions of the recurrent states of a cache, one for each row, shared by all layers.
 
     Args:
-        lengths: `[B]` int64, committed tokens of each row at the time of a pass.
-        num_again: how many of the last committed tokens may be run again.
+        lengths, num_again: see `RaggedCache`.
 
     Attributes:
         certain: `[B]` int64, the position up to which tokens become part of the stored states.

@@ -23,6 +23,7 @@ from ..patching.attention import set_ragged_attention
 from ..patching.mask_rules import MaskRule
 from ..patching.support import cache_layers
 from ..state import DecodeState
+from .base import Drafter
 from .cached import CachedDrafter
 from .draft_model import WITHOUT_WEIGHTS, load_language_model
 from .none import no_drafts
@@ -90,6 +91,7 @@ class CacheReaderDrafter(CachedDrafter):
     grows_trees = True
     reads_last_hidden_state = True
     reads_target_cache = True
+    start_prefill, prefill = Drafter.start_prefill, Drafter.prefill  # nothing is kept of a prompt
 
     def __init__(self, config: CacheReaderConfig, model: PreTrainedModel | None = None):
         super().__init__(config)
@@ -142,12 +144,6 @@ class CacheReaderDrafter(CachedDrafter):
         weight = self._shared_weights["embedding"].weight
         embeds = F.embedding(tokens.to(weight.device), weight)
         return (embeds * self.embedding_scale.to(embeds)).to(self.embedding_scale.device, self.dtype)
-
-    def start_prefill(self, state: DecodeState) -> None:
-        """Nothing is kept of a prompt."""
-
-    def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
-        """Nothing is kept of a prompt."""
 
     def propose(
         self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult

@@ -133,8 +133,7 @@ class DFlashDrafter(DraftLayersDrafter):
         """Logits of the first `num_steps` drafts of a block after every position, with no cache.
 
         Args:
-            input_ids: `[B, S]` int64, padded at most at the end of a row.
-            aux_hidden_states: `[B, S, width]` of the target.
+            input_ids, aux_hidden_states: see `unroll_blocks`.
 
         Returns:
             `num_steps` tensors `[B, S, V_d]`: place p of tensor s has the logits of the token at p + 2 + s, from the

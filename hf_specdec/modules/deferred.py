@@ -15,8 +15,7 @@ import torch
 from .. import ops
 from ..kernels.types import NormKind, RotaryKind
 from .patch import DTYPES, uses_layer_kernels
-
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+from .weights import PLAIN_WEIGHTS
 
 # Functions that read neither elements nor addresses.
 _OF_METADATA = frozenset(
@@ -93,7 +92,7 @@ class Sum:
 
 def _deferred_sum(first: Any, second: Any) -> Deferred | None:
     """The deferred sum of two tensors; None if no norm could compute it."""
-    if not all(type(one) is Deferred or type(one) in _PLAIN_TENSORS for one in (first, second)):
+    if not all(type(one) is Deferred or type(one) in PLAIN_WEIGHTS for one in (first, second)):
         return None
     if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         return None

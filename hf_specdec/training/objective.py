@@ -154,11 +154,6 @@ class Objective(nn.Module):
         self.step_weights = (weights / weights.sum()).tolist()
         self.row_losses = LOSSES[loss]
 
-    def compile_parts(self) -> None:
-        """Compile the layers and the loss for dynamic shapes."""
-        self.row_losses = torch.compile(self.row_losses, dynamic=True)
-        compile_layers(self.drafter)
-
     def forward(self, target_outputs: TargetOutputs) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss, and float64 counts `[num_steps, 6]`, or 8 with those of rounds, for `summarize`."""
         raise NotImplementedError(f"{type(self).__name__} does not implement forward().")
@@ -389,15 +384,6 @@ def summarize(counts: torch.Tensor) -> dict:
         result["round_acceptance"] = shares(*of_rounds)
         result["round_length"] = round(1 + sum(result["round_acceptance"]), 4)
     return result
-
-
-def compile_layers(model: nn.Module) -> None:
-    """Compile the decoder layers and norms of `model` in place, to avoid the launch overhead of small operations."""
-    # One function is compiled for the layers of both models, for all dtypes and layouts, with and without gradients.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    for module in model.modules():
-        if type(module).__name__.endswith(("RMSNorm", "DecoderLayer")):
-            module.forward = torch.compile(module.forward, dynamic=True)
 
 
 def rows_per_chunk(vocab_size: int) -> int:

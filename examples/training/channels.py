@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ..drafters.cached import CachedDrafter
-from ..drafters.dflash import DFlashDrafter
+from hf_specdec.drafters.cached import CachedDrafter
+from hf_specdec.drafters.dflash import DFlashDrafter
 
 # The smallest channel size, as a share of the median, so that rounding errors are not scaled up.
 LEAST_RMS = 1e-3

@@ -6,8 +6,8 @@ import pytest
 import torch
 from oracle import RANDOM_DRAFTERS
 from targets import new_target
+from training.channels import channel_sizes, divide_channels, folded_weights
 
-from hf_specdec.training.channels import channel_sizes, divide_channels, folded_weights
 from hf_specdec.training.objective import Batch, BlockObjective, Teacher
 
 LARGE = 7  # a channel of the residual stream
