@@ -450,7 +450,7 @@ def test_what_is_withdrawn_or_has_no_adapter_ends():
 
     class Rows(Runner):
         num_rows, capacity, memory, state = 1, 100, None, SimpleNamespace(tokens=torch.zeros(1))
-        target = SimpleNamespace(adapters=Adapters((), frozenset(), None, {}), unpatch=lambda: None)
+        target = SimpleNamespace(is_captured=False, adapters=Adapters((), frozenset(), None, {}), unpatch=lambda: None)
 
         def __init__(self):
             pass
@@ -488,7 +488,7 @@ def test_admission():
 
     class Rows(Runner):
         num_rows, capacity, state = 4, 100, SimpleNamespace(tokens=torch.zeros(4), logprobs=())
-        memory = None
+        memory, target = None, SimpleNamespace(is_captured=False)
 
         def __init__(self):
             pass

@@ -417,7 +417,7 @@ class SimulatedRows(Runner):
     """A `Runner` without a model, which knows what every slot of every row holds."""
 
     prefix_margin = 1
-    target = SimpleNamespace(unpatch=lambda: None)
+    target = SimpleNamespace(is_captured=False, num_captures=0, unpatch=lambda: None)
 
     def __init__(self, rows, slots):
         self.memory = RowMemory(rows, slots, 64, CPU)
