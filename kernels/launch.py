@@ -78,16 +78,22 @@ def is_interpreted() -> bool:
 
 
 class _Loading:
-    """An executor that loads what it compiles, on GPU number `index`: Triton calls the C compiler for that, too."""
+    """An executor that loads what it compiles, on GPU number `index`: Triton calls the C compiler for that, too.
+
+    A kernel that cannot be compiled or loaded counts as not compiled.
+    """
 
     def __init__(self, pool: ThreadPoolExecutor, index: int):
         self._pool, self._index = pool, index
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future:
         def load() -> Any:
-            with torch.cuda.device(self._index):
-                compiled = compile_kernel()
-                _ = compiled.run  # loads it
+            try:
+                with torch.cuda.device(self._index):
+                    compiled = compile_kernel()
+                    _ = compiled.run  # loads it
+            except Exception:  # its launch compiles it again, and raises the error
+                return None
             return compiled
 
         return self._pool.submit(load)
@@ -97,8 +103,8 @@ class _Loading:
 def compile_only(device: torch.device) -> Iterator[None]:
     """Context in which launches of this thread compile kernels for `device`, in parallel, and launch nothing.
 
-    At its end they are compiled and loaded, but for those that fail, which fail again when they are launched. Triton's
-    compiler leaves the interpreter's lock to other threads for nine tenths of its time.
+    At its end they are compiled and loaded. Triton's compiler leaves the interpreter's lock to other threads for nine
+    tenths of its time.
     """
     if _mode.compile_only:
         yield
@@ -107,8 +113,8 @@ def compile_only(device: torch.device) -> Iterator[None]:
     _mode.compile_only, _mode.compiled = True, set()
     try:
         with (
-            ThreadPoolExecutor(len(os.sched_getaffinity(0)), "compile") as pool,
-            triton.AsyncCompileMode(_Loading(pool, index), ignore_errors=True),
+            ThreadPoolExecutor(os.cpu_count(), "compile") as pool,
+            triton.AsyncCompileMode(_Loading(pool, index)),
         ):
             yield
     finally:

@@ -48,7 +48,16 @@ def main() -> None:
     before = len(compiled)
     with ops.compile_only(device):
         ops.rms_norm(inputs, inputs[0], 1e-6, kind)
-    print(json.dumps({**ops_found, "compiled": sorted(compiled), "again": len(compiled) - before}))
+    again, wide = len(compiled) - before, inputs.double().float()
+    load, utils = driver.active.utils.load_binary, driver.active.utils
+    after_errors = []
+    for utils.load_binary in (None, load, load):  # at first an error of the driver
+        before = len(compiled)
+        with ops.compile_only(device):
+            ops.rms_norm(wide, None, 1e-6, kind)
+        after_errors.append(len(compiled) - before)
+    found = {"compiled": sorted(compiled[:-2]), "again": again, "after_errors": after_errors}
+    print(json.dumps({**ops_found, **found}))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,10 @@ def test_each_variant_is_compiled_once_and_in_other_threads(found: dict) -> None
     assert found["again"] == 0
 
 
+def test_a_kernel_that_failed_is_compiled_again(found: dict) -> None:
+    assert found["after_errors"] == [1, 1, 0]
+
+
 def test_integers_are_those_of_the_reference_and_floats_are_zeros(found: dict) -> None:
     assert found["slots"] == [[4, 5], [99, 99]]
     assert found["norm"] == [[0.0] * 64] * 2
