@@ -124,11 +124,11 @@ class SessionPrefill:
         complete one after the other, others all at the end."""
         self._run_chunk(self._left.popleft())
         first, end, is_by_row = self._num_finished, 0, self._is_packed and isinstance(self._rows, torch.Tensor)
-        if self.is_complete:
+        if not self._left:
             end = len(self._spans)
         elif is_by_row:
             end = bisect_right(list(accumulate(span.end - span.begin for span in self._spans)), self._done)
-        if first < end or self.is_complete:
+        if first < end or not self._left:
             rows = self._rows[first:end] if is_by_row else self._rows
             finish_prefill(self._session.state, self._session.prompts, rows)
         self._num_finished = end
