@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from .checkpoints.checkpoint import check_folder
-from .patching.stored_checkpoints import stored_config
+from .patching.stored_checkpoints import stored_options
 
 GGUF_SUFFIX = ".gguf"
 
@@ -31,7 +31,7 @@ def load_target(name: str, dtype: torch.dtype, device: torch.device) -> PreTrain
 
         options["quantization_config"] = GgufConfig(dequantize=True)
     else:
-        options["quantization_config"] = stored_config(PreTrainedConfig.get_config_dict(name)[0])
+        options |= stored_options(PreTrainedConfig.get_config_dict(name)[0])
     return prepare_target(AutoModelForCausalLM.from_pretrained(**arguments, **options).to(device))
 
 

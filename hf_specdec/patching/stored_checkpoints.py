@@ -21,6 +21,7 @@ from ..host.quantised import (
     register_quantizer,
     should_convert_module,
 )
+from ..modules.hidden_states import decoder_layers
 from ..modules.stored_linear import StoredLinear
 from .packed_linear import Packing, from_published, published, to_published
 from .stored_experts import is_experts, store_experts
@@ -72,10 +73,11 @@ class GPTQConfig(transformers.GPTQConfig):
 _CONFIGS = {"mxfp4": Mxfp4Config, "awq": AwqConfig, "gptq": GPTQConfig}
 
 
-def stored_config(settings: dict[str, Any]) -> Mxfp4Config | AwqConfig | GPTQConfig | None:
-    """The configuration that keeps a checkpoint with the config.json `settings` as it is; None if there is none."""
-    made = _CONFIGS.get((settings.get("quantization_config") or {}).get("quant_method"))
-    return None if made is None else made()
+def stored_options(settings: dict[str, Any]) -> dict[str, Any]:
+    """Options of `from_pretrained` that keep a checkpoint with the config.json `settings` as it is: one of the
+    configurations above, or none."""
+    method = (settings.get("quantization_config") or {}).get("quant_method")
+    return {"quantization_config": _CONFIGS[method]()} if method in _CONFIGS else {}
 
 
 class _StoredQuantizer(HfQuantizer):
@@ -116,11 +118,14 @@ class _PackedQuantizer(_StoredQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **options: Any) -> None:
         if self._packing.is_awq and model.config.model_type in AWQ_SCALED_ACTIVATIONS():
-            raise ValueError(f"AWQ scales activations of {model.config.model_type}, which hf_specdec does not.")
-        stated = getattr(self.quantization_config, "modules_to_not_convert", None)
-        excluded = self.get_modules_to_not_convert(model, stated, add_default_skips=True)
+            raise ValueError(
+                f"AWQ scales activations of {model.config.model_type}, which hf_specdec does not. Load it by gptqmodel."
+            )
+        excluded = getattr(self.quantization_config, "modules_to_not_convert", None) or []
+        layers = set(decoder_layers(model).modules())  # AWQ and GPTQ quantise no others
         for name, module in model.named_modules():
-            if not should_convert_module(name, excluded):
+            is_excluded = not should_convert_module(name, excluded) or not set(name.split(".")).isdisjoint(excluded)
+            if is_excluded or module not in layers:
                 continue
             if is_experts(module):
                 raise ValueError(

@@ -15,7 +15,8 @@ AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class Packed(NamedTuple):
-    """How `save_packed` stores linear layers; `desc_act` puts inputs into groups at random."""
+    """How `save_packed` stores linear layers, but those with a part of `excluded` in their names; `desc_act` puts
+    inputs into groups at random."""
 
     method: str
     bits: int = 4
@@ -23,13 +24,15 @@ class Packed(NamedTuple):
     symmetric: bool = False
     desc_act: bool = False
     format: str = "gptq"
+    excluded: tuple[str, ...] = ()
+    stated: tuple[str, ...] = ()
 
     @property
     def settings(self) -> dict:
         """`quantization_config`, with the entries that published files have."""
         both = {"quant_method": self.method, "bits": self.bits, "group_size": self.group}
         if self.method == "awq":
-            return both | {"modules_to_not_convert": None, "version": "gemm", "zero_point": True}
+            return both | {"modules_to_not_convert": list(self.stated) or None, "version": "gemm", "zero_point": True}
         return both | {
             "checkpoint_format": self.format,
             "damp_percent": 0.01,
@@ -89,7 +92,7 @@ def save_packed(model: PreTrainedModel, folder: Path, packed: Packed) -> None:
     generator = np.random.default_rng(0)
     head, tensors = model.get_output_embeddings(), {}
     for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and layer is not head:
+        if isinstance(layer, nn.Linear) and layer is not head and not set(packed.excluded) & set(name.split(".")):
             parts, dense = pack(layer.weight.detach().numpy(), packed, generator)
             layer.weight.data = torch.from_numpy(dense)
             for part, one in parts.items():

@@ -10,13 +10,14 @@ import re
 import pytest
 import torch
 from graph_stand_ins import tape_on_cpu
+from images import IMAGE, image_model, image_prompts
 from lossless import PROMPTS, greedy
 from oracle import random_eagle3
 from packed import Packed, change_config, save_packed
 from safetensors.torch import load_file, save_file
 from targets import padded_prompts, tiny_target
 from torch import nn
-from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BloomConfig, LlamaConfig, Qwen3Config
 
 from hf_specdec import AutoDrafter, AwqConfig, GPTQConfig
 from hf_specdec.loading import load_target
@@ -198,13 +199,22 @@ def test_tensors_that_are_refused(form, tensors, reason, changed):
         load(changed(form, tensors), FORMS[form].method)
 
 
-def test_layers_that_stay_dense(changed, checkpoints):
-    """By `modules_to_not_convert`."""
-    _, dense = checkpoints("awq")
-    weight = {f"{LAYER}.weight": dense.get_submodule(LAYER).weight.detach()}
-    target = load(changed("awq", lambda found: found.update(weight), modules_to_not_convert=["down_proj"]), "awq")
-    kinds = {name: type(one) for name, one in target.named_modules() if name.endswith(("down_proj", "up_proj"))}
-    assert kinds[LAYER] is nn.Linear and kinds["model.layers.1.mlp.up_proj"] is StoredLinear
+@pytest.mark.parametrize(
+    "packed",
+    [Packed("awq", excluded=("visual", "self_attn"), stated=("self_attn",)), Packed("gptq", excluded=("visual",))],
+)
+def test_layers_that_stay_dense(packed, tmp_path):
+    """All but those of the decoder, and those that `modules_to_not_convert` of AWQ names, in part."""
+    model = image_model("Qwen2_5_VLForConditionalGeneration")
+    save_packed(model, tmp_path, packed._replace(group=-1))
+    options = {"dtype": torch.float32, "quantization_config": CONFIGS[packed.method]()}
+    target = AutoModelForImageTextToText.from_pretrained(tmp_path, **options).eval()
+    layers = {name: one for name, one in target.named_modules() if isinstance(one, nn.Linear)}
+    stored = {name for name, one in layers.items() if type(one) is StoredLinear}
+    excluded = (*packed.excluded, "lm_head")
+    assert stored == {name for name in layers if not any(one in name for one in excluded)} != set()
+    inputs = image_prompts(model, [[3, IMAGE, 2], [5]])
+    torch.testing.assert_close(target(**inputs).logits, model(**inputs).logits)
 
 
 def test_models_that_are_refused(tmp_path, checkpoints):
