@@ -12,8 +12,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoDrafter",
+    "AwqConfig",
     "Drafter",
     "DrafterConfig",
+    "GPTQConfig",
     "Mxfp4Config",
     "NoDrafter",
     "SpeculationStats",
@@ -30,7 +32,7 @@ if why_broken() is None:
     from .config import DrafterConfig
     from .drafters import Drafter, NoDrafter, SuffixDrafter, register_drafter
     from .install import install, uninstall
-    from .patching.stored_experts import Mxfp4Config
+    from .patching.stored_checkpoints import AwqConfig, GPTQConfig, Mxfp4Config
     from .stats import SpeculationStats
 
     install()

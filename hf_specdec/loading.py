@@ -16,14 +16,14 @@ from transformers import (
 )
 
 from .checkpoints.checkpoint import check_folder
-from .patching.stored_experts import Mxfp4Config
+from .patching.stored_checkpoints import stored_options
 
 GGUF_SUFFIX = ".gguf"
 
 
 def load_target(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Load a target for inference (see `prepare_target`) from a folder, a Hub repository or a GGUF file. Experts in
-    MXFP4 are not dequantised, a GGUF file is. Raises `OSError` if there is no such target."""
+    """Load a target for inference (see `prepare_target`) from a folder, a Hub repository or a GGUF file. AWQ, GPTQ and
+    MXFP4 stay as in the file, a GGUF file is dequantised. Raises `OSError` if there is no such target."""
     options: dict[str, Any] = {"dtype": dtype}
     arguments = from_pretrained_arguments(name)
     if Path(name).suffix == GGUF_SUFFIX:
@@ -31,9 +31,7 @@ def load_target(name: str, dtype: torch.dtype, device: torch.device) -> PreTrain
 
         options["quantization_config"] = GgufConfig(dequantize=True)
     else:
-        settings, _ = PreTrainedConfig.get_config_dict(name)
-        if (settings.get("quantization_config") or {}).get("quant_method") == "mxfp4":
-            options["quantization_config"] = Mxfp4Config()
+        options |= stored_options(PreTrainedConfig.get_config_dict(name)[0])
     return prepare_target(AutoModelForCausalLM.from_pretrained(**arguments, **options).to(device))
 
 

@@ -137,6 +137,8 @@ def _stored_linear(inputs, weight, bias, activation):
 
     if weight.rounds_inputs:
         inputs, weight = rounded_inputs(inputs, weight), weight._replace(rounds_inputs=False)
+    if weight.order is not None:
+        inputs, weight = inputs.index_select(1, weight.order), weight._replace(order=None)
     wide = _wide_stored_tiles(inputs, weight) if activation is None else None
     if wide is not None:
         return linear_stored.linear(inputs, weight, bias, *wide)

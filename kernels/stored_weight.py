@@ -267,6 +267,7 @@ def stored_arguments(inputs: torch.Tensor, weight: StoredWeight | None, depth: i
     is_grouped = weight.group < size_in
     assert values.dtype in FORMATS and values.stride(-1) == 1, "rows must have unit stride"
     assert not weight.rounds_inputs, "`rounded_inputs` rounds inputs before"
+    assert weight.order is None, "inputs are put in order before"
     assert not is_grouped or weight.group % depth == 0 or (depth % weight.group == 0 and scales.itemsize == 1)
     assert scales.stride(-1) == 1 or scales.shape[-1] == 1
     assert weight.zeros is None or weight.zeros.stride() == scales.stride()

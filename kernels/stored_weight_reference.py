@@ -45,7 +45,8 @@ def dequantise(weight: StoredWeight, dtype: torch.dtype) -> torch.Tensor:
         else:
             values = values.to(dtype)
             values = values - (ZERO_POINT if weight.zeros is None else _spread(weight.zeros.to(dtype), weight))
-    return values.to(dtype) * _spread(_scales(weight, dtype), weight)
+    values = values.to(dtype) * _spread(_scales(weight, dtype), weight)
+    return values if weight.order is None else torch.empty_like(values).index_copy_(-1, weight.order, values)
 
 
 def _scales(weight: StoredWeight, dtype: torch.dtype) -> torch.Tensor:

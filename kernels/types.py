@@ -253,6 +253,7 @@ class StoredWeight(NamedTuple):
             for each 256 scales of the weight, row by row.
         scale_codes: `[256]` float32.
         shift: float32, added to scales from `scale_codes`.
+        order: `[in]` int64, the input features that the columns of the other parts are for; None if as they are.
     """
 
     values: torch.Tensor
@@ -265,6 +266,7 @@ class StoredWeight(NamedTuple):
     outer: torch.Tensor | None = None
     scale_codes: torch.Tensor | None = None
     shift: torch.Tensor | None = None
+    order: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -55,8 +55,10 @@ ORDER = [
 def test_public_names():
     assert sorted(hf_specdec.__all__) == [
         "AutoDrafter",
+        "AwqConfig",
         "Drafter",
         "DrafterConfig",
+        "GPTQConfig",
         "Mxfp4Config",
         "NoDrafter",
         "SpeculationStats",

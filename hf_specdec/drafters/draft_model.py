@@ -19,6 +19,7 @@ from ..modules.hidden_states import decoder_of, text_decoder
 from ..modules.stored_linear import keep_stored
 from ..patching.attention import set_ragged_attention
 from ..patching.masked_attention import why_not_masked
+from ..patching.stored_checkpoints import stored_options
 from ..patching.support import (
     cache_layers,
     cache_name,
@@ -51,7 +52,7 @@ def load_language_model(
         use_safetensors=checkpoint.uses_safetensors,
         output_loading_info=True,
         trust_remote_code=False,
-        **options,
+        **stored_options(checkpoint.config) | options,
     )
     unexpected = set(info["unexpected_keys"])
     ignored = module_names(checkpoint.config, unexpected) | set(ignored)

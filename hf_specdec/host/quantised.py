@@ -1,4 +1,4 @@
-"""transformers' own linear layers with quantised weights, and how it loads those of compressed-tensors."""
+"""transformers' own linear layers with quantised weights, and how it loads those of others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .parts import named_in, part, uses
+from .parts import lazy_part, named_in, part, uses
 
 _FILE = "transformers.integrations.finegrained_fp8"
 _WHY = "weights in FP8 with a scale for each block"
@@ -16,12 +16,13 @@ FP8_SCALES = named_in(f"{_FILE}:FP8Linear", "weight_scale_inv", why=_WHY, is_nee
 FP8_BLOCK = named_in(f"{_FILE}:FP8Linear", "block_size", why=_WHY, is_needed=False)
 FP8_INPUTS = named_in(f"{_FILE}:FP8Linear", "activation_scheme", why=_WHY, is_needed=False)
 
-_MXFP4 = "experts in MXFP4 that stay as they are in the file"
-register_quantizer = part("transformers.quantizers.auto", "register_quantizer", why=_MXFP4)
-HfQuantizer = part("transformers.quantizers.base", "HfQuantizer", why=_MXFP4)
-QuantizationMethod = part("transformers.utils.quantization_config", "QuantizationMethod", why=_MXFP4)
-IS_INITIALIZED = named_in("transformers:PreTrainedModel", "_is_hf_initialized", why=_MXFP4)
-should_convert_module = part("transformers.quantizers.quantizers_utils", "should_convert_module", why=_MXFP4)
+_STORED = "checkpoints in AWQ, GPTQ and MXFP4 that stay as they are in the file"
+register_quantizer = part("transformers.quantizers.auto", "register_quantizer", why=_STORED)
+HfQuantizer = part("transformers.quantizers.base", "HfQuantizer", why=_STORED)
+QuantizationMethod = part("transformers.utils.quantization_config", "QuantizationMethod", why=_STORED)
+IS_INITIALIZED = named_in("transformers:PreTrainedModel", "_is_hf_initialized", why=_STORED)
+should_convert_module = part("transformers.quantizers.quantizers_utils", "should_convert_module", why=_STORED)
+AWQ_SCALED_ACTIVATIONS = lazy_part("transformers.integrations.awq", "AWQ_SCALES_MAPPINGS", why=_STORED)
 
 
 @uses(

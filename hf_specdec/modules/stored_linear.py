@@ -1,7 +1,7 @@
-"""Linear layers of compressed-tensors that keep the format of the file.
+"""Linear layers that keep the numbers of the file, and those of compressed-tensors as such.
 
-transformers loads such a checkpoint as it is, and compressed-tensors converts all of it to plain weights in the first
-pass. `keep_stored` must come before that.
+transformers loads a checkpoint of compressed-tensors as it is, and compressed-tensors converts all of it to plain
+weights in the first pass. `keep_stored` must come before that.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from ..host.quantised import compressor_of
 from ..kernels.types import StoredWeight
 from .weights import is_known, register_weight_kind
 
-# Name in compressed-tensors of the number that NVFP4's scales are divided by.
-_DIVISOR = "weight_global_scale"
+# Names in compressed-tensors: packed numbers, scales, and the number that NVFP4's scales are divided by.
+PACKED, SCALES, _DIVISOR = "weight_packed", "weight_scale", "weight_global_scale"
+# Parts that other checkpoints have: zero points, and the inputs in the order of the numbers (see `StoredWeight`).
+ZEROS, ORDER = "weight_zero_point", "weight_order"
 
 
 class StoredLinear(nn.Linear):
-    """A linear layer with `weight` or `weight_packed`, and `weight_scale`, named as in compressed-tensors.
+    """A linear layer with `weight` or `weight_packed`, and `weight_scale`, named and shaped as in compressed-tensors;
+    perhaps with `weight_zero_point` `[out, groups]` uint8 and `weight_order` `[in]` int64.
 
     Attributes:
         form: `rows`, `group`, `rounds_inputs` and `codes` of its `StoredWeight`.
@@ -33,8 +36,8 @@ class StoredLinear(nn.Linear):
     form: tuple[int, int, bool, str | None]
 
     def __getattr__(self, name: str) -> Any:
-        is_packed = name == "weight" and "weight_packed" in self._parameters
-        return super().__getattr__("weight_packed" if is_packed else name)
+        is_packed = name == "weight" and PACKED in self._parameters
+        return super().__getattr__(PACKED if is_packed else name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StoredLinear:
         """Casts do not change 8-bit numbers and scales, whose dtypes are not the model's."""
@@ -46,17 +49,19 @@ class StoredLinear(nn.Linear):
         stored = _stored(self, *self.form)
         if stored.rounds_inputs:
             inputs = ops.rounded_inputs(inputs, stored)
-        dtype = torch.float32 if stored.scales.itemsize == 1 else stored.scales.dtype
+        is_small = stored.scales.itemsize == 1
+        dtype = torch.float32 if is_small else torch.promote_types(stored.scales.dtype, inputs.dtype)
         return F.linear(inputs, ops.dequantise_weight(stored, dtype).to(inputs.dtype), self.bias)
 
 
 def _stored(layer: nn.Linear, rows: int, group: int, rounds_inputs: bool, codes: str | None) -> StoredWeight:
     parts = layer._parameters
-    values = parts["weight_packed"].view(torch.uint8) if "weight_packed" in parts else parts["weight"]
-    scales = parts["weight_scale"].reshape(-(-layer.out_features // rows), -1)
+    values = parts[PACKED].view(torch.uint8) if PACKED in parts else parts["weight"]
+    scales = parts[SCALES].reshape(-(-layer.out_features // rows), -1)
     if scales.dtype == torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)
-    return StoredWeight(values, scales, None, rows, group, rounds_inputs, codes, parts.get(_DIVISOR))
+    zeros, outer, order = (parts.get(name) for name in (ZEROS, _DIVISOR, ORDER))
+    return StoredWeight(values, scales, zeros, rows, group, rounds_inputs, codes, outer, order=order)
 
 
 @register_weight_kind("hf_specdec.StoredLinear")

@@ -245,8 +245,8 @@ class _Group:
 
     @classmethod
     def of(cls, layers: Sequence[nn.Linear]) -> _Group | None:
-        """None if weights have different forms, blocks that cross layers, or scales of scales, or if their parts are
-        not whole tensors of the layers."""
+        """None if weights have different forms, blocks that cross layers, scales of scales, or an order of inputs, or
+        if their parts are not whole tensors of the layers."""
         weights, biases = [weight_of(layer) for layer in layers], () if layers[0].bias is None else ("bias",)
         found = tuple(map(weakref.ref, layers)), tuple(weight.shape[0] for weight in weights)
         if not isinstance(weights[0], StoredWeight):
@@ -259,7 +259,9 @@ class _Group:
             forms.append(
                 weight._replace(**{name: torch.empty_like(part, device="meta") for name, part in memory.items()})
             )
-        is_divided = all(weight.shape[0] % weight.rows == 0 and weight.outer is None for weight in weights)
+        is_divided = all(
+            weight.shape[0] % weight.rows == 0 and weight.outer is weight.order is None for weight in weights
+        )
         kinds = {
             tuple([(one.dtype, one.shape[1:]) if isinstance(one, torch.Tensor) else one for one in form])
             for form in forms

@@ -18,6 +18,7 @@ from compressed import arguments, save_compressed
 from graph_stand_ins import tape_on_cpu
 from lossless import PROMPTS, greedy
 from oracle import RANDOM_DRAFTERS, random_draft_model, random_eagle3
+from packed import Packed, save_packed
 from safetensors.torch import load_file, save_file
 from targets import padded_prompts, set_policy, tiny_target
 from torch import nn
@@ -31,7 +32,7 @@ from transformers import (
 )
 from transformers.integrations import finegrained_fp8
 
-from hf_specdec import AutoDrafter, Mxfp4Config, NoDrafter, ops
+from hf_specdec import AutoDrafter, AwqConfig, GPTQConfig, Mxfp4Config, NoDrafter, ops
 from hf_specdec.host.quantised import compressor_of
 from hf_specdec.kernels import linear_reference
 from hf_specdec.kernels.stored_weight_reference import dequantise
@@ -136,6 +137,10 @@ LIBRARIES = {
         "hf_specdec.StoredLinear",
         True,
     ),
+    "AWQ": (lambda: Packed("awq"), "hf_specdec.StoredLinear", True),
+    "GPTQ": (lambda: Packed("gptq", symmetric=True), "hf_specdec.StoredLinear", True),
+    "GPTQ, inputs in an order": (lambda: Packed("gptq", desc_act=True), "hf_specdec.StoredLinear", True),
+    "GPTQ int8": (lambda: Packed("gptq", 8, -1, symmetric=True), "hf_specdec.StoredLinear", True),
 }
 
 
@@ -170,9 +175,13 @@ def targets(tmp_path_factory):
             AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folders[family])
         if (library, family) not in loaded:
             folder, options = folders[family], {"dtype": torch.float32}
-            if isinstance(settings, dict):
+            if isinstance(settings, (dict, Packed)):
                 model, folder = AutoModelForCausalLM.from_pretrained(folder, **options), tmp_path_factory.mktemp("file")
+            if isinstance(settings, dict):
                 save_compressed(model, folder, **settings)
+            elif isinstance(settings, Packed):
+                save_packed(model, folder, settings)
+                options["quantization_config"] = {"awq": AwqConfig, "gptq": GPTQConfig}[settings.method]()
             else:
                 options["quantization_config"] = settings
             loaded[library, family] = as_stored(AutoModelForCausalLM.from_pretrained(folder, **options).eval())
@@ -275,7 +284,7 @@ def test_kinds_are_read_without_a_copy(library, targets):
 @pytest.mark.parametrize(
     ("library", "triton"),
     [(name, False) for name, (_, _, is_known) in LIBRARIES.items() if is_known and name not in ROUND_INPUTS]
-    + [("torchao int4 groups", True), ("compressed-tensors W4A16", True)],
+    + [(name, True) for name in ("torchao int4 groups", "compressed-tensors W4A16", "GPTQ, inputs in an order")],
 )
 def test_kernels_take_the_place_of_the_library(library, triton, targets, monkeypatch):
     """In rounds; prompts of many rows are the library's."""
@@ -297,8 +306,13 @@ def test_kernels_take_the_place_of_the_library(library, triton, targets, monkeyp
     assert torch.equal(greedy(target, inputs, **new), plain) and not rows
 
 
-# Their scales have scales of their own, or are no tensors of the layer.
-NOT_FUSED = {"bitsandbytes nf4", "bitsandbytes nf4, scales too", "compressed-tensors NVFP4"}
+# Their scales have scales of their own, or are no tensors of the layer, or each layer has an order of its own.
+NOT_FUSED = {
+    "bitsandbytes nf4",
+    "bitsandbytes nf4, scales too",
+    "compressed-tensors NVFP4",
+    "GPTQ, inputs in an order",
+}
 
 
 @pytest.mark.parametrize("library", [name for name, (_, _, is_known) in LIBRARIES.items() if is_known])
@@ -359,6 +373,8 @@ def test_batch_invariant_calls(library, targets, monkeypatch):
 
 # Bytes of a weight with its scales, which are in float32 here.
 BYTES = {"int8": 1.04, "float8": 1.04, "nf4": 0.5, "NVFP4": 0.57, "MXFP4": 0.54, "W4A16": 0.63, "groups": 1.26}
+# Scales of AWQ and GPTQ are in float16; an order takes 8 bytes for each of 128 or 256 inputs.
+BYTES |= {"AWQ": 0.6, "order": 0.67, "GPTQ": 0.57}
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -578,7 +594,7 @@ def test_batch_invariant_calls_of_experts_in_mxfp4(mxfp4, monkeypatch):
 def test_blocks_of_float8_of_transformers():
     """Its layer computes by kernels that it fetches for a GPU, so only what it holds is compared here."""
     layer = finegrained_fp8.FP8Linear(320, 200, block_size=(128, 128))
-    assert weight_of(layer)[2:] == (None, 128, 128, True, None, None, None, None)
+    assert weight_of(layer)[2:] == (None, 128, 128, True, None, None, None, None, None)
     generator = torch.Generator().manual_seed(0)
     weight, scales = torch.randn(200, 320, generator=generator), torch.rand(2, 3, generator=generator)
     layer.weight.data, layer.weight_scale_inv.data = weight.to(torch.float8_e4m3fn), scales

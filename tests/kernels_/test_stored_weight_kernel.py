@@ -33,6 +33,7 @@ KINDS = {
     "int4 groups": (torch.uint8, 1, 128, False),
     "int4 groups of 32": (torch.uint8, 1, 32, False),
     "int4 zero points": (torch.uint8, 1, 64, True),
+    "int4 zero points of 128": (torch.uint8, 1, 128, True),
     "int4 rows": (torch.uint8, 1, None, False),
     "int4 rows with zero points": (torch.uint8, 1, None, True),
     "mxfp4": (torch.uint8, 1, 32, False),
@@ -184,6 +185,24 @@ def test_inputs_are_rounded_before_the_product(kind, rows, monkeypatch):
         atol = EPSILON[dtype] * exact.abs().max().item()
         torch.testing.assert_close(linear_reference.linear(inputs, rounding).double(), exact, rtol=0, atol=atol)
         torch.testing.assert_close(expected.double(), exact, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("kind", ["int4 zero points", "int8 rows"])
+def test_inputs_in_an_order(kind, rows, monkeypatch):
+    """Columns are for other inputs than the first, the second and so on."""
+    set_policy(monkeypatch, DEVICE, triton=True)
+    weight = stored_weight(kind, *SHAPE)
+    order = torch.randperm(SHAPE[1], generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    ordered = weight._replace(order=order)
+    assert torch.equal(dequantise(ordered, torch.float32)[:, order], dequantise(weight, torch.float32))
+    inputs = inputs_for(rows, SHAPE[1], DTYPES[-1])
+    for activation in (None, "silu"):
+        expected = ops.linear(inputs[:, order].contiguous(), weight, None, activation)
+        assert torch.equal(ops.linear(inputs, ordered, None, activation), expected)
+        assert not torch.allclose(ops.linear(inputs, weight, None, activation), expected)
+        found = linear_reference.linear(inputs, ordered, None, activation)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2 * EPSILON[DTYPES[-1]] * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("kind", ["e4m3 rows", "int8 rows", "e4m3 blocks"])
