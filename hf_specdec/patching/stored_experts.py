@@ -17,9 +17,14 @@ from ..host.quantised import (
     register_quantizer,
     should_convert_module,
 )
-from .experts import BLOCKS, GROUP, SCALES, experts_forward
+from ..kernels.types import StoredWeight
+from ..modules.weights import is_experts, register_weight_kind
+from .experts import experts_forward, projections
 
 _QUANTIZER = "hf_specdec_mxfp4"
+# Suffixes of the parts of a weight, and inputs of a scale.
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_GROUP = 32
 
 
 class Mxfp4Config(transformers.Mxfp4Config):
@@ -44,6 +49,12 @@ class StoredExperts(nn.Module):
     forward = experts_forward
 
 
+@register_weight_kind("hf_specdec.StoredExperts")
+def _of_stored_experts(module: StoredExperts, name: str) -> StoredWeight:
+    blocks, exponents = (module._parameters[f"{name}{suffix}"] for suffix in (_BLOCKS, _SCALES))
+    return StoredWeight(blocks.flatten(-2), exponents.view(torch.float8_e8m0fnu), None, 1, _GROUP, codes="e2m1")
+
+
 @functools.cache
 def _stored_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (StoredExperts, cls), {"__module__": cls.__module__})
@@ -51,11 +62,11 @@ def _stored_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def _store(experts: nn.Module) -> None:
     """Convert experts without numbers yet to `StoredExperts`."""
-    for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+    for name in projections(experts):
         weight = experts._parameters.pop(name)
         count, size_out, size_in = (weight.mT if experts.is_transposed else weight).shape
-        shape = (count, size_out, size_in // GROUP)
-        for suffix, one in {BLOCKS: (*shape, GROUP // 2), SCALES: shape}.items():
+        shape = (count, size_out, size_in // _GROUP)
+        for suffix, one in {_BLOCKS: (*shape, _GROUP // 2), _SCALES: shape}.items():
             part = torch.empty(one, dtype=torch.uint8, device=weight.device)
             experts.register_parameter(f"{name}{suffix}", nn.Parameter(part, requires_grad=False))
     experts.__class__ = _stored_class(type(experts))
@@ -76,7 +87,5 @@ class _StoredMxfp4Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         excluded = self.get_modules_to_not_convert(model, self.quantization_config.modules_to_not_convert)
         for name, module in list(model.named_modules()):
-            if all(hasattr(module, one) for one in ("down_proj", "is_transposed", "has_gate")) and (
-                should_convert_module(name, excluded)
-            ):
+            if is_experts(module) and should_convert_module(name, excluded):
                 _store(module)
