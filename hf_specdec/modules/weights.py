@@ -152,7 +152,9 @@ def is_known(stored: StoredWeight) -> bool:
     dtypes = [torch.float32, torch.bfloat16, torch.float16]
     if stored.codes is not None:
         dtypes += SCALES_OF_NUMBERS if stored.scale_codes is None else [torch.uint8]
-    least = 16 if scales.dtype in SCALES_OF_NUMBERS else 32
+    elif values.dtype == torch.float8_e4m3fn:
+        dtypes.append(torch.float8_e8m0fnu)
+    least = 16 if stored.codes is not None and scales.dtype in SCALES_OF_NUMBERS else 32
     return (
         values.dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8)
         and scales.dtype in dtypes

@@ -21,24 +21,28 @@ _LAYERS = re.compile(r"layers\..*_(proj|proj_with_mqa)\.weight$")
 _SETTINGS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 
-def save_float8(family: str, folder: Path) -> None:
-    """Save a random target with its layers and experts quantised, in one file."""
+def save_float8(family: str, folder: Path, scale_fmt: str = "float") -> None:
+    """Save a random target with its layers and experts quantised, in one file; `ue8m0`: with scales that are powers of
+    2, in float32 as DeepSeek publishes them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES, family, FAMILIES[family] | SIZES)
         new_target(family).save_pretrained(folder)
     file, config = folder / "model.safetensors", folder / "config.json"
     tensors = load_file(file)
     for name in [name for name in tensors if _LAYERS.search(name)]:
-        tensors[name], tensors[f"{name}_scale_inv"] = _quantised(tensors[name])
+        tensors[name], tensors[f"{name}_scale_inv"] = _quantised(tensors[name], scale_fmt)
     save_file(tensors, file, metadata={"format": "pt"})
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": _SETTINGS}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"quantization_config": {**_SETTINGS, "scale_fmt": scale_fmt}})
+    )
 
 
-def _quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantised(weight: torch.Tensor, scale_fmt: str) -> tuple[torch.Tensor, torch.Tensor]:
     size_out, size_in = weight.shape
     parts = F.pad(weight, (0, -size_in % BLOCK, 0, -size_out % BLOCK))
     parts = parts.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scales = parts.abs().amax((1, 3)) / 448
+    scales = scales.log2().ceil().exp2() if scale_fmt == "ue8m0" else scales
     values = (parts / scales[:, None, :, None]).to(torch.float8_e4m3fn)
     return values.flatten(2).flatten(0, 1)[:size_out, :size_in].contiguous(), scales
 
