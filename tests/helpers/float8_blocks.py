@@ -1,5 +1,5 @@
 """Checkpoints in FP8 with scales of 128 x 128 blocks, as DeepSeek, Qwen and GLM publish them, and transformers' product
-for a CPU."""
+by torch."""
 
 import json
 import re
@@ -68,7 +68,7 @@ def _matmul(inputs, weight, scales, block_size, dtype=None, activation_scale=Non
 
 def _batched(inputs, weight, scales, block_size, expert_ids):
     by_expert = torch.stack([_matmul(inputs, *one, block_size) for one in zip(weight, scales, strict=True)])
-    return by_expert[expert_ids, torch.arange(len(inputs))]
+    return by_expert[expert_ids, torch.arange(len(inputs), device=inputs.device)]
 
 
 def _grouped(inputs, weight, scales, offsets, tokens_per_expert, block_size):
@@ -78,6 +78,7 @@ def _grouped(inputs, weight, scales, offsets, tokens_per_expert, block_size):
 
 
 def without_kernels_of_the_hub(patch: pytest.MonkeyPatch) -> None:
-    """Let transformers' layers compute on a CPU, in place of the kernels that it fetches for a GPU."""
+    """Let transformers' layers compute by torch, in place of the kernels that it fetches for a GPU."""
+    patch.setenv("TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR", "1")
     products = finegrained_fp8.FineGrainedFP8(_matmul, _batched, _grouped)
     patch.setattr(finegrained_fp8, "load_finegrained_fp8_kernel", lambda: products)
