@@ -135,14 +135,26 @@ def _adapted_linear(inputs, weight, bias, *args):
 def _stored_linear(inputs, weight, bias, activation):
     from .kernels import linear, linear_stored
 
-    if weight.rounds_inputs:
-        inputs, weight = rounded_inputs(inputs, weight), weight._replace(rounds_inputs=False)
+    inputs, weight = _rounded(inputs, weight)
     if weight.order is not None:
         inputs, weight = inputs.index_select(1, weight.order), weight._replace(order=None)
     wide = _wide_stored_tiles(inputs, weight) if activation is None else None
     if wide is not None:
         return linear_stored.linear(inputs, weight, bias, *wide)
     return linear.linear(inputs, weight, bias, choose_stored_tiles(len(inputs), weight), activation)
+
+
+def _expert_linear(inputs, weight, *args):
+    from .kernels.experts import expert_linear
+
+    return expert_linear(*_rounded(inputs, weight), *args)
+
+
+def _rounded(inputs, weight):
+    """Inputs as the products read them, and the weight for these."""
+    if not (isinstance(weight, StoredWeight) and weight.rounds_inputs):
+        return inputs, weight
+    return rounded_inputs(inputs, weight), weight._replace(rounds_inputs=False)
 
 
 def _wide_stored_tiles(inputs: torch.Tensor, weight: StoredWeight) -> tuple[LinearTiles, int] | None:
@@ -193,6 +205,7 @@ linear = kernel_op("linear.linear", launch=_linear)
 plan_experts = kernel_op("experts.plan_experts")
 expert_linear = kernel_op(
     "experts.expert_linear",
+    launch=_expert_linear,
     fake=lambda inputs, weight, bias, plan, rows, is_transposed: inputs.new_empty(
         plan.shape[1], weight.shape[2 if is_transposed else 1]
     ),

@@ -242,8 +242,8 @@ class StoredWeight(NamedTuple):
     Attributes:
         values: `[out, in]` float8 (e4m3) or int8; or `[out, in / 2]` uint8, each with two 4-bit numbers, the first one
             in the low half unless `codes` is "nf4".
-        scales: `[ceil(out / rows), ceil(in / group)]` in floating point, with `codes` also float8 (e4m3 or e8m0); or
-            uint8 indices into `scale_codes`.
+        scales: `[ceil(out / rows), ceil(in / group)]` in floating point, with `codes` also float8 (e4m3 or e8m0), with
+            float8 values also e8m0; or uint8 indices into `scale_codes`.
         zeros: of the shape of `scales`, the zero points of 4-bit numbers; None if all are 8.
         rows, group: number of output and input features of a block with one scale.
         rounds_inputs: whether the layer's inputs are rounded to the dtype of `values` first, each row in groups of

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedConfig
 
-from ..host.quantised import FP8_BLOCK, FP8_INPUTS, FP8_LINEAR, FP8_SCALES
+from ..host.quantised import FP8_BLOCK, FP8_EXPERTS, FP8_INPUTS, FP8_LINEAR, FP8_SCALES
 from ..kernels.types import SCALES_OF_NUMBERS, SCALES_OF_OUTER, StoredWeight
 
 # Types of weights that are neither quantised nor sharded: parameters, and the local shards that `local_linears` sets.
@@ -73,19 +73,20 @@ def tensors_of(layer: nn.Module) -> dict[str, torch.Tensor]:
 # For each weight: the versions of the tensors that were checked, and whether some zero point was not zero.
 _zeros: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-_Reader = Callable[[nn.Module], StoredWeight | None]
+_Reader = Callable[..., StoredWeight | None]
 _readers: dict[str, _Reader] = {}
 
 
 def register_weight_kind(name: str) -> Callable[[_Reader], _Reader]:
-    """Decorator that lets linear layers of a kind run the project's kernels.
+    """Decorator that lets linear layers of a kind, or mixtures of experts, run the project's kernels.
 
     Args:
         name: package and class, e.g. `torchao.Int8Tensor`: that of the layer if it is no `nn.Linear`, else that of its
-            weight.
+            weight; or a class that experts are of, also a base class.
 
-    The decorated function returns the weight of a layer, or None if it has another form. It may run during a capture;
-    it must have read before whatever it reads on the host.
+    The decorated function returns the weight of a layer, or None if it has another form. For experts it also takes the
+    weight's name, such as `down_proj`, and returns it for all experts. It may run during a capture; it must have read
+    before whatever it reads on the host.
     """
 
     def register(read: _Reader) -> _Reader:
@@ -104,7 +105,10 @@ def quantised_class(module: nn.Module) -> str | None:
         type(weight) in PLAIN_WEIGHTS and weight.is_floating_point() and weight.itemsize > 1
     ):
         return None
-    kind = type(weight) if type(module) is nn.Linear else type(module)
+    return _full_name(type(weight) if type(module) is nn.Linear else type(module))
+
+
+def _full_name(kind: type) -> str:
     return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
 
 
@@ -118,12 +122,27 @@ def weight_of(module: nn.Module) -> torch.Tensor | StoredWeight | None:
     return stored if stored is not None and is_known(stored) else None
 
 
+def stored_experts(module: nn.Module, name: str) -> StoredWeight | None:
+    """The weight `name` of a mixture of experts, `[experts, out, in]`; None if it is plain, or not known."""
+    read = next((_readers[one] for one in map(_full_name, type(module).__mro__) if one in _readers), None)
+    stored = None if read is None else read(module, name)
+    return stored if stored is not None and is_known(stored) else None
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether `module` is of a class decorated with transformers' `use_experts_implementation`."""
+    return "is_transposed" in vars(module)
+
+
 def may_round_inputs(module: nn.Module) -> bool:
-    """Whether `module` is a quantised linear layer that rounds its inputs, or that the kernels do not know."""
-    if quantised_class(module) is None:
-        return False
-    stored = weight_of(module)
-    return stored is None or stored.rounds_inputs
+    """Whether `module` has quantised weights, and rounds its inputs or is not known by the kernels."""
+    if is_experts(module):
+        stored, weight = stored_experts(module, "down_proj"), module._parameters.get("down_proj")
+        is_plain = stored is None and (weight is None or weight.itemsize > 1)
+    else:
+        is_plain = quantised_class(module) is None
+        stored = None if is_plain else weight_of(module)
+    return not is_plain and (stored is None or stored.rounds_inputs)
 
 
 def is_known(stored: StoredWeight) -> bool:
@@ -133,7 +152,9 @@ def is_known(stored: StoredWeight) -> bool:
     dtypes = [torch.float32, torch.bfloat16, torch.float16]
     if stored.codes is not None:
         dtypes += SCALES_OF_NUMBERS if stored.scale_codes is None else [torch.uint8]
-    least = 16 if scales.dtype in SCALES_OF_NUMBERS else 32
+    elif values.dtype == torch.float8_e4m3fn:
+        dtypes.append(torch.float8_e8m0fnu)
+    least = 16 if stored.codes is not None and scales.dtype in SCALES_OF_NUMBERS else 32
     return (
         values.dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8)
         and scales.dtype in dtypes
@@ -176,11 +197,13 @@ def has_zeros(weight: torch.Tensor) -> bool:
 
 
 @register_weight_kind(f"transformers.{FP8_LINEAR}")
-def _fine_grained(module: nn.Linear) -> StoredWeight | None:
-    block, scales = getattr(module, FP8_BLOCK), getattr(module, FP8_SCALES)
-    if module.weight.itemsize > 1 or block is None or getattr(module, FP8_INPUTS) != "dynamic":
+@register_weight_kind(f"transformers.{FP8_EXPERTS}")
+def _fine_grained(module: nn.Module, name: str = "weight") -> StoredWeight | None:
+    values, scales = getattr(module, name), getattr(module, FP8_SCALES.replace("weight", name))
+    block = getattr(module, FP8_BLOCK)
+    if values.dtype != torch.float8_e4m3fn or block is None or getattr(module, FP8_INPUTS) != "dynamic":
         return None
-    return StoredWeight(module.weight, scales, None, *block, rounds_inputs=True)
+    return StoredWeight(values, scales, None, *block, rounds_inputs=True)
 
 
 @register_weight_kind("bitsandbytes.Linear4bit")

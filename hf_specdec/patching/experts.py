@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,11 +13,12 @@ from transformers import PreTrainedModel
 
 from .. import ops
 from ..host.modeling import ALL_EXPERTS_FUNCTIONS, EXPERTS_ENTRY, apply_gate
+from ..host.quantised import ALL_FP8_EXPERTS_FUNCTIONS
 from ..kernels.types import StoredWeight
 from ..modules.hidden_states import modules_of
 from ..modules.patch import DTYPES, Replacements, constant, original, runs_engine
 from ..modules.signature import signature_of
-from ..modules.weights import PLAIN_WEIGHTS
+from ..modules.weights import PLAIN_WEIGHTS, is_experts, stored_experts
 
 EXPERTS_NAME = "hf_specdec"
 BATCHED_NAME = "hf_specdec_batched"
@@ -32,19 +34,9 @@ MAX_TOKENS_OF_KERNEL = 64
 DEFAULTS = ("eager", "grouped_mm")
 
 
-# Suffixes of MXFP4's parts of a weight `[experts, out, in]`: blocks `[experts, out, in / 32, 16]` uint8, and exponents
-# of groups `[experts, out, in / 32]` uint8.
-BLOCKS, SCALES = "_blocks", "_scales"
-GROUP = 32
-
-
-def expert_weight(module: nn.Module, name: str) -> torch.Tensor | StoredWeight:
-    """The weight `name` of `module`, see `experts_forward`, as the op takes it."""
-    blocks = module._parameters.get(f"{name}{BLOCKS}")
-    if blocks is None:
-        return getattr(module, name)
-    exponents = module._parameters[f"{name}{SCALES}"].view(torch.float8_e8m0fnu)
-    return StoredWeight(blocks.flatten(-2), exponents, None, 1, GROUP, codes="e2m1")
+def projections(module: nn.Module) -> tuple[str, str]:
+    """Names of the two weights of `module`, see `experts_forward`."""
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
 
 def experts_forward(
@@ -65,8 +57,8 @@ def experts_forward(
     Returns:
         `[n, H]` in the dtype of `hidden_states`.
     """
-    name = "gate_up_proj" if module.has_gate else "up_proj"
-    first, second = expert_weight(module, name), expert_weight(module, "down_proj")
+    names = projections(module)
+    first, second = (stored_experts(module, name) or getattr(module, name) for name in names)
     num_experts, num_pairs, is_stored = second.shape[0], top_k_index.numel(), isinstance(first, StoredWeight)
     is_many = num_pairs > MAX_TOKENS_OF_KERNEL * num_experts and not is_stored and first.dtype == torch.bfloat16
     if is_many and not ops.is_batch_invariant():
@@ -82,43 +74,44 @@ def experts_forward(
             return ops.expert_linear(inputs, weight, bias, plan, rows, False)
         return ops.expert_linear(inputs.to(weight.dtype), weight, bias, plan, rows, module.is_transposed)
 
-    inner = linear(hidden_states, first, name)
+    inner = linear(hidden_states, first, names[0])
     inner = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
-    outputs = linear(inner, second, "down_proj")
+    outputs = linear(inner, second, names[1])
     if getattr(module, "has_post_expert_norm", False):
         outputs = module.post_expert_norm(outputs)
     outputs = outputs.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
     return outputs.sum(1).to(hidden_states.dtype)
 
 
-def _for_engines(implementation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`implementation` if an engine runs the experts; their original implementation if other code does."""
+def _for_engines(interface: Any, implementation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`implementation` if an engine runs the experts; that of `interface` that they had before if other code does."""
 
     def forward(module: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-        return (implementation if runs_engine() else _original_experts(module))(module, *args)
+        return (implementation if runs_engine() else _original_experts(interface, module))(module, *args)
 
     return forward
 
 
-def _original_experts(module: nn.Module) -> Callable[..., torch.Tensor]:
-    # "eager" is the forward of the class itself, which transformers' decorator wraps.
+def _original_experts(interface: Any, module: nn.Module) -> Callable[..., torch.Tensor]:
+    # "eager" is the forward of the class itself, which transformers' decorator wraps: that of FP8 once for each layer.
     wrapper = next(
         vars(cls)["forward"] for cls in type(module).__mro__ if hasattr(vars(cls).get("forward"), "__wrapped__")
     )
-    return ALL_EXPERTS_FUNCTIONS.get_interface(original(module.config, EXPERTS_ENTRY), wrapper.__wrapped__)
+    return interface.get_interface(original(module.config, EXPERTS_ENTRY), inspect.unwrap(wrapper))
 
 
-ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _for_engines(experts_forward))
-ALL_EXPERTS_FUNCTIONS.register(BATCHED_NAME, _for_engines(ALL_EXPERTS_FUNCTIONS["batched_mm"]))
+for _interface in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
+    _interface.register(EXPERTS_NAME, _for_engines(_interface, experts_forward))
+    _interface.register(BATCHED_NAME, _for_engines(_interface, _interface["batched_mm"]))
 
 
 def _is_suitable(model: PreTrainedModel) -> bool:
-    """Whether `experts_forward` can compute with the experts' weights in `model`: none is quantised but as MXFP4."""
-    # Experts' weights are stacked, [experts, out, in]; the hidden state of a mask token, [1, 1, width], is no weight.
-    modules = (one for one in modules_of(model) if f"down_proj{BLOCKS}" not in one._parameters)
-    parameters = (one for module in modules for one in module._parameters.values() if one is not None)
-    stacked = (parameter for parameter in parameters if parameter.dim() == 3 and len(parameter) > 1)
-    return all(type(weight) in (*PLAIN_WEIGHTS, DTensor) and weight.dtype in DTYPES for weight in stacked)
+    """Whether `experts_forward` can compute with the experts' weights in `model`: plain and known ones."""
+    names = ((module, name) for module in filter(is_experts, modules_of(model)) for name in projections(module))
+    # Not those that torch's parametrizations compute when they are read.
+    others = (module._parameters.get(name) for module, name in names if stored_experts(module, name) is None)
+    plain = (one for one in others if one is not None)
+    return all(type(one) in (*PLAIN_WEIGHTS, DTensor) and one.dtype in DTYPES for one in plain)
 
 
 def original_experts_implementation(model: PreTrainedModel) -> str | None:

@@ -23,8 +23,9 @@ from ..host.quantised import (
 )
 from ..modules.hidden_states import decoder_layers
 from ..modules.stored_linear import StoredLinear
+from ..modules.weights import is_experts
 from .packed_linear import Packing, from_published, published, to_published
-from .stored_experts import is_experts, store_experts
+from .stored_experts import store_experts
 
 # Of the names of our quantizers, before those of transformers' methods.
 _PREFIX = "hf_specdec_"

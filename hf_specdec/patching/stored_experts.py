@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 from ..host.quantised import IS_INITIALIZED
-from .experts import BLOCKS, GROUP, SCALES, experts_forward
+from ..kernels.types import StoredWeight
+from ..modules.weights import register_weight_kind
+from .experts import experts_forward, projections
+
+# Suffixes of the parts of a weight, and inputs of a scale.
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_GROUP = 32
 
 
 class StoredExperts(nn.Module):
@@ -22,9 +28,10 @@ class StoredExperts(nn.Module):
     forward = experts_forward
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether the class of `module` is decorated with transformers' `use_experts_implementation`."""
-    return all(hasattr(module, one) for one in ("down_proj", "is_transposed", "has_gate"))
+@register_weight_kind("hf_specdec.StoredExperts")
+def _of_stored_experts(module: StoredExperts, name: str) -> StoredWeight:
+    blocks, exponents = (module._parameters[f"{name}{suffix}"] for suffix in (_BLOCKS, _SCALES))
+    return StoredWeight(blocks.flatten(-2), exponents.view(torch.float8_e8m0fnu), None, 1, _GROUP, codes="e2m1")
 
 
 @functools.cache
@@ -34,11 +41,11 @@ def _stored_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def store_experts(experts: nn.Module) -> None:
     """Convert experts without numbers yet to `StoredExperts`."""
-    for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+    for name in projections(experts):
         weight = experts._parameters.pop(name)
         count, size_out, size_in = (weight.mT if experts.is_transposed else weight).shape
-        shape = (count, size_out, size_in // GROUP)
-        for suffix, one in {BLOCKS: (*shape, GROUP // 2), SCALES: shape}.items():
+        shape = (count, size_out, size_in // _GROUP)
+        for suffix, one in {_BLOCKS: (*shape, _GROUP // 2), _SCALES: shape}.items():
             part = torch.empty(one, dtype=torch.uint8, device=weight.device)
             experts.register_parameter(f"{name}{suffix}", nn.Parameter(part, requires_grad=False))
     experts.__class__ = _stored_class(type(experts))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from float8_blocks import load_float8, save_float8, without_kernels_of_the_hub
 from oracle import random_eagle3
 from targets import on_gpu, padded_prompts
 from torch import nn
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from hf_specdec import NoDrafter
 from hf_specdec.kernels.stored_weight_reference import dequantise
 from hf_specdec.kernels.types import StoredWeight
+from hf_specdec.modules.weights import _readers as readers
 from hf_specdec.modules.weights import register_weight_kind
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -35,7 +37,7 @@ class StoredLinear(nn.Linear):
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
-    monkeypatch.setattr("hf_specdec.modules.weights._readers", {})
+    monkeypatch.setattr("hf_specdec.modules.weights._readers", dict(readers))
     register_weight_kind(f"{__name__.partition('.')[0]}.StoredLinear")(lambda module: module.stored)
 
 
@@ -71,16 +73,29 @@ def texts(target, drafter, rows, **options):
     return [row[-NEW_TOKENS:].tolist() for row in target.generate(**inputs, assistant_model=drafter, **options)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_text_a_prompt(kind):
-    target, every = quantised(kind), list(range(len(LENGTHS)))
+def check_texts(target):
+    """Batch-invariant texts are those of each prompt alone, without a drafter and with one; returns the latter."""
+    every = list(range(len(LENGTHS)))
     drafter = NoDrafter(target, batch_invariant=True)
     expected = [texts(target, drafter, [row])[0] for row in every]
     assert texts(target, drafter, every) == expected
     drafter = random_eagle3(target).bfloat16().configure(batch_invariant=True)
     for num_drafts in (1, 3, 7):
         assert texts(target, drafter, every, num_assistant_tokens=num_drafts) == expected, num_drafts
-    assert drafter.stats.execution.startswith("captured") and "StoredLinear" not in drafter.stats.reason
+    assert drafter.stats.execution.startswith("captured")
+    return drafter
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_text_a_prompt(kind):
+    assert "StoredLinear" not in check_texts(quantised(kind)).stats.reason
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
+def test_one_text_a_prompt_of_experts_in_float8(family, tmp_path, monkeypatch):
+    without_kernels_of_the_hub(monkeypatch)
+    save_float8(family, tmp_path)
+    check_texts(load_float8(tmp_path, torch.bfloat16).to("cuda"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

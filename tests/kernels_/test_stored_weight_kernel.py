@@ -28,6 +28,7 @@ KINDS = {
     "e4m3 rows": (torch.float8_e4m3fn, 1, None, False),
     "e4m3 tensor": (torch.float8_e4m3fn, None, None, False),
     "e4m3 blocks": (torch.float8_e4m3fn, 128, 128, False),
+    "e4m3 blocks, e8m0": (torch.float8_e4m3fn, 128, 128, False),
     "int8 rows": (torch.int8, 1, None, False),
     "int8 groups": (torch.int8, 1, 32, False),
     "int4 groups": (torch.uint8, 1, 128, False),
@@ -62,7 +63,7 @@ def stored_weight(kind, size_out, size_in, seed=0):
     scales = torch.rand(blocks, generator=generator) / (200 if dtype != torch.uint8 else 10)
     zeros = torch.randint(0, 16, blocks, generator=generator).to(torch.uint8).to(DEVICE) if has_zeros else None
     parts = {}
-    if kind == "mxfp4":
+    if kind in ("mxfp4", "e4m3 blocks, e8m0"):
         scales = torch.randint(120, 124, blocks, generator=generator).to(torch.uint8).view(torch.float8_e8m0fnu)
     elif kind == "nvfp4":
         scales, parts["outer"] = (scales * 100).to(torch.float8_e4m3fn), torch.tensor([300.0], device=DEVICE)
@@ -254,7 +255,7 @@ def test_reads_nothing_beside_its_operands(kind):
         assert torch.equal(found, linear(inputs, weight, None, tiles)) and found.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "int4 groups of 32", "int8 rows", "e4m3 blocks"])
+@pytest.mark.parametrize("kind", ["mxfp4", "int4 groups of 32", "int8 rows", "e4m3 blocks", "e4m3 blocks, e8m0"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_experts(kind, dtype):
     """In float64, for tokens with a bias and for pairs without; bits do not depend on how many there are."""
@@ -281,6 +282,25 @@ def test_experts(kind, dtype):
             found += [outs[0][:4], expert_linear(*few, plan_experts(ids[:2], num_experts, block), block, False)]
             assert torch.equal(*found[-2:])
         assert DEVICE == "cpu" or all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("kind", ["e4m3 blocks", "e4m3 blocks, e8m0"])
+def test_inputs_of_experts_are_rounded_before_the_product(kind, monkeypatch):
+    """Those of tokens once, and those of pairs."""
+    set_policy(monkeypatch, DEVICE, triton=True)
+    weight = stored_weight(kind, (3, 72), 160)
+    exact, ids = dequantise(weight, torch.float64), torch.tensor([[0, 2], [2, 1], [1, 0]], device=DEVICE)
+    plan = ops.plan_experts(ids, 3, 8)
+    for dtype in DTYPES:
+        for per_input in (1, 2):
+            inputs = inputs_for(6 // per_input, 160, dtype)
+            rounded = round_inputs(inputs, weight).to(dtype)
+            found = ops.expert_linear(inputs, weight._replace(rounds_inputs=True), None, plan, 8, False)
+            assert torch.equal(found, ops.expert_linear(rounded, weight, None, plan, 8, False))
+            rows = rounded.repeat_interleave(per_input, 0).double()
+            expected = torch.einsum("pi,poi->po", rows, exact[ids.flatten()])
+            atol = EPSILON[dtype] * expected.abs().max().item()
+            torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol)
 
 
 def run_ptx(program, argument):
