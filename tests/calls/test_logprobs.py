@@ -28,7 +28,7 @@ def of_tokens(steps, tokens):
     return torch.cat(rows, dim=1)
 
 
-@pytest.mark.core_for(kind=["eagle3"], option=["ends", "sampled"])
+@pytest.mark.core_for(kind=["eagle3"], option=["ends"])
 @pytest.mark.parametrize(
     ("option", "kind"),
     [*product(["ends", "sampled"], ["eagle3", "copy"]), *product(["greedy", "penalty", "ngrams"], ["p-eagle", "none"])],

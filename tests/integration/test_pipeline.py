@@ -41,7 +41,6 @@ def test_pipeline_generates_the_same(kind):
     assert fast.assistant_model is drafter
 
 
-@pytest.mark.core
 def test_batches_padded_by_the_pipeline():
     target = tiny_target("llama")
     plain, fast = pipelines(target, random_eagle3(target), batch_size=2)
