@@ -16,7 +16,6 @@ from transformers import CONFIG_MAPPING, DynamicCache
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching.attention import ragged_attention
 
-
 LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,

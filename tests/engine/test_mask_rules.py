@@ -18,7 +18,6 @@ from hf_specdec.hosting.equivalence import why_not_equivalent
 from hf_specdec.patching.attention import ragged_attention
 from hf_specdec.patching.mask_rules import MaskRule, rules_by_module, why_not_rules
 
-
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LLAMA4 = {
     "attention_chunk_size": 8,

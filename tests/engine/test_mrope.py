@@ -12,7 +12,6 @@ from zoo_models import build
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching.support import why_not_supported
 
-
 OPTIONS = {"max_new_tokens": 10, "do_sample": False}
 
 
