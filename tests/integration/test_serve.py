@@ -202,7 +202,7 @@ def test_errors_are_those_of_their_clients(monkeypatch, folders):
         assert first.choices[0].delta.content + rest == client.alone([9, 9, 9], 150)
         assert client.ask([5, 6], max_tokens=5).choices[0].message.content == client.alone([5, 6], 5)
 
-    served(monkeypatch, folders, work)
+    served(monkeypatch, folders, work, "-k", "2", "--tree", "0")
 
 
 @needs_server
