@@ -43,17 +43,16 @@ def main() -> None:
         generate(PROMPTS[0], **options)  # warm up
     plain_rate, drafted_rate = [], []
     for prompt in PROMPTS:
+        print(f"\n> {prompt}")
         plain, plain_seconds = generate(prompt)
-        drafted, drafted_seconds = generate(prompt, assistant_model=drafter)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        drafted, drafted_seconds = generate(prompt, assistant_model=drafter, streamer=streamer)
         plain_rate.append(len(plain) / plain_seconds)
         drafted_rate.append(len(drafted) / drafted_seconds)
-        print(f"\n> {prompt}\n{tokenizer.decode(drafted, skip_special_tokens=True)}")
         print(f"  same text: {torch.equal(plain, drafted)}")
         print(f"  plain {plain_rate[-1]:.1f} tokens/s, with the drafter {drafted_rate[-1]:.1f} tokens/s")
         print(f"  {drafter.stats}")
 
-    print(f"\n> {PROMPTS[-1]} (streamed)")
-    generate(PROMPTS[-1], assistant_model=drafter, streamer=TextStreamer(tokenizer, skip_prompt=True))
     speedup = sum(drafted_rate) / sum(plain_rate)
     print(f"\nWith the drafter {speedup:.2f} times the tokens a second.")
 

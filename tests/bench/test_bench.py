@@ -394,7 +394,6 @@ def test_scripted_acceptance_ends_with_its_context():
     assert torch.equal(target.generate(**prompts, **options), plain)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
 def test_engine_without_a_drafter(family):
     """Rounds of K = 0 generate what plain `generate()` does; to users K = 0 stays an error."""

@@ -263,7 +263,6 @@ def test_a_turn_with_another_image(name):
     assert torch.equal(*texts) and drafter.stats.engine == "static"
 
 
-@pytest.mark.core
 def test_positions_of_earlier_images_are_not_used(monkeypatch):
     """`rope_deltas` of the model are those that plain `generate()` leaves, also where a call is compared first."""
     target, inputs = model_of(QWEN), prompts_of(QWEN)

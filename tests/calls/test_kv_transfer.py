@@ -58,7 +58,6 @@ class Counted:
         self.columns += (output[0] if isinstance(output, tuple) else output).shape[1]
 
 
-@pytest.mark.core_for(lengths=[[9]], family=["gemma3"], kind=["eagle3", "draft-model"])
 @pytest.mark.parametrize(
     ("family", "kind", "lengths"),
     [
@@ -120,7 +119,6 @@ def test_cached_tokens_are_not_computed_again(make):
     assert second.columns <= 6 + drafter.num_assistant_tokens
 
 
-@pytest.mark.core_for(family=["gemma3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_rows_that_ended_early(family):
     """A cache holds what plain `generate()` runs of finished rows, too: padding tokens."""
@@ -177,7 +175,6 @@ def proposals_of(drafter, call):
 READERS = ["eagle3", "p-eagle", "dflash", "dspark", "dflash2", "domino", "pard2", "mtp", "mtp-by-target"]
 
 
-@pytest.mark.core_for(kind=["eagle3", "dflash"], lengths=[(30, 12)])
 @pytest.mark.parametrize(
     ("kind", "lengths"),
     cases(
@@ -204,7 +201,6 @@ def test_drafts_are_those_of_the_whole_text(kind, lengths):
         assert torch.equal(layer.values[:, :, : values.shape[2]], values)
 
 
-@pytest.mark.core
 def test_keys_that_are_not_those_of_the_tokens_stay():
     """A cache may hold more than its tokens say, such as images: what is run again does not take its place."""
     target, inputs = tiny_target("llama"), padded_prompts([30])
@@ -263,7 +259,6 @@ def test_drafts_do_not_depend_on_earlier_calls_of_a_session(monkeypatch, kind):
     assert drafted[1] == drafted[2] == drafted[0]
 
 
-@pytest.mark.core
 def test_captured_calls(monkeypatch):
     """One session serves calls with and without a cache, and its cache is copied before another call needs it."""
     replay = replay_on_cpu(monkeypatch)
@@ -325,7 +320,6 @@ def check_same_keys(cache, plain, mask):
         torch.testing.assert_close(values * mask, wanted_values * mask)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("later", ["training", "autocast"])
 def test_a_cache_is_completed_as_in_the_call(later):
     target = new_target("llama")

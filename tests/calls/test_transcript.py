@@ -73,7 +73,6 @@ def copied(rule, length, **options):
     return copies.count
 
 
-@pytest.mark.core_for(kept=[("scores",)])
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("kept", [(), ("scores",)])
 def test_criteria_inputs_are_copied_once(name, kept):

@@ -50,7 +50,6 @@ def test_drafts_match_the_float64_reference(dialect, variant, tmp_path):
     assert drafter.dtype == target.dtype and not drafter.training and drafter.is_bound
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_generate_with_a_published_checkpoint(dialect, tmp_path):
     target = tiny_target(PLAIN, dtype=torch.float32)

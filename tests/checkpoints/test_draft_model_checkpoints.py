@@ -62,7 +62,6 @@ def check_lossless(target: PreTrainedModel, drafter: DraftModelDrafter, engine: 
 # ---- reading
 
 
-@pytest.mark.core
 def test_ordinary(target, tmp_path):
     drafter = AutoDrafter.from_pretrained(write_draft_model(tmp_path), target)
     config = drafter.config
@@ -73,7 +72,6 @@ def test_ordinary(target, tmp_path):
     check_lossless(target, drafter)
 
 
-@pytest.mark.core
 def test_pard(target, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="hf_specdec"):
         drafter = AutoDrafter.from_pretrained(write_draft_model(tmp_path, pard_token=7), target)
@@ -234,7 +232,6 @@ def test_invalid_config_values(changes, target, tmp_path):
     refuse(folder, target, f"config.json of {folder} describes no model that can be built")
 
 
-@pytest.mark.core
 def test_tied_head_may_be_absent(target, tmp_path):
     folder = change_weights(write_draft_model(tmp_path, tie_word_embeddings=True), lm_head__weight=None)
     drafter = AutoDrafter.from_pretrained(folder, target)
@@ -337,7 +334,6 @@ def test_code_in_a_repository_is_not_run(target, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("token", [None, 7], ids=["ordinary", "pard"])
 def test_target_with_attention_of_its_own(token, tmp_path):
     """The static engine reports that it does not do what a mask says, and the stock one runs it."""
@@ -371,7 +367,7 @@ def drafts(drafter: DraftModelDrafter) -> list[int]:
     return tokens[0, -num:].tolist()
 
 
-@pytest.mark.core
+@pytest.mark.core_for(options=[{"mask_token_id": 9}])
 @pytest.mark.parametrize(
     ("token", "options"),
     [

@@ -47,7 +47,6 @@ def expected_head(seed: int) -> torch.Tensor:
     return make_weights(SPEC, seed)["lm_head.weight"]
 
 
-@pytest.mark.core
 def test_revision_and_subfolder(hub, target, cache, tmp_path):
     hub.add("org/drafter", checkpoint(tmp_path / "one", seed=1))
     hub.add("org/drafter", checkpoint(tmp_path / "two", seed=2), revision="v2")
@@ -169,7 +168,6 @@ def test_sharded_peagle(hub, target, cache, tmp_path):
     assert drafter.config.name_or_path == "org/peagle" and drafter.config.mask_token_id == PEAGLE.mask_token
 
 
-@pytest.mark.core
 def test_pard(hub, target, cache, tmp_path):
     """Sharded, in a subfolder of a revision; then pushed as an ordinary checkpoint, and offline from the cache."""
     folder = write_draft_model(tmp_path / "one", pard_token=7, max_shard_size="40KB")

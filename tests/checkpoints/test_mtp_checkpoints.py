@@ -69,7 +69,6 @@ def module_shards(folder, num_layers=3):
     return modules, {places[name] for name in modules}, set(places.values())
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("sharded", [True, False])
 def test_only_the_modules_are_read(tmp_path, bytes_read, sharded):
     at = publish("deepseek-v3", tmp_path / "target", 3, max_shard_size="8KB" if sharded else None)
@@ -184,7 +183,6 @@ def test_copied_modules_can_be_used(tmp_path, bytes_read):
     assert drafted[0].accepted_per_position == drafted[1].accepted_per_position
 
 
-@pytest.mark.core_for(family=["deepseek-v3", "qwen3.5"])
 @pytest.mark.parametrize("family", MTP_FAMILIES)
 def test_normal_form(family, tmp_path):
     """What is saved loads again, and drafts the same."""
@@ -271,7 +269,6 @@ def test_refused_checkpoints(tmp_path):
     refuse(folder, target, "hold no tensors of them", "num_nextn_predict_layers to 0")
 
 
-@pytest.mark.core_for(sharded=[True])
 @pytest.mark.parametrize("family", ["deepseek-v3", "glm-4.5"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_draft_model_of_another_target(family, sharded, tmp_path, caplog):
@@ -388,7 +385,6 @@ def test_random_weights_of_a_config(tmp_path):
         assert drafter.stats.engine == "static"
 
 
-@pytest.mark.core
 def test_default_chaining(tmp_path):
     """Several modules are chained as in training, a single one as serving engines run it."""
     for num_modules, chaining in ((1, "target"), (2, "modules")):

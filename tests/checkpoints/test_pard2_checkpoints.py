@@ -57,7 +57,6 @@ ORDERS = {
 }
 
 
-@pytest.mark.core_for(ids=[(-1, -4, 2)])
 @pytest.mark.parametrize("ids", ORDERS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_drafts_are_those_of_the_definition(ids, bias, target, tmp_path):

@@ -26,7 +26,6 @@ def target():
     return tiny_target(SPEC, dtype=torch.float32)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_save_and_load_round_trip(dialect, target, tmp_path):
     first = AutoDrafter.from_pretrained(write(dialect, tmp_path / "a", SPEC, make_weights(SPEC)), target)
@@ -246,7 +245,7 @@ def drafts(drafter, num_steps: int = 4) -> torch.Tensor:
     return torch.cat(drafter(tokens, aux_hidden_states, num_steps))
 
 
-@pytest.mark.core
+@pytest.mark.core_for(dialect=["specforge-peagle"])
 @pytest.mark.parametrize("dialect", PEAGLE_DIALECTS)
 def test_peagle_round_trip(dialect, target, tmp_path):
     folder = write(dialect, tmp_path / "a", PEAGLE, make_weights(PEAGLE))

@@ -45,7 +45,6 @@ def texts(target, **options):
     return [one.generated_tokens for one in found.values()]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("make", [random_eagle3, NoDrafter])
 def test_calls_use_the_drafter(make):
     target, attachment, plain = attached(make)

@@ -234,7 +234,6 @@ def test_options_of_generate(options):
     assert drafter.stats.engine == "static" and drafter.stats.drafted
 
 
-@pytest.mark.core
 def test_streamers_and_pipelines():
     target, words = gemma4_target(), word_tokenizer()
     drafter = assistant_drafter(new_assistant(), target)

@@ -22,7 +22,7 @@ def drafts(target, drafter):
     return text.tolist(), [(row.accepted, row.rounds) for row in drafter.stats.rows]
 
 
-@pytest.mark.core
+@pytest.mark.core_for(family=["p-eagle"])
 @pytest.mark.parametrize("family", ["eagle3", "p-eagle", "mtp", "dflash"])
 def test_calls_draft_with_them_and_capture_nothing(monkeypatch, family):
     target = new_target("llama")

@@ -171,7 +171,6 @@ def test_any_number_of_drafts_in_each_round(monkeypatch, published, num_modules,
     assert set(asked) == set(range(5))
 
 
-@pytest.mark.core_for(chaining=["target"])
 @pytest.mark.parametrize("chaining", CHAININGS)
 def test_prompts_in_chunks(monkeypatch, published, chaining):
     patterns = random_patterns(4, 8)
@@ -190,7 +189,6 @@ def test_length_limit(monkeypatch, published, chaining):
             run_script(patch, published("mimo", 3), chaining, 4, patterns, max_new_tokens)
 
 
-@pytest.mark.core_for(chaining=["modules"], num_modules=[1])
 @pytest.mark.parametrize(
     ("family", "num_modules", "chaining"),
     [("qwen3-next", 1, "modules"), ("qwen3.5", 2, "target"), ("mimo", 3, "modules")],

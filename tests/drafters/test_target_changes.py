@@ -113,7 +113,6 @@ CHANGES = cases(
 )
 
 
-@pytest.mark.core_for(kind=["eagle3"], change=[load, assign, cast, replace_modules])
 @pytest.mark.parametrize(("kind", "change"), CHANGES)
 def test_drafter_follows_weight_changes(kind, change):
     target = own_target()
@@ -174,7 +173,6 @@ def test_heads_that_cannot_be_shared(change, message):
         drafts(target, drafter)
 
 
-@pytest.mark.core
 def test_unchanged_weights_are_not_copied(monkeypatch):
     target = own_target()
     drafter = BORROWERS["eagle3"](target)
@@ -200,7 +198,6 @@ def test_weight_changes_drop_captured_graphs_only_where_needed(monkeypatch):
         assert released == expected
 
 
-@pytest.mark.core_for(kind=["eagle3"])
 @pytest.mark.parametrize("kind", [*BORROWERS, "draft-model"])
 def test_copies_have_nothing_of_the_target(kind):
     """They must be bound before they draft, and then draft the same."""
@@ -319,7 +316,6 @@ def test_layers_taken_away_and_put_back(by_config, message):
     assert torch.equal(target.generate(**options), expected)
 
 
-@pytest.mark.core
 def test_vocabulary_resized_back_binds_again():
     target = own_target()
     drafter = random_draft_model(target)

@@ -64,7 +64,6 @@ def ours(monkeypatch, target, drafter, inputs, options):
         return target.generate(**inputs, **options, assistant_model=drafter), drafted
 
 
-@pytest.mark.core_for(at=CHECKPOINTS[1:2])
 def test_prompts_of_fewer_tokens_than_modules(at):
     target = at.target
     drafter = AutoDrafter.from_pretrained(at.folder, target, chaining="modules")

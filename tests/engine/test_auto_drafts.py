@@ -11,7 +11,7 @@ import torch
 from case_counts import cases
 from graph_stand_ins import replay_on_cpu
 from lossless import greedy
-from oracle import RANDOM_DRAFTERS, OracleDrafter, copy_of
+from oracle import NUM_DRAFT_TOKENS, RANDOM_DRAFTERS, OracleDrafter, copy_of
 from targets import padded_prompts, tiny_target
 from transformers import ContinuousBatchingConfig
 
@@ -442,7 +442,7 @@ def test_texts_are_those_of_plain_generation(kind, monkeypatch):
     drafter, inputs = KINDS[kind](target), padded_prompts([5, 9, 1])
     plain = greedy(target, inputs, max_new_tokens=40)
     assert torch.equal(greedy(target, inputs, drafter, "auto", max_new_tokens=40), plain)
-    most = {"p-eagle": 5, "pard": 5, "pard2": 5, "mtp": 2}.get(kind, 7)
+    most = {"mtp": 2, **dict.fromkeys(("p-eagle", "pard", "pard2"), NUM_DRAFT_TOKENS)}.get(kind, 7)
     assert drafter.stats.num_assistant_tokens == most == len(drafter.stats.drafted_per_position)
 
 
@@ -458,15 +458,15 @@ def test_where_it_is_set(monkeypatch):
         return drafter.stats.num_assistant_tokens
 
     drafter = RANDOM_DRAFTERS["eagle3"](target)
-    assert drafter.num_assistant_tokens == 5
+    assert drafter.num_assistant_tokens == NUM_DRAFT_TOKENS
     greedy(target, inputs, drafter, None)
-    assert drafter.stats.num_assistant_tokens == 5 and in_bulk(drafter) == 7
+    assert drafter.stats.num_assistant_tokens == NUM_DRAFT_TOKENS and in_bulk(drafter) == 7
     assert in_bulk(drafter, num_assistant_tokens=2) == 2
     sampled = {"do_sample": True, "temperature": 1.0}
-    assert in_bulk(drafter, **sampled, seeds=3) == 5 and in_bulk(drafter, **sampled) == 7
+    assert in_bulk(drafter, **sampled, seeds=3) == NUM_DRAFT_TOKENS and in_bulk(drafter, **sampled) == 7
     assert in_bulk(drafter, **sampled, seeds=3, num_assistant_tokens="auto") == 7
-    drafter.configure(num_assistant_tokens=3)
-    assert in_bulk(drafter) == 3
+    drafter.configure(num_assistant_tokens=4)
+    assert in_bulk(drafter) == 4
     drafter.configure(num_assistant_tokens="auto")
     assert drafter.num_assistant_tokens == "auto" and in_bulk(drafter) == 7
     greedy(target, inputs, drafter, None)
@@ -494,7 +494,7 @@ def test_the_stock_engine_has_one_number(caplog):
     drafter = RANDOM_DRAFTERS["eagle3"](target).configure(engine="stock")
     inputs = padded_prompts([5])
     assert torch.equal(greedy(target, inputs, drafter, "auto"), greedy(target, inputs))
-    assert drafter.stats.num_assistant_tokens == 5
+    assert drafter.stats.num_assistant_tokens == NUM_DRAFT_TOKENS
     assert 'num_assistant_tokens="auto" has no effect on the stock engine' in caplog.text
 
 

@@ -78,7 +78,6 @@ def test_greedy_is_identical_to_generation_alone(kind, rows):
     assert [count.committed for count in counts] == [len(text) - 1 for text in texts]  # the first is of no round
 
 
-@pytest.mark.core_for(family=["gpt-oss"])
 @pytest.mark.parametrize("family", STATIC_FAMILIES)
 def test_every_family_of_targets(family):
     target, lengths = tiny_target(family), LENGTHS[: num_cases(12, 5)]

@@ -39,7 +39,6 @@ OPTIONS = {
 }
 
 
-@pytest.mark.core_for(kind=["noisy copy"], batch=[3], option=["ngrams", "sampling"])
 @pytest.mark.parametrize(
     ("kind", "batch", "option"),
     cases(
@@ -72,7 +71,6 @@ def test_captured_rounds_generate_the_same(monkeypatch, option, kind, batch):
     assert option == "sampling" or any(sum(row.accepted_per_position) for row in rows[0])
 
 
-@pytest.mark.core
 def test_sessions_are_reused_and_freed(capture):
     target = tiny_target("llama")
     drafter = copy_of(target)
@@ -328,7 +326,6 @@ REPLAYED = cases(
 )
 
 
-@pytest.mark.core_for(kind=["eagle3"], option=["penalty", "ngrams", "sampling"])
 @pytest.mark.parametrize(("kind", "option"), REPLAYED)
 def test_replayed_calls_generate_what_eager_calls_generate(kind, option, monkeypatch):
     """Prompts of one bucket of lengths, in a batch that is filled up with an inert row unless the host reads texts;

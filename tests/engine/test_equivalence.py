@@ -70,7 +70,6 @@ def test_targets_with_custom_masks_run_on_the_stock_engine(case):
     check(build_target(model_type, **options), [40, 33], "stock", reason)
 
 
-@pytest.mark.core
 def test_sliding_windows_in_attention_arguments_run_on_the_static_engine():
     for window in (5, 30):
         check(build_target("mistral", sliding_window=window), [40, 33], "static", "")
@@ -119,7 +118,6 @@ class LooksAhead(LlamaAttention):
         return out + hidden_states.mean(dim=1, keepdim=True), weights
 
 
-@pytest.mark.core
 def test_a_subclass_is_checked_too():
     """The same class and configuration as a sound model, whose module somebody replaced: of a class of its own."""
 
@@ -143,7 +141,6 @@ class Negated(LlamaForCausalLM):
         return out
 
 
-@pytest.mark.core_for(place=["instance"])
 @pytest.mark.parametrize("place", ["instance", "class"])
 def test_forward_that_hands_its_arguments_on(place):
     """It names no cache and no logits that are to be kept, of which packed prompts need one of each."""
@@ -173,7 +170,6 @@ class OfRows(nn.Embedding):
         return super().forward(tokens) * (1 + rows)
 
 
-@pytest.mark.core_for(engine=["auto"])
 @pytest.mark.parametrize("engine", ["auto", "stock"])
 def test_something_for_each_row(engine):
     """Which a prompt does not get where prompts are packed in one row, or rows run one after the other."""
@@ -232,7 +228,6 @@ def test_a_first_call_under_autocast_says_nothing_of_later_ones(monkeypatch, fam
         assert (is_cast and has_noise) or torch.equal(generated, plain)
 
 
-@pytest.mark.core
 def test_a_class_is_checked_once(monkeypatch):
     monkeypatch.setattr(signature, "_facts", {})
     runs, forward = [], Qwen2Model.forward
@@ -348,7 +343,6 @@ def test_equivalence_check_has_no_side_effects(monkeypatch):
     assert set(uses_cudnn) == {False} and torch.backends.cuda.cudnn_sdp_enabled()
 
 
-@pytest.mark.core_for(place=["instance"])
 @pytest.mark.parametrize("place", ["instance", "class"])
 def test_custom_prepare_inputs_runs_on_the_stock_engine(place):
     """A function that is harmless runs on the stock engine; one that changes what the model reads is not ignored."""
@@ -443,7 +437,7 @@ def test_low_rank_adapters_run_on_the_static_engine():
 TABLES = {"opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "gpt2": {}, "ctrl": {"dff": 48}}
 
 
-@pytest.mark.core_for(lengths=[[20, 3]])
+@pytest.mark.core_for(lengths=[[20, 3]], model_type=["ctrl"])
 @pytest.mark.parametrize("lengths", [[20, 3], [32, 7]], ids=str)
 @pytest.mark.parametrize("model_type", TABLES)
 def test_texts_that_fill_the_position_table(model_type, lengths):

@@ -40,7 +40,6 @@ def oracle(target, inputs, plain, lengths):
     return OracleDrafter(target, continuations(inputs, plain), lengths, accuracy=1.0)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_one_pass_over_the_prompts_and_as_few_rounds_as_there_can_be(passes, batch, packs, monkeypatch):
@@ -100,7 +99,6 @@ def test_a_streamer_has_the_first_token_before_the_first_round(passes, is_captur
     assert prompt == 0 and rounds_before == 0 and second > first
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", cases([*RANDOM_DRAFTERS, "none"], ["eagle3", "mtp", "none"]))
 def test_an_end_of_sequence_or_a_criterion_after_the_first_token(passes, kind):
     target, inputs = tiny_target("llama"), padded_prompts(PROMPTS[3])

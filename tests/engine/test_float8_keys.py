@@ -68,7 +68,6 @@ REQUESTS = [BEGINNING + tokens(count, count) for count in (5, 1, 9, 7)] + [token
 in_rows = functools.partial(bulk.in_rows, max_new_tokens=NEW)
 
 
-@pytest.mark.core_for(family=["llama", "gemma3"])
 @pytest.mark.parametrize("family", [*STATIC_FAMILIES, *cases(ATTENDING, ATTENDING[:2])])
 def test_texts_of_every_family(family):
     """Windows, sinks, latents of multi-head latent attention, and attention beside recurrent layers."""

@@ -16,8 +16,6 @@ from transformers import CONFIG_MAPPING, DynamicCache
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching.attention import ragged_attention
 
-pytestmark = pytest.mark.core_for()
-
 LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -75,6 +73,7 @@ def test_drafters(kind):
     TEXTS.check_draft_model(KINDS[0], PROMPTS[3], kind)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", KINDS)
 def test_modules_with_indexers_are_refused(name):
     """When they are made: their layers are given no masks."""
@@ -82,6 +81,7 @@ def test_modules_with_indexers_are_refused(name):
         random_mtp(target_of(name))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", KINDS)
 def test_a_pass_of_others_that_begins_before_the_target_is_patched(name):
     """It has made its mask for the attention that the target has otherwise, and ends with it."""
@@ -100,11 +100,13 @@ def test_replayed_graphs(monkeypatch):
     TEXTS.check_replayed(KINDS[0], random_draft_model(target_of(KINDS[0])), [[5, 3], [4, 5]])
 
 
+@pytest.mark.core
 def test_rows_that_come_and_go():
     target = target_of(KINDS[0])
     check_rows(target, copy_of(target), prompts_of((5, 12, 3, 9, 2)))
 
 
+@pytest.mark.core
 def test_caches_are_left_as_plain_generation_leaves_them():
     """Keys of indexers included, which only the model writes."""
     target, first, caches = target_of(KINDS[0]), padded_prompts([20]), []

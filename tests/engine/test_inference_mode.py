@@ -56,7 +56,6 @@ def train(model, loss):
     model.zero_grad()
 
 
-@pytest.mark.core_for(order=[(True, False)])
 @pytest.mark.parametrize(
     "order", cases(list(itertools.product([True, False], repeat=2)), [(True, False), (False, True)]), ids=str
 )
@@ -78,7 +77,6 @@ def test_calls_in_any_order(engine, order):
         assert torch.equal(greedy(target, inputs, drafter, 3), changed)
 
 
-@pytest.mark.core_for(kind=["draft-model"], engine=["static", "stock"])
 @pytest.mark.parametrize(
     ("engine", "kind"),
     cases(
@@ -172,7 +170,6 @@ def test_callbacks_run_in_the_mode_of_the_caller(engine, is_inference):
     assert torch.equal(generated(assistant_model=drafter, num_assistant_tokens=3), generated())
 
 
-@pytest.mark.core
 def test_a_target_that_was_made_in_inference_mode(engine):
     with torch.inference_mode():
         target, inputs = fresh()

@@ -134,7 +134,6 @@ def target(monkeypatch):
     return model
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("accuracy", [0.0, 0.6, 1.0])
 def test_texts_are_those_of_plain_generation(target, accuracy):
     for lengths in ([9], [12, 1, 7]):
@@ -149,7 +148,6 @@ def test_texts_are_those_of_plain_generation(target, accuracy):
         assert drafter.stats.drafted > 0 and (accuracy < 1 or drafter.stats.accepted == drafter.stats.drafted)
 
 
-@pytest.mark.core
 def test_sums_of_rejected_drafts_would_show(target, monkeypatch):
     inputs = padded_prompts([9, 4])
     drafter = oracle(target, inputs, target.generate(**inputs, **OPTIONS), accuracy=0.5)

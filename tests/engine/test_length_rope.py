@@ -75,7 +75,6 @@ def check(name, lengths, *args, **options):
     return TEXTS.check(name, lengths, *args, **options)
 
 
-@pytest.mark.core_for(lengths=[ACROSS, LONG])
 @pytest.mark.parametrize(
     ("name", "lengths"),
     cases(

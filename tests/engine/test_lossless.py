@@ -93,7 +93,6 @@ def test_greedy_is_identical_in_batches_of_every_size(kind, batch, num_draft_tok
     assert torch.equal(greedy(target, inputs, DRAFTERS[kind](target), num_draft_tokens), plain)
 
 
-@pytest.mark.core_for(kind=["dspark", "draft-model"])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_greedy_is_identical_for_every_number_of_drafts(kind):
     target, inputs, plain = prompts_and_plain("llama", 3)
@@ -169,7 +168,6 @@ def test_stock_engine_is_identical(family):
             assert drafter.stats.engine == "stock"
 
 
-@pytest.mark.core_for(family=["llama"], kind=["mtp", "dspark", "draft-model"])
 @pytest.mark.parametrize(
     ("kind", "family"),
     cases(

@@ -18,8 +18,6 @@ from hf_specdec.hosting.equivalence import why_not_equivalent
 from hf_specdec.patching.attention import ragged_attention
 from hf_specdec.patching.mask_rules import MaskRule, rules_by_module, why_not_rules
 
-pytestmark = pytest.mark.core_for()
-
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LLAMA4 = {
     "attention_chunk_size": 8,
@@ -70,6 +68,7 @@ def test_greedy_is_identical(name, lengths):
     TEXTS.check(name, lengths, oracle, prefill_chunk_size=7)
 
 
+@pytest.mark.core_for(name=["phimoe, small window"])
 @pytest.mark.parametrize("name", ["phimoe, small window", "llama4_text"])
 def test_drafters(name):
     lengths = ACROSS
@@ -78,6 +77,7 @@ def test_drafters(name):
     assert drafter.stats.accepted == drafter.stats.drafted > 0, "a draft model has the rules of its masks, too"
 
 
+@pytest.mark.core
 def test_drafters_that_read_the_last_hidden_state():
     """`get_decoder()` of Llama 4 is the model with the head, whose output has none."""
     TEXTS.check("llama4_text", ACROSS, lambda target, *_: random_mtp(target), num_draft_tokens=2)
@@ -95,6 +95,7 @@ def test_replayed_graphs(monkeypatch):
     TEXTS.check_replayed("llama4_text", random_eagle3(target_of("llama4_text")), [[5, 3], [4, 5]])
 
 
+@pytest.mark.core
 def test_rules():
     rules = {name: dict(rules_by_module(target_of(name))) for name in SETTINGS}
     assert set(rules["phimoe, small window"].values()) == {MaskRule(window=5)}
@@ -107,6 +108,7 @@ def test_rules():
         assert rules_by_module(stated) == [] and why_not_rules(stated) is None
 
 
+@pytest.mark.core
 def test_flash_attention_is_given_no_masks(monkeypatch):
     """Windows that attention is not told are none to it."""
     target = build_target("phimoe", **SETTINGS["phimoe, small window"])
@@ -119,6 +121,7 @@ def test_flash_attention_is_given_no_masks(monkeypatch):
     assert names[1:] == [{"_hf_specdec_mask_rule"}, set()] and set(vars(target.model.layers[0].self_attn)) == names[0]
 
 
+@pytest.mark.core
 def test_masks_of_no_known_kind_are_refused():
     """A query sees every other key; the first tokens of a text do not show that."""
 
@@ -139,6 +142,7 @@ def test_masks_of_no_known_kind_are_refused():
     assert "the mask of attention 0 is of no kind that is known" in why_not_equivalent(target, "static")
 
 
+@pytest.mark.core
 def test_temperature_by_the_position():
     """Llama 4 scales queries by how many tokens the cache holds, from a length on."""
     target = build_target("llama4_text", **LLAMA4 | {"floor_scale": 48, "attn_temperature_tuning": True})
@@ -151,7 +155,6 @@ def test_temperature_by_the_position():
         assert engine == "static" or "from 48 tokens on" in drafter.stats.reason
 
 
-@pytest.mark.core_for(change=["window of layers"])
 @pytest.mark.parametrize("change", ["window of layers", "order of layers"])
 def test_layers_changed_between_calls(change):
     """Of a class whose masks are made by the configuration, whatever a layer states."""

@@ -12,8 +12,6 @@ from zoo_models import build
 from hf_specdec.host.caches import OUTPUT_NAME
 from hf_specdec.patching.support import why_not_supported
 
-pytestmark = pytest.mark.core
-
 OPTIONS = {"max_new_tokens": 10, "do_sample": False}
 
 
@@ -22,6 +20,7 @@ def target():
     return build("Qwen2_5_VLForConditionalGeneration")
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("kind", "lengths"),
     cases(
@@ -48,6 +47,7 @@ def test_graphs_are_kept_for_the_next_call(monkeypatch, target):
         assert capture.count == 2 and len(drafter.sessions) == 1
 
 
+@pytest.mark.core
 def test_text_that_continues_a_cache_of_images(target):
     """Positions after an image are not those of the tokens; `generate()` adds the model's `rope_deltas` to them."""
     first, drafter, texts = padded_prompts([6]), random_draft_model(target), []
@@ -65,6 +65,7 @@ def test_text_that_continues_a_cache_of_images(target):
     assert torch.equal(ordinary, target.generate(**first, **OPTIONS)) and drafter.stats.engine == "static"
 
 
+@pytest.mark.core
 def test_cross_attention_is_not_supported():
     """Its layers read an image, not positions; a cache that holds one cannot be read by position."""
     assert "cross-attention layers" in why_not_supported(build("MllamaForCausalLM"))

@@ -74,7 +74,6 @@ def test_texts_tell_distances(name, monkeypatch):
         monkeypatch.undo()
 
 
-@pytest.mark.core_for(kind=[random_eagle3])
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("kind", [copy_of, random_eagle3])
 def test_drafters(name, kind):

@@ -37,7 +37,7 @@ def stock(drafter):
     return drafter.configure(engine="stock", num_assistant_tokens=3)
 
 
-@pytest.mark.core_for(family=["qwen3-next", "bloom"])
+@pytest.mark.core_for(family=["bloom"])
 @pytest.mark.parametrize("family", [STOCK_FAMILY, "qwen3-next", "gemma3", "bloom"])
 def test_greedy_is_identical(family):
     """Of a target that needs the stock engine, one with recurrent layers, one with windows, one of eager attention."""
@@ -53,7 +53,6 @@ def test_greedy_is_identical(family):
             assert drafter.stats.engine == "stock"
 
 
-@pytest.mark.core
 def test_statistics_are_those_of_the_rows():
     target, inputs = tiny_target("llama"), padded_prompts(LENGTHS)
     drafter = stock(copy_of(target, noise=0.08))
@@ -138,7 +137,6 @@ class BatchSays(StoppingCriteria):
         return self.said.all().expand(len(input_ids))
 
 
-@pytest.mark.core
 def test_criteria_see_the_whole_batch():
     target, inputs = tiny_target(STOCK_FAMILY), padded_prompts(LENGTHS)
     free = greedy(target, inputs)
@@ -176,7 +174,6 @@ def test_a_time_limit_is_shared_by_the_rows(pads, monkeypatch):
         assert len(set(lengths)) == 1
 
 
-@pytest.mark.core
 def test_position_ids_of_the_caller():
     """Inputs with a column for each token keep those of the padding."""
     target, inputs = tiny_target("llama"), padded_prompts(LENGTHS)

@@ -142,7 +142,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.core_for(change=["forward of a module", "module"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_that_captures_do_not_see_capture_again(tape, change):
     target = own_target()
@@ -158,7 +157,6 @@ def test_changes_that_captures_do_not_see_capture_again(tape, change):
     assert texts(target, drafter)[0] == changed and tape.count == 4
 
 
-@pytest.mark.core
 def test_weights_changed_in_place_are_not_captured_again(tape):
     target = own_target()
     drafter = copy_of(target, noise=0.02)
@@ -338,7 +336,6 @@ def test_fingerprint_keeps_no_references():
     assert before.is_past(before)
 
 
-@pytest.mark.core
 def test_sessions_of_deleted_weights_are_freed(tape):
     """Not those of other settings, which may come back."""
     target = own_target()
@@ -385,7 +382,6 @@ def test_captures_of_a_session_are_bounded(tape, monkeypatch):
     assert len(session.rounds) == len(session.prefills) == 3
 
 
-@pytest.mark.core_for(kind=["eagle3"])
 @pytest.mark.parametrize("kind", cases(list(RANDOM_DRAFTERS), ["eagle3", "p-eagle", "draft-model", "mtp-by-target"]))
 def test_round_in_one_graph_returns_the_results(tape, monkeypatch, kind):
     """Scores and logits of all rounds that a session has captured would stay in memory."""
@@ -425,7 +421,6 @@ def test_modules_with_python_state_run_eagerly(tape, caplog):
     assert "changes attributes of modules" in caplog.text
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("where", ["module", "drafter", "all modules"])
 def test_hooks_are_called_with_a_warning_about_their_cost(tape, caplog, where):
     logging.Logger.warning_once.cache_clear()

@@ -9,8 +9,6 @@ from lossless import PROMPTS, GreedyTexts, oracle
 from oracle import copy_of, random_draft_model, random_eagle3
 from targets import build_target
 
-pytestmark = pytest.mark.core_for()
-
 WINDOWS = {"sliding_window": 7, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8}
 SETTINGS = {
     # Embeddings of every layer, and another MLP in the layers that have no keys.

@@ -80,7 +80,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_kind_is_that_of_now(target, monkeypatch, change):
     before = Signature(target).kind
@@ -145,7 +144,6 @@ def caches(monkeypatch):
     return made
 
 
-@pytest.mark.core
 def test_transformers_cache_is_made_where_it_is_needed(caches):
     target, inputs = tiny_target("llama"), padded_prompts([6])
     drafter, options = copy_of(target), {**OPTIONS, "return_dict_in_generate": True}

@@ -9,13 +9,12 @@ before its first token, which is at the position of the newest token.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from dialects import draft_tokens, layer_shapes
+from dialects import draft_tokens, layer_config, layer_shapes, write_config
 from eagle_reference import _mlp, _rms, _rotate, target_hidden_states
 from safetensors.torch import save_file
 from transformers import Qwen3Config
@@ -195,22 +194,9 @@ def make_weights(spec: Block, seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def _layer_config(spec: Block) -> dict[str, Any]:
-    config = {
-        "model_type": "qwen3",
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "hidden_act": "silu",
+    config = layer_config(spec) | {
         "attention_bias": spec.bias,
-        "rms_norm_eps": spec.eps,
-        "max_position_embeddings": 2048,
-        "vocab_size": spec.vocab_size,
-        "rope_theta": spec.rope_theta,
         "rope_scaling": None,
-        "tie_word_embeddings": False,
         "layer_types": spec.layer_types,
         "sliding_window": spec.window,
         "use_sliding_window": spec.window is not None,
@@ -403,9 +389,7 @@ _CONFIGS = {
 
 def write(layout: str, folder: Path, spec: Block, weights: dict[str, torch.Tensor], **changes: Any) -> Path:
     """Write `weights` in a layout. `changes` are made to config.json; a value of `...` removes the key."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {key: value for key, value in (_CONFIGS[layout](spec) | changes).items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    write_config(folder, _CONFIGS[layout](spec), changes)
     renamed = {}
     for name, tensor in weights.items():
         if layout == "muse":

@@ -150,9 +150,17 @@ def make_weights(spec: Spec, seed: int = 1) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _layer_config(spec: Spec) -> dict[str, Any]:
+def write_config(folder: Path, config: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Write config.json with `changes`; a value of `...` removes the key."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {key: value for key, value in (config | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def layer_config(spec: Any) -> dict[str, Any]:
+    """What config.json says of the layers of a `Spec`, or of a `Block` of `blocks.py`."""
     return {
-        "model_type": "qwen3" if spec.qk_norm else "llama",
+        "model_type": "qwen3" if getattr(spec, "qk_norm", True) else "llama",
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,
         "num_hidden_layers": spec.num_layers,
@@ -173,7 +181,7 @@ def _optional(spec: Spec, *names: str) -> dict[str, Any]:
 
 
 def _plain_config(spec: Spec) -> dict[str, Any]:
-    config = _layer_config(spec) | {"draft_vocab_size": spec.draft_vocab_size, "torch_dtype": "float16"}
+    config = layer_config(spec) | {"draft_vocab_size": spec.draft_vocab_size, "torch_dtype": "float16"}
     config |= _optional(spec, "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     if spec.target_hidden_size != spec.hidden_size:
         config["target_hidden_size"] = spec.target_hidden_size
@@ -210,7 +218,7 @@ def modelopt_config(spec: Spec) -> dict[str, Any]:
 
 
 def speculators_config(spec: Spec) -> dict[str, Any]:
-    layer = _layer_config(spec)
+    layer = layer_config(spec)
     defaults = (Qwen3Config if spec.qk_norm else LlamaConfig)().to_dict()
     changed = {key: value for key, value in layer.items() if key == "model_type" or defaults.get(key) != value}
     return {
@@ -235,7 +243,7 @@ def speculators_config(spec: Spec) -> dict[str, Any]:
 
 
 def deepspec_config(spec: Spec) -> dict[str, Any]:
-    return _layer_config(spec) | {
+    return layer_config(spec) | {
         "architectures": ["Qwen3Eagle3Model"],
         "target_layer_ids": [layer_id - 1 for layer_id in spec.aux_hidden_state_layer_ids],
         "num_target_layers": spec.target_layers,
@@ -258,7 +266,7 @@ def amazon_nested_config(spec: Spec) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLM"],
         "ptd_token_id": spec.mask_token,
         "draft_vocab_size": spec.draft_vocab_size,
-        "transformer_layer_config": _layer_config(spec),
+        "transformer_layer_config": layer_config(spec),
         **_optional(spec, "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
     }
     if spec.target_hidden_size != spec.hidden_size:
@@ -333,10 +341,7 @@ def write(
     **changes: Any,
 ) -> Path:
     """Write `weights` as `dialect` would. `changes` are made to config.json; a value of `...` removes the key."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = _CONFIGS[dialect](spec) | changes
-    config = {key: value for key, value in config.items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    write_config(folder, _CONFIGS[dialect](spec), changes)
     tensors = {name: tensor.clone() for name, tensor in weights.items()}
     if dialect in ("safeailab", "safeailab-bin", "specforge", "amazon", "amazon-nested"):
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
@@ -378,6 +383,5 @@ def write_draft_model(
     config = json.loads((folder / "config.json").read_text())
     if pard_token is not None:
         config |= {"pard_token": pard_token, "spd_type": "pard"}
-    config = {key: value for key, value in (config | changes).items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    write_config(folder, config, changes)
     return folder

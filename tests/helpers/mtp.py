@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dialects import write_config
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from targets import _COMMON, _MOE, FAMILIES, PAD
@@ -346,8 +347,7 @@ def _write(
                 "verifier": {"name_or_path": str(target_folder), "architectures": ["Qwen3ForCausalLM"]},
             },
         }
-    config = {name: value for name, value in (config | changes).items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    write_config(folder, config, changes)
     (folder / "model.safetensors").unlink(missing_ok=True)
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size or "1GB")
 

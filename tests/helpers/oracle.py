@@ -37,6 +37,10 @@ from hf_specdec.drafters.draft_layers import DraftLayersDrafter
 from hf_specdec.drafters.target_checks import generating_model
 from hf_specdec.kernels.types import Proposal, Tree
 
+# K of random drafters unless a test sets another: the first draft, one that follows drafts and is followed, the last.
+# Hardly any of theirs is accepted, so more only take time.
+NUM_DRAFT_TOKENS = 3
+
 
 class OracleConfig(DrafterConfig):
     model_type = "hf_specdec_test_oracle"
@@ -141,6 +145,7 @@ def eagle_options(target: PreTrainedModel, **options) -> dict:
         "vocab_size": text.vocab_size,
         "draft_vocab_size": text.vocab_size // 2,
         "aux_hidden_state_layer_ids": [last - 2, last - 1, last],
+        "num_assistant_tokens": NUM_DRAFT_TOKENS,
         "initializer_range": 0.3,
         **options,
     }
@@ -211,7 +216,7 @@ def random_mtp(target: PreTrainedModel, seed: int = 0, num_modules: int = 2, **o
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         initializer_range=0.3,
-        **options,
+        **{"num_assistant_tokens": NUM_DRAFT_TOKENS, **options},
     )
     drafter = MtpDrafter(config).eval().to(target.device)
     drafter.bind(target)
@@ -253,6 +258,7 @@ def random_draft_model(
     )
     torch.manual_seed(seed)
     settings = {"model": own.to_dict(), "vocab_size": size, "parallel_drafting": parallel}
+    settings["num_assistant_tokens"] = NUM_DRAFT_TOKENS
     settings |= {"mask_token_id": mask_token_id} if parallel else {}
     if hidden_state_ids is None:
         drafter = DraftModelDrafter(DraftModelConfig(**settings)).eval().to(target.device)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dialects import write_config
 from eagle_reference import _head, _run, read_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -64,8 +65,7 @@ def write(
         "pard2_scale": 0.05,
         "pard2_proj_bias": bias,
     }
-    config = {key: value for key, value in (config | changes).items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    write_config(folder, config, changes)
     return folder
 
 

@@ -139,7 +139,6 @@ class ReadsWholeText(LogitsProcessor):
         return scores.scatter_add(1, favoured[:, None], torch.full((len(scores), 1), 6.0))
 
 
-@pytest.mark.core_for(batch=[3])
 @batches
 @pytest.mark.parametrize("processor", [DependsOnText, DependsOnRow, ReadsWholeText])
 def test_processor_of_the_user(processor, batch):
@@ -371,7 +370,6 @@ class KnowsEnd(RowEnds):
 RULES = [RowEnds, BatchEnds, BoolEnds, KnowsEnd, EosTokenCriteria, MaxLengthCriteria]
 
 
-@pytest.mark.core_for(batch=[3], with_end=[True])
 @pytest.mark.parametrize(
     ("rule", "with_end", "batch"),
     cases(
@@ -469,7 +467,6 @@ class Puts(BaseStreamer):
         self.ended = True
 
 
-@pytest.mark.core_for(batch=[3], accuracy=[0.6])
 @batches
 @pytest.mark.parametrize("accuracy", [0.6, 1.0])
 def test_streamer_gets_the_same_puts(batch, accuracy):
@@ -520,7 +517,7 @@ def test_text_streamers(skip_prompt, capsys):
 # ---- what is returned
 
 
-@pytest.mark.core_for(family=["gemma3"])
+@pytest.mark.core_for(family=["gemma3"], batch=[1], engine=["static"])
 @pytest.mark.parametrize(
     ("family", "engine", "batch"),
     cases(
@@ -681,7 +678,6 @@ def test_generation_config_object():
     assert config.to_dict() == before
 
 
-@pytest.mark.core_for(batch=[3], chunk_size=[3], kind=["eagle3", "draft-model"])
 @pytest.mark.parametrize(
     ("batch", "chunk_size", "kind"),
     cases(
@@ -736,7 +732,6 @@ def sample(target, inputs, drafter, seed=0, **options):
     return target.generate(**inputs, assistant_model=drafter, **options)
 
 
-@pytest.mark.core_for(kind=["eagle3"], draft_probs=[True])
 @pytest.mark.parametrize(
     ("draft_probs", "engine", "kind"),
     cases(
@@ -772,7 +767,6 @@ def test_seeds_of_rows(draft_probs, kind):
         assert torch.equal(twice[::2], twice[1::2])
 
 
-@pytest.mark.core
 def test_seeds_of_rows_on_the_stock_engine():
     """Where samples are the global generator's, which is left alone."""
     target, inputs = target_and_inputs(1)

@@ -309,7 +309,6 @@ def test_model_is_restored_after_an_error_in_the_target(monkeypatch):
     assert torch.equal(target.generate(**inputs, max_new_tokens=12, assistant_model=drafter), plain)
 
 
-@pytest.mark.core_for(engine=["stock"])
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_threads_take_turns_on_a_target(engine):
     """Two drafters and a third thread with the first of them again, all at once on one target."""

@@ -79,7 +79,6 @@ def texts_of(manager, names):
     return [one.generated_tokens for one in results]
 
 
-@pytest.mark.core_for(kind=["eagle3"])
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "suffix", "none"])
 def test_requests_that_come_one_after_the_other(running, kind):
     target = tiny_target("llama")
@@ -448,7 +447,6 @@ def test_waiting_costs_no_time(running, monkeypatch):
     assert texts_of(manager, [manager.add_request(prompts()[1])]) == [alone(1)]
 
 
-@pytest.mark.core_for(is_hard=[True])
 @pytest.mark.parametrize("is_hard", [False, True])
 def test_stop_in_the_middle(is_hard):
     target = copy.deepcopy(tiny_target("llama"))

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 from case_counts import cases
-from oracle import RANDOM_DRAFTERS, eagle_options, random_eagle3
+from oracle import NUM_DRAFT_TOKENS, RANDOM_DRAFTERS, eagle_options, random_eagle3
 from targets import tiny_target
 from transformers import TextIteratorStreamer, pipeline
 from word_tokenizer import word_tokenizer
@@ -41,7 +41,6 @@ def test_pipeline_generates_the_same(kind):
     assert fast.assistant_model is drafter
 
 
-@pytest.mark.core
 def test_batches_padded_by_the_pipeline():
     target = tiny_target("llama")
     plain, fast = pipelines(target, random_eagle3(target), batch_size=2)
@@ -67,7 +66,7 @@ def test_number_of_drafts_in_a_pipeline(caplog):
     target = tiny_target("llama")
     drafter = random_eagle3(target)
     plain, fast = pipelines(target, drafter)
-    for options, expected in (({}, 5), ({"num_assistant_tokens": 3}, 3)):
+    for options, expected in (({}, NUM_DRAFT_TOKENS), ({"num_assistant_tokens": 2}, 2)):
         assert fast("abc", **OPTIONS, **options) == plain("abc", **OPTIONS)
         assert drafter.stats.num_assistant_tokens == expected
     assert "no effect" not in caplog.text

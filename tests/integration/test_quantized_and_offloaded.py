@@ -129,7 +129,7 @@ PLACES = {
 }
 
 
-@pytest.mark.core
+@pytest.mark.core_for(place=["the last layer on disk"])
 @pytest.mark.parametrize("place", PLACES)
 def test_device_maps(folders, tmp_path, place):
     device_map, engine, reason = PLACES[place]

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -201,7 +202,7 @@ def test_errors_are_those_of_their_clients(monkeypatch, folders):
         assert first.choices[0].delta.content + rest == client.alone([9, 9, 9], 150)
         assert client.ask([5, 6], max_tokens=5).choices[0].message.content == client.alone([5, 6], 5)
 
-    served(monkeypatch, folders, work)
+    served(monkeypatch, folders, work, "-k", "2", "--tree", "0")
 
 
 @needs_server
@@ -505,10 +506,11 @@ def test_characters_of_several_tokens(monkeypatch, folders, tmp_path):
             assert content(answer) == texts.get(0, "") == expected, (prompt, new, options)
             assert answer.choices[0].finish_reason == reasons[0] == reason, (prompt, new, options)
 
+        checks = []
         for prompt in ([5], [8, 9, 10]):
             for new in range(14, 21):
                 whole = client.alone(prompt, new)
-                check(prompt, new, whole, "length")
+                checks.append(functools.partial(check, prompt, new, whole, "length"))
                 ends.add(whole[-1] == "\ufffd")
             ids = torch.tensor([prompt])
             for stop in re.findall("[^ -~\ufffd]", whole)[:2] + re.findall("[^ -~\ufffd][ -~]", whole)[:2]:
@@ -516,7 +518,12 @@ def test_characters_of_several_tokens(monkeypatch, folders, tmp_path):
                 last = target.generate(ids, **options).shape[1] - len(prompt)
                 ends.add(stop)
                 for new in {last, 20}:
-                    check(prompt, new, whole[: whole.index(stop)], "stop", stop=stop)
+                    text = whole[: whole.index(stop)]
+                    checks.append(functools.partial(check, prompt, new, text, "stop", stop=stop))
+        # Side by side they share rounds.
+        with ThreadPoolExecutor(8) as pool:
+            for one in [pool.submit(check) for check in checks]:
+                one.result()
 
     random_eagle3(target).save_pretrained(tmp_path / "drafter")
     served(monkeypatch, (target, tokenizer, tmp_path), work, "-k", "3")

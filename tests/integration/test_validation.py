@@ -357,7 +357,6 @@ def test_name_or_module_around_a_drafter(target, drafter, method):
             getattr(target, method)(*prompts[method], assistant_model=assistant, max_new_tokens=4)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_use_cache_false_in_a_config(engine):
     """Training leaves the setting behind in a model; a call that asks for it is refused, see above."""

@@ -502,7 +502,7 @@ def random_tree(count: int, generator: torch.Generator) -> tuple[torch.Tensor, t
     ("count", "options", "num_splits"),
     cases(
         every := list(product([1, 9, 64, 128], [(), ("window",), ("starts", "sinks", "softcap")], [1, 3])),
-        [one for one in every if one[2] == (1 if "window" in one[1] else 3) and (one[0] in (9, 128) or not one[1])],
+        [one for one in every if one[2] == (1 if "window" in one[1] else 3) and (one[0] in (9, 128)) == bool(one[1])],
     ),
     ids=str,
 )

@@ -170,7 +170,6 @@ def test_many_tokens_in_bfloat16_use_grouped_matmul(monkeypatch):
         assert bool(asked) == is_left
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
 def test_targets_generate_the_same_with_either_implementation(monkeypatch, family):
     """Rounds whose experts compute by ours, and by what transformers takes where they are not hosted."""

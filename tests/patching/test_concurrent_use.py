@@ -123,7 +123,6 @@ def alike(found, expected):
     return torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.core_for(family=["llama"])
 @every_target
 def test_processors_that_run_the_target(engine, family):
     target = fresh(family)
@@ -136,7 +135,6 @@ def test_processors_that_run_the_target(engine, family):
         assert torch.equal(out, plain)
 
 
-@pytest.mark.core_for(engine=["static"])
 @every_target
 def test_criteria_and_streamers_that_run_the_target(engine, family):
     target = fresh(family)
@@ -167,7 +165,6 @@ INNER_CALLS = cases(
 )
 
 
-@pytest.mark.core_for(engine=["captured", "stock"], family=["llama"], kind=["another drafter"])
 @pytest.mark.parametrize(("engine", "family", "kind"), INNER_CALLS, indirect=["engine"])
 def test_processors_that_generate(engine, family, kind):
     target = fresh(family)
@@ -184,7 +181,7 @@ def test_processors_that_generate(engine, family, kind):
     assert drafter.stats.num_assistant_tokens == 3
 
 
-@pytest.mark.core_for(engine=["captured"])
+@pytest.mark.core_for(engine=["captured"], family=["gpt-oss"])
 @targets_of(cases(FAMILIES, ["llama", "gpt-oss"]))
 def test_threads_that_run_the_target_during_a_call(engine, family):
     """Generation with a drafter again and again; plain generation, passes and gradients in threads of their own."""

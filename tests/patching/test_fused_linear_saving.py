@@ -98,7 +98,6 @@ def write_parameters(target, folder):
 WRITERS = [write_pretrained, write_state_dict, write_model, write_by_accelerate, write_parameters]
 
 
-@pytest.mark.core_for(write=[write_pretrained, write_by_accelerate], dtype=[torch.bfloat16])
 @pytest.mark.parametrize(
     ("write", "dtype"),
     [*product(WRITERS, [torch.bfloat16]), (write_pretrained, torch.float32), (write_pretrained, torch.float16)],
@@ -115,7 +114,6 @@ def test_files_are_the_same_byte_for_byte(tmp_path, write, dtype):
     assert written[0] and written[0] == written[1]
 
 
-@pytest.mark.core
 def test_states_of_a_training_are_saved_and_loaded(tmp_path):
     accelerator = Accelerator(cpu=DEVICE == "cpu")
     target = fresh()
@@ -141,7 +139,6 @@ def test_states_of_a_training_are_saved_and_loaded(tmp_path):
             assert written[-1][name] == written[-2][name]
 
 
-@pytest.mark.core_for(dtype=[torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_parameters_are_unchanged(dtype):
     target = fresh(dtype=dtype, bias=True)
@@ -221,7 +218,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.core_for(change=["assign", "merge", "dtype"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_next_call_uses_changed_weights(change):
     target = fresh()
@@ -239,7 +235,6 @@ def test_the_next_call_uses_changed_weights(change):
     assert not torch.equal(texts[0], texts[1])
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_are_independent(how):
     target = fresh()
@@ -283,7 +278,6 @@ def live_places():
     return sum(not place.expired() for place in fused_linear._fused_storages._references.values())
 
 
-@pytest.mark.core_for(change=["assign"])
 @pytest.mark.parametrize("change", ["delete", "meta", "assign", "dtype"])
 def test_replaced_weights_are_freed(change):
     before, target = live_places(), fresh()
@@ -335,7 +329,6 @@ HELD = {
 }
 
 
-@pytest.mark.core_for(kind=["state_dict"])
 @pytest.mark.parametrize("kind", HELD)
 def test_weights_with_other_references_are_not_moved(kind):
     target = fresh()
@@ -356,7 +349,6 @@ def test_weights_with_other_references_are_not_moved(kind):
         check_fused(target)
 
 
-@pytest.mark.core
 def test_tied_weights_are_not_fused():
     target = fresh(num_layers=4)
     first, second, third = (layer.self_attn for layer in target.model.layers[:3])

@@ -95,7 +95,6 @@ def count_of(used, name):
     return sum(count for (op, _), count in used.items() if op == name)
 
 
-@pytest.mark.core_for(name=["llama", "gemma3", "phi3"])
 @pytest.mark.parametrize("name", EXPECTED)
 def test_texts_are_the_same_and_ops_run(used, name):
     target, inputs = target_of(name), padded_prompts([9, 4])

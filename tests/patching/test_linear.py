@@ -62,7 +62,6 @@ def test_products_of_small_and_large_weights(rows, width):
 
 
 # float64 takes the way that a GPU takes: a few float32 rows on a CPU are computed otherwise, see `ops.linear`.
-@pytest.mark.core_for(kind=["eagle3", "draft-model"])
 @pytest.mark.parametrize("kind", [kind for kind in RANDOM_DRAFTERS if kind not in SELDOM])
 def test_weights_are_read_once_a_batch(kind):
     target = copy.deepcopy(tiny_target("llama")).double().requires_grad_(False)

@@ -76,7 +76,6 @@ def of_last_token(module, args, output):
     return torch.cat([output[:, :-1], -output[:, -1:]], dim=1)
 
 
-@pytest.mark.core_for(engine=["auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("engine", ["auto", "stock"])
 def test_hooks_that_change_the_last_token_of_a_pass(engine, dtype):
@@ -91,7 +90,6 @@ def test_hooks_that_change_the_last_token_of_a_pass(engine, dtype):
     assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
 
 
-@pytest.mark.core_for(engine=["auto"])
 @pytest.mark.parametrize("engine", ["auto", "stock"])
 def test_hooks_that_tell_long_blocks_from_single_tokens(engine):
     """As activated LoRA does, by the part of the prompt that it begins at; or a hook that takes them for a prompt."""
@@ -121,7 +119,6 @@ def test_hooks_of_a_model_that_trains_in_mixed_precision():
         greedy(target, inputs, drafter, 3)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("engine", ["static", "stock"])
 def test_what_is_known_of_a_class_does_not_depend_on_hooks(engine, monkeypatch):
     monkeypatch.setattr(signature, "_facts", {})

@@ -103,7 +103,6 @@ CALLS = {
 }
 
 
-@pytest.mark.core_for(kind=["eagle3"])
 @pytest.mark.core_for(engine=["static"])
 @pytest.mark.parametrize(
     ("engine", "kind"),
@@ -125,7 +124,7 @@ def test_models_are_restored_after_every_kind_of_call(engine, kind):
             check(before, target, drafter)
 
 
-@pytest.mark.core_for(engine=["captured", "stock"])
+@pytest.mark.core_for(family=["qwen3-moe"])
 @pytest.mark.parametrize(
     ("engine", "family"),
     [

@@ -114,7 +114,6 @@ def with_nan_token(target, token):
     return target
 
 
-@pytest.mark.core_for(per_request=[True])
 @pytest.mark.parametrize("per_request", [False, True])
 def test_a_request_without_a_distribution_fails_alone(per_request):
     """Those beside it, and those that get its row later, say what they say alone."""

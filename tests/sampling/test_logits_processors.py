@@ -259,7 +259,6 @@ class Doubles(LogitsProcessor):
         return scores.double() * (1.0 + (input_ids[:, -1:] % 3).double())
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("family", ["llama", STOCK_FAMILY])
 def test_scores_in_float64(family, batch):

@@ -130,7 +130,6 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.core_for(stand_in=[replay_on_cpu])
 @pytest.mark.parametrize("stand_in", [replay_on_cpu, tape_on_cpu])
 def test_calls_with_any_rules_share_a_captured_round(monkeypatch, stand_in):
     """In a batch that is filled up with an inert row."""
