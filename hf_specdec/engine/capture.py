@@ -107,16 +107,24 @@ def capture_round(
 
 
 def run_once(session: Session, hosted: HostedTarget, process: BlockProcessor) -> None:
-    """Choose first tokens and run a round, both of idle rows. Only processing that a graph contains takes part."""
+    """Choose first tokens and run a round, both of idle rows. Only processing that a graph contains takes part.
+
+    An error is left to the capture, which says why a round runs eagerly."""
     state, target = session.state, hosted()
 
     def scores(logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:
         return process.shared(logits, block, state) if process.key is not None else logits.float()
 
-    with capturable_experts(target.model, hosted.drafter), state.idle():
-        run_round(state, target, hosted.drafter, scores)
-        commit_first_token(state, scores, slice(None))
-    state.block_width = 1
+    try:
+        with capturable_experts(target.model, hosted.drafter), state.idle():
+            run_round(state, target, hosted.drafter, scores)
+            commit_first_token(state, scores, slice(None))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        pass
+    finally:
+        state.block_width = 1
 
 
 def capture_catch_up(session: Session, hosted: HostedTarget, width: int) -> Callable[[], None] | None:

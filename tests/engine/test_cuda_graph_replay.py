@@ -4,6 +4,9 @@ import copy
 import gc
 import itertools
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from varying_drafts import vary_drafts
 from hf_specdec import SuffixDrafter
 from hf_specdec.bench.synthetic import scripted_acceptance
 from hf_specdec.drafters.none import NoDrafter
+from hf_specdec.engine import capture as engine_capture
 from hf_specdec.engine import hosted_target, lease, sessions
 from hf_specdec.graphs import buckets, cuda_graphs
 from hf_specdec.kernels.types import Proposal
@@ -584,3 +588,16 @@ def test_experts_implementation_of_a_patched_target(family):
     with pytest.raises(KeyError), experts.triton_experts(target.float()):
         raise KeyError
     assert target.config.get_text_config()._experts_implementation == "grouped_mm"
+
+
+def test_an_error_before_a_capture_is_left_to_the_capture(monkeypatch):
+    """Operations without a form for captures, as some libraries' experts, end neither the call nor its state."""
+    state = SimpleNamespace(idle=nullcontext, block_width=4)
+    monkeypatch.setattr(engine_capture, "capturable_experts", lambda *_: nullcontext())
+    for error in (NotImplementedError("no such form"), torch.OutOfMemoryError("no memory")):
+        monkeypatch.setattr(engine_capture, "run_round", Mock(side_effect=error))
+        is_left = not isinstance(error, torch.OutOfMemoryError)
+        with nullcontext() if is_left else pytest.raises(type(error)):
+            engine_capture.run_once(SimpleNamespace(state=state), Mock(), SimpleNamespace(key=None))
+        assert state.block_width == 1
+        state.block_width = 4
