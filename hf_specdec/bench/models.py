@@ -32,7 +32,7 @@ def load_target(
 
 
 def _with_large_embeddings(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` of random weights, whose embeddings get a standard deviation of 1 in place.
+    """`model` of random weights, whose embeddings are made as large as the sum of its layers' outputs, in place.
 
     With those of an initialization (0.02) layers alone decide what a text becomes, and rounding decides which experts
     they choose: in bfloat16, shapes of Qwen3-Next and Nemotron-3-Nano differed by 0.4 and 0.9 of the spread of logits
@@ -42,7 +42,7 @@ def _with_large_embeddings(model: PreTrainedModel) -> PreTrainedModel:
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     if head is None or head.weight is not embeddings:
         with torch.no_grad():
-            embeddings.div_(embeddings.std())
+            embeddings.mul_(model.config.get_text_config().num_hidden_layers ** 0.5 / embeddings.std())
     return model
 
 

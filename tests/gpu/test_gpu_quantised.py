@@ -95,7 +95,10 @@ def test_one_text_a_prompt(kind):
 def test_one_text_a_prompt_of_experts_in_float8(family, tmp_path, monkeypatch):
     without_kernels_of_the_hub(monkeypatch)
     save_float8(family, tmp_path)
-    check_texts(load_float8(tmp_path, torch.bfloat16).to("cuda"))
+    target = load_float8(tmp_path, torch.bfloat16).to("cuda")
+    # As large as layers' outputs. Else rounding decides which experts tokens get, and the equivalence check refuses.
+    target.get_input_embeddings().weight.data.mul_(30)
+    check_texts(target)
 
 
 @pytest.mark.parametrize("kind", KINDS)
