@@ -73,11 +73,11 @@ def _look_up(where: str, names: tuple[str, ...]) -> Any:
     return next((getattr(owner, name) for name in names if hasattr(owner, name)), None) if names else owner
 
 
-def part(where: str, *names: str, why: str) -> Any:
+def part(where: str, *names: str, why: str, is_needed: bool = True) -> Any:
     """Declare a class, function, method or module of transformers, and return it; None if it is missing."""
     found = _look_up(where, names)
     is_found = found is not None
-    PARTS.append(Part(where, names, why, is_found=lambda: is_found))
+    PARTS.append(Part(where, names, why, is_needed=is_needed, is_found=lambda: is_found))
     return found
 
 

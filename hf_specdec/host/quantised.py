@@ -13,7 +13,9 @@ _WHY = "weights in FP8 with a scale for each block"
 
 FP8_LINEAR = named_in(_FILE, "FP8Linear", why=_WHY, is_needed=False)
 FP8_EXPERTS = named_in(_FILE, "FP8Experts", why=_WHY, is_needed=False)
-ALL_FP8_EXPERTS_FUNCTIONS = part(_FILE, "ALL_FP8_EXPERTS_FUNCTIONS", why="where the engine's are registered for FP8")
+ALL_FP8_EXPERTS_FUNCTIONS = part(
+    _FILE, "ALL_FP8_EXPERTS_FUNCTIONS", why="where the engine's are registered for FP8", is_needed=False
+)
 FP8_SCALES = named_in(f"{_FILE}:FP8Linear", "weight_scale_inv", why=_WHY, is_needed=False)
 FP8_BLOCK = named_in(f"{_FILE}:FP8Linear", "block_size", why=_WHY, is_needed=False)
 FP8_INPUTS = named_in(f"{_FILE}:FP8Linear", "activation_scheme", why=_WHY, is_needed=False)

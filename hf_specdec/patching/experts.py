@@ -100,7 +100,7 @@ def _original_experts(interface: Any, module: nn.Module) -> Callable[..., torch.
     return interface.get_interface(original(module.config, EXPERTS_ENTRY), inspect.unwrap(wrapper))
 
 
-for _interface in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
+for _interface in filter(None, (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS)):
     _interface.register(EXPERTS_NAME, _for_engines(_interface, experts_forward))
     _interface.register(BATCHED_NAME, _for_engines(_interface, _interface["batched_mm"]))
 
