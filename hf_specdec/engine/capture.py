@@ -109,7 +109,8 @@ def capture_round(
 def run_once(session: Session, hosted: HostedTarget, process: BlockProcessor) -> None:
     """Choose first tokens and run a round, both of idle rows. Only processing that a graph contains takes part.
 
-    An error is left to the capture, which says why a round runs eagerly."""
+    An error is left to the capture, which says why a round runs eagerly.
+    """
     state, target = session.state, hosted()
 
     def scores(logits: torch.Tensor, block: torch.Tensor, state: DecodeState) -> torch.Tensor:

@@ -18,7 +18,8 @@ from ..host.quantised import IS_INITIALIZED
 from ..modules.stored_linear import ORDER, PACKED, SCALES, ZEROS, StoredLinear
 
 # The outputs of a word of AWQ, from the lowest bits on, and where in a word each output is.
-_OUTPUTS, _PLACES = [0, 2, 4, 6, 1, 3, 5, 7], [0, 4, 1, 5, 2, 6, 3, 7]
+_OUTPUTS = [0, 2, 4, 6, 1, 3, 5, 7]
+_PLACES = [_OUTPUTS.index(output) for output in range(8)]
 
 
 class Packing(NamedTuple):
@@ -66,8 +67,7 @@ def from_published(layer: StoredLinear, packing: Packing) -> None:
     numbers = _of_outputs(qweight, packing).T if packing.is_awq else _unpack(qweight.T, packing.bits)
     zeros = _of_outputs(parts["qzeros"] + packing.added, packing).T.contiguous()
     found = {SCALES: parts["scales"].T.contiguous()}
-    groups = _groups(layer, qweight.device)
-    if not packing.is_awq and not torch.equal(parts["g_idx"], groups):
+    if not packing.is_awq and not torch.equal(parts["g_idx"], groups := _groups(layer, qweight.device)):
         order = found[ORDER] = parts["g_idx"].argsort(stable=True)
         if not torch.equal(parts["g_idx"][order], groups):
             raise ValueError(f"its g_idx has groups of other sizes than {layer.form[1]}")

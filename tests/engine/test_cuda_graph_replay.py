@@ -592,12 +592,15 @@ def test_experts_implementation_of_a_patched_target(family):
 
 def test_an_error_before_a_capture_is_left_to_the_capture(monkeypatch):
     """Operations without a form for captures, as some libraries' experts, end neither the call nor its state."""
-    state = SimpleNamespace(idle=nullcontext, block_width=4)
     monkeypatch.setattr(engine_capture, "capturable_experts", lambda *_: nullcontext())
-    for error in (NotImplementedError("no such form"), torch.OutOfMemoryError("no memory")):
+
+    def block_width_after(error, raised):
+        state = SimpleNamespace(idle=nullcontext, block_width=4)
         monkeypatch.setattr(engine_capture, "run_round", Mock(side_effect=error))
-        is_left = not isinstance(error, torch.OutOfMemoryError)
-        with nullcontext() if is_left else pytest.raises(type(error)):
+        with raised:
             engine_capture.run_once(SimpleNamespace(state=state), Mock(), SimpleNamespace(key=None))
-        assert state.block_width == 1
-        state.block_width = 4
+        return state.block_width
+
+    assert block_width_after(NotImplementedError("no such form"), nullcontext()) == 1
+    out_of_memory = torch.OutOfMemoryError("no memory")
+    assert block_width_after(out_of_memory, pytest.raises(torch.OutOfMemoryError)) == 1
