@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 import transformers
+import zoo_rounds
 import zoo_sources
 from images import IMAGE, image_model, image_prompts
 from images import KINDS as KINDS_OF_IMAGES
@@ -320,7 +321,8 @@ def table(outcomes: list[Outcome]) -> str:
         "",
         *rows_of_table(with_images),
     ]
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    return zoo_rounds.with_section(text, json.loads(zoo_rounds.FILE.read_text())) if zoo_rounds.FILE.exists() else text
 
 
 def merged(outcomes: list[Outcome]) -> list[Outcome]:
