@@ -35,7 +35,7 @@ from .attention_splits import (
     visible_range,
 )
 from .float8 import first_of_pair, pairs_of, second_of_pair
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, kernel, wait_for_inputs
 from .types import MOST_WORDS, WORD_BITS
 
 # Bytes of the keys, or the values, of one block of slots; several blocks are in flight in a program.
@@ -214,7 +214,6 @@ def _attention_kernel(
     IS_CHUNKED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     NUM_WORDS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Attention of a block of queries over some or all splits, with an online softmax in float32.
 
@@ -240,7 +239,7 @@ def _attention_kernel(
     out_row = (batch * num_queries + query_index) * (KV_HEADS * GROUPS) + head
     HAS_SEGMENTS: tl.constexpr = IS_PACKED or SPLIT > 0
 
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     position = tl.load(positions_ptr + batch * positions_stride_b + query_index, mask=is_row, other=-1)
     position = tl.where(position < num_slots - 1, position, -1).to(tl.int32)  # padding
     if HAS_SEGMENTS:
@@ -534,7 +533,6 @@ def attention(
         NUM_WORDS=num_words,
         num_warps=num_warps,
         num_stages=3,
-        **dependent_launch(query.device),
     )
     if num_programs > 1 and fixed_splits:
         merge_fixed_splits(

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, kernel, wait_for_inputs
 from .ring import find_block
 
 # Elements of the state in the registers of a program, which is one warp.
@@ -112,7 +112,6 @@ def _recurrence_kernel(
     DELTA: tl.constexpr,
     NORMALIZE: tl.constexpr,
     DECAY: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """VALUE_BLOCK columns of the state of one head of one row.
 
@@ -131,7 +130,7 @@ def _recurrence_kernel(
     is_key = dim < DIM
     is_value = value_dim < VALUE_DIM
 
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     positions_ptr += batch * positions_stride_b
     begin, first, count = find_block(positions_ptr, positions_stride_n, num_columns, dummy, COLUMN_BLOCK)
     base = tl.load(base_ptr + batch * base_stride).to(tl.int32)
@@ -288,6 +287,5 @@ def recurrence(
         NORMALIZE=normalize,
         DECAY=form,
         num_warps=1,
-        **dependent_launch(query.device),
     )
     return out

@@ -16,7 +16,7 @@ from triton.language.extra import libdevice
 
 from .float8 import magnitudes, scales_of
 from .kv_cache import copy_heads
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, kernel, wait_for_inputs
 from .types import RotaryKind
 
 # Elements of a program, of one token and several heads.
@@ -37,7 +37,6 @@ def _rotary_angles_kernel(
     REPEATS: tl.constexpr,
     LIBDEVICE: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Cosines and sines of one token.
 
@@ -48,7 +47,7 @@ def _rotary_angles_kernel(
     pair = tl.arange(0, BLOCK)
     is_pair = pair < ANGLES
     frequency = tl.load(frequencies_ptr + pair, mask=is_pair, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     row, column = token // num_tokens, token % num_tokens
     position = tl.load(positions_ptr + row * positions_stride_b + column * positions_stride_n)
     angle = position.to(tl.float32) * frequency
@@ -91,7 +90,6 @@ def rotary_angles(frequencies, positions, dtype, kind):
         num_warps=max(1, min(4, block // 32)),
         # The product must be rounded before the functions reduce it.
         enable_fp_fusion=False,
-        **dependent_launch(positions.device),
     )
     return cos, sin
 
@@ -219,7 +217,6 @@ def _rotary_kernel(
     VALUE_BLOCK: tl.constexpr,
     SIZES: tl.constexpr,
     KIND: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """HEADS heads of one token: of the query, then of the key, then of the value, by the block.
 
@@ -237,7 +234,7 @@ def _rotary_kernel(
     size: tl.constexpr = 2 * SIZES[0] + SIZES[1]
     first_blocks = tl.cdiv(first_heads, HEADS)
     second_blocks = tl.cdiv(second_heads, HEADS)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     slot = tl.load(positions_ptr + row * positions_stride_b + column * positions_stride_n) if STORES else column
     scale_ptr = scales_ptr
     if scales_ptr is not None:
@@ -385,5 +382,4 @@ def _launch(
         num_warps=num_warps,
         # Products and sums are not fused, because that would omit a rounding.
         enable_fp_fusion=False,
-        **dependent_launch(cos.device),
     )

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, block_of_steps, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, block_of_steps, kernel, wait_for_inputs
 from .types import NO_TOKEN, DraftInputs
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
@@ -34,7 +34,6 @@ def _slots_kernel(
     count: Unspecialised,
     dummy: Unspecialised,
     WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Slots of a row, and with `block` the tokens at its positions.
 
@@ -45,7 +44,7 @@ def _slots_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH).to(tl.int64)
     is_column = column < count
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     length = tl.load(lengths_ptr + row)
     is_finished = tl.load(finished_ptr + row)
     position = length + first + column
@@ -123,7 +122,6 @@ def _slots(
         dummy,
         WIDTH=block_of_steps(count),
         num_warps=1,
-        **dependent_launch(lengths.device),
     )
     return out, slots, positions
 
@@ -138,7 +136,6 @@ def _position_ids_kernel(
     width: Unspecialised,
     dummy: Unspecialised,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """BLOCK position ids of a row.
 
@@ -147,7 +144,7 @@ def _position_ids_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     is_column = column < width
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     slot = tl.load(slots_ptr + row * slots_stride_b + column * slots_stride_n, mask=is_column, other=0)
     position = slot + tl.load(offsets_ptr + row) if offsets_ptr is not None else slot
     tl.store(out_ptr + row * width + column, tl.where(slot < dummy, position, 0), mask=is_column)
@@ -168,7 +165,6 @@ def position_ids(slots, offsets, dummy):
         dummy,
         BLOCK=size,
         num_warps=1,
-        **dependent_launch(slots.device),
     )
     return out
 
@@ -192,7 +188,6 @@ def _commit_kernel(
     num_ends: Unspecialised,
     WIDTH: tl.constexpr,
     ENDS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Commit one row.
 
@@ -203,7 +198,7 @@ def _commit_kernel(
     step = tl.arange(0, WIDTH)
     end_index = tl.arange(0, ENDS)
     is_step = step < width
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     length = tl.load(lengths_ptr + row)
     limit = tl.load(limits_ptr + row)
     was_finished = tl.load(finished_ptr + row)
@@ -254,7 +249,6 @@ def commit(tokens, lengths, finished, limits, ends, result, kept):
         WIDTH=block_of_steps(width),
         ENDS=triton.next_power_of_2(max(ends.shape[1], 1)),
         num_warps=1,
-        **dependent_launch(tokens.device),
     )
     return out
 
@@ -276,7 +270,6 @@ def _prepare_inputs_kernel(
     shift: Unspecialised,
     num_steps: Unspecialised,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Prepare one row.
 
@@ -284,7 +277,7 @@ def _prepare_inputs_kernel(
     its kept columns; writes the row of each result in `out`, a `DraftInputs`.
     """
     row = tl.program_id(0).to(tl.int64)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     length = tl.load(lengths_ptr + row)
     committed = tl.load(committed_ptr + row)
     # With a limit of 0 every column is padding.
@@ -344,6 +337,5 @@ def prepare_inputs(
         num_steps=num_steps,
         BLOCK=block_of_steps(max(width, num_steps)),
         num_warps=1,
-        **dependent_launch(tokens.device),
     )
     return out
