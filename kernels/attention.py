@@ -181,9 +181,7 @@ def _attention_kernel(
     ends_ptr: Unspecialised,
     ancestors_ptr,
     sinks_ptr,
-    out_ptr,
-    partial_ptr,
-    stats_ptr,
+    outputs,
     query_strides,
     key_strides,
     value_strides,
@@ -238,6 +236,7 @@ def _attention_kernel(
     value_dim = tl.arange(0, VALUE_BLOCK)
     out_row = (batch * num_queries + query_index) * (KV_HEADS * GROUPS) + head
     HAS_SEGMENTS: tl.constexpr = IS_PACKED or SPLIT > 0
+    _, partial_ptr, stats_ptr = outputs
 
     wait_for_inputs()
     position = tl.load(positions_ptr + batch * positions_stride_b + query_index, mask=is_row, other=-1)
@@ -295,7 +294,7 @@ def _attention_kernel(
     if scale_ptr is not None:
         scale_ptr += batch * scale_strides[0] + kv_head
     cache = key_ptr, value_ptr, scale_ptr, key_strides[2], value_strides[2], scale_strides[1]
-    scoring, outputs = (window, scaling, softcap), (out_ptr, partial_ptr, stats_ptr)
+    scoring = window, scaling, softcap
     FORM: tl.constexpr = (DIM, VALUE_DIM, SLOT_BLOCK, IS_CHUNKED, NUM_WORDS)
     none = none_max, none_sum, none_acc
     if HAS_SEGMENTS:
@@ -501,9 +500,7 @@ def attention(
         ends,
         ancestors,
         sinks,
-        out,
-        partial,
-        stats,
+        (out, partial, stats),
         query.stride()[:3],
         key.stride()[:3],
         value.stride()[:3],

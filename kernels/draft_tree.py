@@ -165,10 +165,8 @@ def _grow_tree_kernel(
     tokens_stride: Unspecialised,
     candidates_stride: Unspecialised,
     rows_stride: Unspecialised,
-    hidden_stride_b,
-    hidden_stride_n,
-    feedback_stride_b,
-    feedback_stride_n,
+    hidden_strides,
+    feedback_strides,
     size,
     count: Unspecialised,
     num_drafts: Unspecialised,
@@ -255,10 +253,10 @@ def _grow_tree_kernel(
         dim = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         at = parent if IS_CHAINED else followed
         num_found = size if IS_CHAINED else tl.where(is_new, size, 0)
-        found_ptr = feedback_ptr + row * feedback_stride_b + at * feedback_stride_n
+        found_ptr = feedback_ptr + row * feedback_strides[0] + at * feedback_strides[1]
         values = tl.load(found_ptr + dim, mask=dim < num_found, other=0.0)
         if hidden_ptr is not None and not IS_CHAINED:
-            kept_ptr = hidden_ptr + row * hidden_stride_b + column * hidden_stride_n
+            kept_ptr = hidden_ptr + row * hidden_strides[0] + column * hidden_strides[1]
             kept = tl.load(kept_ptr + dim, mask=dim < size - num_found, other=0.0)
             values = tl.where(is_new, values, kept)
             num_found = size
@@ -326,8 +324,8 @@ def grow_tree(
         out,
         tokens.stride(0),
         *strides,
-        *((0, 0) if hidden is None else hidden.stride()[:2]),
-        *((0, 0) if feedback is None else feedback.stride()[:2]),
+        (0, 0) if hidden is None else hidden.stride()[:2],
+        (0, 0) if feedback is None else feedback.stride()[:2],
         size,
         count,
         num_drafts,
