@@ -406,9 +406,8 @@ class ContinuousRunner(Runner):
                 done = slice(0, len(self._rows))
             else:
                 prefill = self.lease.prefill
-                done = prefill.run_next()
-                while self._settings.arrivals is None and not prefill.is_complete:  # nobody waits for a single text
-                    done = slice(done.start, prefill.run_next().stop)
+                # Without arrivals nobody waits for a single text.
+                done = prefill.run_rest() if self._settings.arrivals is None else prefill.run_next()
                 if done.start == done.stop:
                     return None
                 set_rows(self.state.finished, self._entering[done], False)

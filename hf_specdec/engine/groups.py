@@ -92,8 +92,7 @@ class Groups:
     def prefill_next(self) -> bool:
         """Run the next chunk of the group; returns whether it was the last, so that the group is in its rows."""
         with settled_on_error(self._running.session):
-            self._running.prefill.run_next()
-            if not self._running.prefill.is_complete:
+            if self._running.prefill.run_next().stop == 0:  # a group is complete as a whole
                 return False
             self._finish()
         self._finish = None
