@@ -227,7 +227,6 @@ class ContinuousRunner(Runner):
         return lease
 
     def _lease_of(self, num_rows: int, longest: int) -> SessionLease:
-        """The lease of a session that rounds run on."""
         shape = shape_of(self._call, num_rows, longest, self.target.is_captured)
         if self._is_in_memory:
             shape = shape._replace(slots=slots_in_memory(shape.slots - 1, self._call.model.device))

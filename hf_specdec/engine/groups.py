@@ -99,7 +99,6 @@ class Groups:
         return True
 
     def _lease(self, count: int, longest: int) -> SessionLease:
-        """The lease of a session that prefills `count` requests of at most `longest` tokens."""
         size, is_captured = self.size(count), self._target.is_captured
         lease = self._leases.get(size)
         if lease is None or lease.shape.slots <= longest:
