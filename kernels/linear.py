@@ -210,13 +210,9 @@ def linear(
         updates=updates,
         KIND=kind,
         IS_EVEN=size_in % (tiles.depth if stored is None else SPLITS.value * DEPTHS.value) == 0,
-        ROWS=tiles.rows,
-        FEATURES=tiles.features,
-        DEPTH=tiles.depth,
+        **tiles.options,
         ACTIVATION=activation,
         LIBDEVICE=inputs.is_cuda,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
         enable_fp_fusion=True,  # as `gated_activation`
     )
     return out

@@ -115,10 +115,6 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         inputs.stride(0),
         weight.stride(0),
         IS_EVEN=size_in % tiles.depth == 0,
-        ROWS=tiles.rows,
-        FEATURES=tiles.features,
-        DEPTH=tiles.depth,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.options,
     )
     return out

@@ -158,11 +158,7 @@ def linear(
         weight.scales.stride(0),
         **stored_arguments(inputs, weight, min(tiles.depth, weight.group)),
         PARTS=num_parts,
-        ROWS=tiles.rows,
-        FEATURES=tiles.features,
-        DEPTH=tiles.depth,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.options,
     )
     if num_parts > 1:
         _add_parts_kernel[(triton.cdiv(num_rows * size_out, _RESULTS.value),)](
