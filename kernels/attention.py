@@ -35,7 +35,7 @@ from .attention_splits import (
     visible_range,
 )
 from .float8 import first_of_pair, pairs_of, second_of_pair
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, kernel, wait_for_inputs
 from .types import MOST_WORDS, WORD_BITS
 
 # Bytes of the keys, or the values, of one block of slots; several blocks are in flight in a program.
@@ -181,9 +181,7 @@ def _attention_kernel(
     ends_ptr: Unspecialised,
     ancestors_ptr,
     sinks_ptr,
-    out_ptr,
-    partial_ptr,
-    stats_ptr,
+    outputs,
     query_strides,
     key_strides,
     value_strides,
@@ -214,7 +212,6 @@ def _attention_kernel(
     IS_CHUNKED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     NUM_WORDS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Attention of a block of queries over some or all splits, with an online softmax in float32.
 
@@ -239,8 +236,9 @@ def _attention_kernel(
     value_dim = tl.arange(0, VALUE_BLOCK)
     out_row = (batch * num_queries + query_index) * (KV_HEADS * GROUPS) + head
     HAS_SEGMENTS: tl.constexpr = IS_PACKED or SPLIT > 0
+    _, partial_ptr, stats_ptr = outputs
 
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     position = tl.load(positions_ptr + batch * positions_stride_b + query_index, mask=is_row, other=-1)
     position = tl.where(position < num_slots - 1, position, -1).to(tl.int32)  # padding
     if HAS_SEGMENTS:
@@ -296,7 +294,7 @@ def _attention_kernel(
     if scale_ptr is not None:
         scale_ptr += batch * scale_strides[0] + kv_head
     cache = key_ptr, value_ptr, scale_ptr, key_strides[2], value_strides[2], scale_strides[1]
-    scoring, outputs = (window, scaling, softcap), (out_ptr, partial_ptr, stats_ptr)
+    scoring = window, scaling, softcap
     FORM: tl.constexpr = (DIM, VALUE_DIM, SLOT_BLOCK, IS_CHUNKED, NUM_WORDS)
     none = none_max, none_sum, none_acc
     if HAS_SEGMENTS:
@@ -502,9 +500,7 @@ def attention(
         ends,
         ancestors,
         sinks,
-        out,
-        partial,
-        stats,
+        (out, partial, stats),
         query.stride()[:3],
         key.stride()[:3],
         value.stride()[:3],
@@ -534,7 +530,6 @@ def attention(
         NUM_WORDS=num_words,
         num_warps=num_warps,
         num_stages=3,
-        **dependent_launch(query.device),
     )
     if num_programs > 1 and fixed_splits:
         merge_fixed_splits(

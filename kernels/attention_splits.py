@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, kernel, wait_for_inputs
 
 # Programs per multiprocessor: one for so many slots, and at most so many. Two or three run at a time; the others
 # balance rows of unequal lengths.
@@ -93,7 +93,6 @@ def _merge_kernel(
     VALUE_DIM: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Merge the splits of a query: out = sum_i 2^(lse_i) partial_i / sum_i 2^(lse_i); 0 if every lse is -inf.
 
@@ -104,7 +103,7 @@ def _merge_kernel(
     split = tl.arange(0, SPLIT_BLOCK)
     value_dim = tl.program_id(1) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
     at = row * num_splits + split
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     weights = tl.load(lse_ptr + at, mask=split < num_splits, other=float("-inf"))
     # A split without slots has no partial result.
     is_written = weights > float("-inf")
@@ -142,7 +141,6 @@ def _fixed_merge_kernel(
     SLOT_BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Merge the fixed splits of one query.
 
@@ -155,7 +153,7 @@ def _fixed_merge_kernel(
     value_dim = tl.arange(0, VALUE_BLOCK)
     is_value = value_dim < VALUE_DIM
 
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     position = tl.load(positions_ptr + batch * positions_stride_b + query_index + one)
     start = tl.load(starts_ptr + batch * starts_stride_b).to(tl.int32)
     is_live = (position < num_slots - 1) & (position >= start)
@@ -227,7 +225,6 @@ def merge_splits(partial: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) ->
         SPLIT_BLOCK=split_block,
         VALUE_BLOCK=merge_block,
         num_warps=max(1, min(4, split_block * merge_block // 512)),
-        **dependent_launch(out.device),
     )
 
 
@@ -268,5 +265,4 @@ def merge_fixed_splits(
         SPLIT=SPLIT,
         IS_CHUNKED=is_chunked,
         num_warps=1,
-        **dependent_launch(out.device),
     )

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, kernel, wait_for_inputs
 from .reduction import LEAST_ORDER, order_of, take_largest, value_of, without_nan
 from .types import Tree
 
@@ -52,7 +52,6 @@ def _best_paths_kernel(
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
     NUM_WORDS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """The tree of one row.
 
@@ -73,7 +72,7 @@ def _best_paths_kernel(
     minus_one = tl.full([], -1, tl.int64)
     zero = tl.full([], 0, tl.int64)
     one = tl.full([], 1, tl.int64)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     tl.store(parents_ptr, minus_one)
     tl.store(depths_ptr, zero)
     tl.store(ancestors_ptr, one)
@@ -151,7 +150,6 @@ def best_paths(logprobs, tokens, rows, num_nodes):
         PLACES=triton.next_power_of_2(2 * num_nodes + 1),
         NUM_WORDS=words,
         num_warps=1,
-        **dependent_launch(tokens.device),
     )
     return out, *tree
 
@@ -167,10 +165,8 @@ def _grow_tree_kernel(
     tokens_stride: Unspecialised,
     candidates_stride: Unspecialised,
     rows_stride: Unspecialised,
-    hidden_stride_b,
-    hidden_stride_n,
-    feedback_stride_b,
-    feedback_stride_n,
+    hidden_strides,
+    feedback_strides,
     size,
     count: Unspecialised,
     num_drafts: Unspecialised,
@@ -184,7 +180,6 @@ def _grow_tree_kernel(
     NUM_WORDS: tl.constexpr,
     IS_CHAINED: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """A column and BLOCK elements of its hidden state.
 
@@ -204,7 +199,7 @@ def _grow_tree_kernel(
     chosen = tl.full([], 0, tl.int64)
     parent = tl.full([], 0, tl.int64)
     followed = tl.full([], 0, tl.int64)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     token = tl.load(tokens_ptr + row * tokens_stride + column, mask=column < count, other=0)
     if parents_ptr is not None:
         parent = tl.load(parents_ptr + row * count + column, mask=column < count, other=0)
@@ -258,10 +253,10 @@ def _grow_tree_kernel(
         dim = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         at = parent if IS_CHAINED else followed
         num_found = size if IS_CHAINED else tl.where(is_new, size, 0)
-        found_ptr = feedback_ptr + row * feedback_stride_b + at * feedback_stride_n
+        found_ptr = feedback_ptr + row * feedback_strides[0] + at * feedback_strides[1]
         values = tl.load(found_ptr + dim, mask=dim < num_found, other=0.0)
         if hidden_ptr is not None and not IS_CHAINED:
-            kept_ptr = hidden_ptr + row * hidden_stride_b + column * hidden_stride_n
+            kept_ptr = hidden_ptr + row * hidden_strides[0] + column * hidden_strides[1]
             kept = tl.load(kept_ptr + dim, mask=dim < size - num_found, other=0.0)
             values = tl.where(is_new, values, kept)
             num_found = size
@@ -329,8 +324,8 @@ def grow_tree(
         out,
         tokens.stride(0),
         *strides,
-        *((0, 0) if hidden is None else hidden.stride()[:2]),
-        *((0, 0) if feedback is None else feedback.stride()[:2]),
+        (0, 0) if hidden is None else hidden.stride()[:2],
+        (0, 0) if feedback is None else feedback.stride()[:2],
         size,
         count,
         num_drafts,
@@ -345,6 +340,5 @@ def grow_tree(
         IS_CHAINED=is_chained,
         BLOCK=BLOCK,
         num_warps=1,
-        **dependent_launch(device),
     )
     return out

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, kernel, wait_for_inputs
 from .linear_tiles import choose_stored_tiles
 from .stored_weight import DEPTHS, SPLITS, stored_arguments, stored_sums
 from .types import StoredWeight
@@ -23,7 +23,6 @@ def _plan_kernel(
     num_experts: Unspecialised,
     rows: Unspecialised,
     EXPERTS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Compute PAIR_BLOCK columns of the plan.
 
@@ -35,7 +34,7 @@ def _plan_kernel(
     """
     index = tl.program_id(0) * PAIR_BLOCK + tl.arange(0, PAIR_BLOCK)
     is_index = index < num_pairs
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     expert_id = tl.minimum(tl.load(ids_ptr + index, mask=is_index, other=0), num_experts).to(tl.int32)
     sorted_index = tl.zeros([PAIR_BLOCK], tl.int32)
     counts = tl.zeros([EXPERTS], tl.int32)
@@ -103,7 +102,6 @@ def _expert_linear_kernel(
     ROWS: tl.constexpr,
     OUT_BLOCK: tl.constexpr,
     IN_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """OUT_BLOCK output columns of one block of the plan, accumulated in float32.
 
@@ -112,7 +110,7 @@ def _expert_linear_kernel(
     expert. Programs after the last block return at once.
     """
     block = tl.program_id(1)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     expert = tl.load(plan_ptr + num_pairs + block)
     if expert < 0:
         return
@@ -156,7 +154,6 @@ def _expert_linear_kernel(
                 FORM,
                 (1, OUT_BLOCK, IN_BLOCK),
                 IS_EVEN,
-                False,
             )
             total = tl.trans(sums)
         if bias_ptr is not None:
@@ -178,7 +175,6 @@ def plan_experts(expert_ids, num_experts, rows):
         num_experts,
         rows,
         EXPERTS=triton.next_power_of_2(num_experts + 2),
-        **dependent_launch(ids.device),
     )
     return plan
 
@@ -220,6 +216,5 @@ def expert_linear(inputs, weight, bias, plan, rows, is_transposed):
         IN_BLOCK=in_block,
         num_warps=num_warps,
         num_stages=num_stages,
-        **dependent_launch(inputs.device),
     )
     return out

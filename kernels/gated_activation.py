@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from .launch import dependent_launch, kernel, wait_for_inputs
+from .launch import kernel, wait_for_inputs
 
 BLOCK, _WARPS = tl.constexpr(1024), 4
 
@@ -48,7 +48,6 @@ def _gated_activation_kernel(
     up_stride,
     ACTIVATION: tl.constexpr,
     LIBDEVICE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """A block of elements of one row.
 
@@ -57,7 +56,7 @@ def _gated_activation_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < width
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=is_column, other=0.0)
     up = tl.load(up_ptr + row * up_stride + column, mask=is_column, other=0.0)
     activated = activate(gate.to(tl.float32), ACTIVATION, LIBDEVICE).to(gate.dtype).to(tl.float32)
@@ -88,6 +87,5 @@ def gated_activation(gate, up, activation):
         num_warps=_WARPS,
         # As PyTorch's kernels are compiled; Triton's default depends on its version.
         enable_fp_fusion=True,
-        **dependent_launch(gate.device),
     )
     return out

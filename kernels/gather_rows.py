@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, kernel, wait_for_inputs
 
 BLOCK, _WARPS = tl.constexpr(2048), 4
 
@@ -22,7 +22,6 @@ def _gather_rows_kernel(
     index_stride_b: Unspecialised,
     index_stride_n: Unspecialised,
     table_strides,
-    PDL: tl.constexpr,
 ):
     """A block of elements of one row.
 
@@ -32,7 +31,7 @@ def _gather_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < width
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     batch = row // count
     index = tl.load(index_ptr + batch * index_stride_b + row % count * index_stride_n)
     source = table_ptr + batch * table_strides[0] + index * table_strides[1] + column
@@ -62,7 +61,6 @@ def gather_rows(table, index, fill):
         *index.stride(),
         (0 if table.shape[0] == 1 else table.stride(0), table.stride(1)),
         num_warps=_WARPS,
-        **dependent_launch(table.device),
     )
     return out
 
@@ -79,7 +77,6 @@ def _join_rows_kernel(
     out_strides,
     parts_strides,
     PARTS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """A block of elements of one row of one part.
 
@@ -89,7 +86,7 @@ def _join_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < width
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     batch, place = row // count, row % count
     out_ptr += batch * out_strides[0] + place * out_strides[1] + tl.program_id(1) * width + column
     if index_ptr is not None:
@@ -117,5 +114,4 @@ def join_rows(out, parts, index):
         tuple(one.stride()[:2] for one in parts),
         PARTS=len(parts),
         num_warps=_WARPS,
-        **dependent_launch(out.device),
     )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .float8 import magnitudes, scales_of
-from .launch import Unspecialised, block_of_steps, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, block_of_steps, kernel, wait_for_inputs
 
 # Elements of the keys, and of the values, that a program copies.
 _TILE = 2048
@@ -72,7 +72,6 @@ def _write_kv_kernel(
     HEAD_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Write the key and the value of one query position, HEAD_BLOCK heads per program.
 
@@ -83,7 +82,7 @@ def _write_kv_kernel(
     batch = tl.program_id(1).to(tl.int64)
     head = tl.program_id(2) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK).to(tl.int64)
     is_head = head < KV_HEADS
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     slot = tl.load(positions_ptr + batch * positions_stride_b + index * positions_stride_n)
     key_scale_ptr, value_scale_ptr = scales_ptr, scales_ptr
     if scales_ptr is not None:
@@ -141,7 +140,6 @@ def write_kv(keys, values, key_states, value_states, positions, scales=None):
         HEAD_BLOCK=head_block,
         DIM_BLOCK=dim_block,
         VALUE_BLOCK=value_block,
-        **dependent_launch(keys.device),
     )
 
 
@@ -155,7 +153,6 @@ def _move_slots_kernel(
     num_steps: Unspecialised,
     WORD: tl.constexpr,
     STEPS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Move _WORDS words, of WORD bytes, of all slots of a path in one row of one buffer.
 
@@ -170,7 +167,7 @@ def _move_slots_kernel(
     row_stride = tl.load(entry_ptr + 1)
     slot_stride = tl.load(entry_ptr + 2)
     size = tl.load(entry_ptr + 3)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     committed = tl.load(committed_ptr + row)
     root = tl.load(lengths_ptr + row) - committed - 1
     node = tl.load(path_ptr + row * path_stride + step, mask=step < num_steps, other=0)
@@ -230,5 +227,4 @@ def move_slots(table: SlotTable, path: torch.Tensor, lengths: torch.Tensor, comm
         WORD=table.word,
         STEPS=block_of_steps(path.shape[1]),
         num_warps=8,
-        **dependent_launch(path.device),
     )

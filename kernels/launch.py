@@ -30,8 +30,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-_HOPPER = (9, 0)
+from triton.language.target_info import cuda_capability_geq
+from triton.runtime import driver
 
 # Annotation of an integer or a pointer for which Triton must not compile variants. By default it compiles one for the
 # value 1 and one for multiples of 16; for lengths, and for small tensors and their strides, these are no faster.
@@ -50,9 +50,15 @@ _mode = _Mode()
 
 
 class Kernel(triton.JITFunction):
-    """A compiled kernel, which can be compiled without a launch, see `compile_only`."""
+    """A compiled kernel, which can be compiled without a launch, see `compile_only`. It has PDL if it waits."""
+
+    def __init__(self, function: Callable, **options: Any):
+        super().__init__(function, **options)
+        self._waits = "wait_for_inputs" in function.__code__.co_names
 
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if self._waits and _device_has_pdl(driver.active.get_current_device()):
+            options["launch_pdl"] = True
         return super().run(*args, grid=grid, warmup=warmup or _mode.compile_only, **options)
 
     def _do_compile(self, key: Any, *args: Any) -> Any:
@@ -141,29 +147,32 @@ def block_of_steps(count: int) -> int:
     return max(_LEAST_STEPS, triton.next_power_of_2(count))
 
 
+# A `constexpr`, because compiled functions may use no other globals.
+_IS_INTERPRETED = tl.constexpr(is_interpreted())
+
+
+@triton.constexpr_function
+def has_pdl() -> bool:
+    """Whether the current device has PDL."""
+    return not _IS_INTERPRETED.value and cuda_capability_geq(9)
+
+
+@functools.cache
+def _device_has_pdl(index: int) -> bool:
+    return has_pdl()
+
+
 @triton.jit
-def start_next(PDL: tl.constexpr):
+def start_next():
     """Let the next kernel start, once all programs have called this. Does nothing without PDL."""
-    if PDL:
+    if has_pdl():
         gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_inputs(PDL: tl.constexpr, starts_next=True):
+def wait_for_inputs(starts_next=True):
     """Wait for the kernel before this one, then perhaps let the next one start. Does nothing without PDL."""
-    if PDL:
+    if has_pdl():
         gdc_wait()
         if starts_next:
             gdc_launch_dependents()
-
-
-@functools.cache
-def _has_pdl(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip is not None or is_interpreted():
-        return False
-    return torch.cuda.get_device_capability(device) >= _HOPPER
-
-
-def dependent_launch(device: torch.device) -> dict[str, Any]:
-    """Launch arguments for a kernel that has a parameter `PDL` and calls `wait_for_inputs`."""
-    return {"PDL": True, "launch_pdl": True} if _has_pdl(device) else {"PDL": False}

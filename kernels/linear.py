@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .gated_activation import activate
-from .launch import Unspecialised, dependent_launch, kernel, start_next, wait_for_inputs
+from .launch import Unspecialised, has_pdl, kernel, start_next, wait_for_inputs
 from .low_rank_tile import find_first_up, load_first_up, updated
 from .stored_weight import DEPTHS, SPLITS, numbers_per_byte, size_of_split, stored_arguments, stored_sums
 from .types import LinearTiles, StoredWeight
@@ -64,7 +64,6 @@ def _linear_kernel(
     DEPTH: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LIBDEVICE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """FEATURES output features of ROWS rows; with ACTIVATION FEATURES / 2 from each half of the weight.
 
@@ -87,7 +86,7 @@ def _linear_kernel(
     depth = tl.arange(0, DEPTH)
     is_row = row < num_rows - row_block * ROWS
     weight_ptr += first.to(tl.int64) * weight_stride
-    if PDL:
+    if has_pdl():
         stride_bytes = weight_stride * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
         # The sums of a stored weight begin at several places at once.
         apart = 128 if FORM is None else size_of_split(size_in) // numbers_per_byte(FORM)
@@ -102,7 +101,7 @@ def _linear_kernel(
     own_feature = (feature - first + index % PARTS * size_out).to(tl.int64)
     if FORM is None:
         if KIND is None:
-            wait_for_inputs(PDL, starts_next)
+            wait_for_inputs(starts_next)
         else:
             # The kernel before this one has let it start after its inputs were complete.
             adapters_ptr, places_ptr, narrow_ptr, count, scales_ptr = updates
@@ -135,13 +134,12 @@ def _linear_kernel(
             FORM,
             (PARTS, FEATURES, DEPTH),
             IS_EVEN,
-            PDL,
             starts_next,
         )
     if KIND is not None:
         up = load_first_up(found, bits, first, feature, is_other, KIND)
-        wait_for_inputs(PDL, starts_next)
-    start_next(PDL)
+        wait_for_inputs(starts_next)
+    start_next()
     if bias_ptr is not None:
         total += tl.load(bias_ptr + first + own_feature).to(tl.float32)[:, None]
     result = total.to(out_ptr.dtype.element_ty)
@@ -212,14 +210,9 @@ def linear(
         updates=updates,
         KIND=kind,
         IS_EVEN=size_in % (tiles.depth if stored is None else SPLITS.value * DEPTHS.value) == 0,
-        ROWS=tiles.rows,
-        FEATURES=tiles.features,
-        DEPTH=tiles.depth,
+        **tiles.options,
         ACTIVATION=activation,
         LIBDEVICE=inputs.is_cuda,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
         enable_fp_fusion=True,  # as `gated_activation`
-        **dependent_launch(inputs.device),
     )
     return out

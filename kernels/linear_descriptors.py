@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_splits import num_multiprocessors
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, has_pdl, kernel, wait_for_inputs
 from .linear import GROUP, request_lines
 from .types import LinearTiles
 
@@ -43,7 +43,6 @@ def _linear_kernel(
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     DEPTH: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Tiles of FEATURES output features of ROWS rows.
 
@@ -51,13 +50,13 @@ def _linear_kernel(
     writes their `out`.
     """
     row_blocks, feature_blocks = tl.cdiv(num_rows, ROWS), tl.cdiv(size_out, FEATURES)
-    if PDL:
+    if has_pdl():
         _, feature_block = tl.swizzle2d(
             tl.program_id(0) // feature_blocks, tl.program_id(0) % feature_blocks, row_blocks, feature_blocks, GROUP
         )
         first = (feature_block * FEATURES).to(tl.int64)
         request_lines(weight_ptr + first * weight_stride, weight_stride * 2, size_out - first, 128, FEATURES)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     for tile in tl.range(tl.program_id(0), row_blocks * feature_blocks, tl.num_programs(0)):
         row_block, feature_block = tl.swizzle2d(
             tile // feature_blocks, tile % feature_blocks, row_blocks, feature_blocks, GROUP
@@ -116,11 +115,6 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         inputs.stride(0),
         weight.stride(0),
         IS_EVEN=size_in % tiles.depth == 0,
-        ROWS=tiles.rows,
-        FEATURES=tiles.features,
-        DEPTH=tiles.depth,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **dependent_launch(inputs.device),
+        **tiles.options,
     )
     return out

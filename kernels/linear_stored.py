@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, has_pdl, kernel, wait_for_inputs
 from .linear import GROUP, request_lines
 from .stored_weight import load_scales, numbers_per_byte, stored_arguments, widen_bytes, widen_halves
 from .types import LinearTiles, StoredWeight
@@ -40,7 +40,6 @@ def _linear_kernel(
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     DEPTH: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """FEATURES output features of ROWS rows, or a part of their sums.
 
@@ -68,7 +67,7 @@ def _linear_kernel(
     depth, stored_depth = tl.arange(0, DEPTH), tl.arange(0, DEPTH // PER_BYTE)
     weight = weight_ptr + own_feature.to(tl.int64)[:, None] * weight_stride + stored_depth[None, :]
     part_size = tl.cdiv(size_in, PARTS * DEPTH) * DEPTH
-    if PDL:
+    if has_pdl():
         first = feature_block * FEATURES
         first_row = weight_ptr + first.to(tl.int64) * weight_stride + part * part_size // PER_BYTE
         request_lines(first_row, weight_stride, size_out - first, 128, FEATURES)
@@ -78,7 +77,7 @@ def _linear_kernel(
         scale = load_scales(parts, scales_at, None, SCALES)
         if zeros_ptr is not None:
             zeros = tl.load(zeros_ptr + scales_at).to(tl.float32)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
 
     is_row = (row < num_rows)[:, None]
     inputs = inputs_ptr + row.to(tl.int64)[:, None] * inputs_stride + depth[None, :]
@@ -114,9 +113,7 @@ def _linear_kernel(
 
 
 @kernel
-def _add_parts_kernel(
-    sums_ptr, bias_ptr, out_ptr, num_rows: Unspecialised, size_out, PARTS: tl.constexpr, PDL: tl.constexpr
-):
+def _add_parts_kernel(sums_ptr, bias_ptr, out_ptr, num_rows: Unspecialised, size_out, PARTS: tl.constexpr):
     """Results from the parts of sums `[PARTS, n, out]`: the total plus the bias.
 
     Grid: (blocks of _RESULTS results,). Reads the program's `sums` of all parts; writes its `out`.
@@ -124,7 +121,7 @@ def _add_parts_kernel(
     index = tl.program_id(0).to(tl.int64) * _RESULTS + tl.arange(0, _RESULTS)
     size = num_rows.to(tl.int64) * size_out
     is_own = index < size
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     total = tl.zeros([_RESULTS], tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(sums_ptr + part * size + index, mask=is_own, other=0.0)
@@ -161,12 +158,7 @@ def linear(
         weight.scales.stride(0),
         **stored_arguments(inputs, weight, min(tiles.depth, weight.group)),
         PARTS=num_parts,
-        ROWS=tiles.rows,
-        FEATURES=tiles.features,
-        DEPTH=tiles.depth,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **dependent_launch(inputs.device),
+        **tiles.options,
     )
     if num_parts > 1:
         _add_parts_kernel[(triton.cdiv(num_rows * size_out, _RESULTS.value),)](
@@ -177,6 +169,5 @@ def linear(
             size_out,
             PARTS=num_parts,
             num_warps=4,
-            **dependent_launch(inputs.device),
         )
     return out

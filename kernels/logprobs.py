@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, kernel, wait_for_inputs
 from .reduction import (
     LEAST_KEY,
     LEAST_ORDER,
@@ -45,7 +45,6 @@ def _token_logprobs_kernel(
     num_stats: Unspecialised,
     vocabulary,
     STATS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """The log-probability of one token.
 
@@ -53,7 +52,7 @@ def _token_logprobs_kernel(
     writes one element of `out` `[B, n]`.
     """
     row = tl.program_id(0).to(tl.int64)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     base, total = load_softmax(stats, row, num_stats, STATS)
     token = tl.load(tokens_ptr + row // width * tokens_stride_b + row % width * tokens_stride_n)
     is_token = (token >= 0) & (token < vocabulary)
@@ -79,7 +78,6 @@ def token_logprobs(scores, tokens):
         stats[0].shape[1],
         scores.shape[2],
         STATS=triton.next_power_of_2(stats[0].shape[1]),
-        **dependent_launch(scores.device),
     )
     return out
 
@@ -103,7 +101,6 @@ def _likeliest_kernel(
     GROUP: tl.constexpr,
     KEYS: tl.constexpr,
     STATS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """The COUNT likeliest tokens of a row.
 
@@ -115,7 +112,7 @@ def _likeliest_kernel(
     to = row // width * out_stride + row % width * COUNT
     logits_ptr += row // width * strides[0] + row % width * strides[1]
     place, index = tl.arange(0, KEYS), tl.arange(0, CHOSEN)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     base, total = load_softmax(stats, row, num_blocks, STATS)
     normaliser = tl.sum(base + tl.log(total), axis=0)
     num_keys = num_blocks * GROUPS
@@ -173,5 +170,4 @@ def likeliest_tokens(logits, target_ids, logprobs, tokens):
         KEYS=num_keys,
         STATS=triton.next_power_of_2(num_blocks),
         num_warps=min(max(max(num_keys, chosen * group) // _OF_A_WARP, 1), 8),
-        **dependent_launch(logits.device),
     )

@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, start_next, wait_for_inputs
+from .launch import Unspecialised, has_pdl, kernel, start_next, wait_for_inputs
 from .linear import linear, request_line
 from .low_rank_tile import PLACE, find_first_up, load_first_up, updated
 
@@ -80,7 +80,6 @@ def _narrow_kernel(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     KIND: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """`down` times ROWS rows, for _RANKS ranks, summed over PARTS parts of PART input features.
 
@@ -93,15 +92,15 @@ def _narrow_kernel(
     layer = tl.program_id(1) // (RANK // _RANKS)
     r = tl.program_id(1) % (RANK // _RANKS) * _RANKS + tl.arange(0, _RANKS)
     row = tl.program_id(2).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    if PDL and ADAPTERS == 1 and PARTS == 1:
+    if has_pdl() and ADAPTERS == 1 and PARTS == 1:
         _request_down(places_ptr + layer * PLACE, r, size_in, inputs_ptr, PART, KIND)
-    wait_for_inputs(PDL, PARTS == 1)
+    wait_for_inputs(PARTS == 1)
     bits = tl.load(adapters_ptr + row, mask=row < num_rows, other=0)
     for adapter in range(ADAPTERS):
         has_it = ((bits >> adapter) & 1) > 0
         if tl.max(has_it.to(tl.int32), 0) > 0:
             entry = layer * ADAPTERS + adapter
-            if PDL and ADAPTERS > 1 and PARTS == 1:
+            if has_pdl() and ADAPTERS > 1 and PARTS == 1:
                 _request_down(places_ptr + entry * PLACE, r, size_in, inputs_ptr, PART, KIND)
             down, rank = _down_of(places_ptr + entry * PLACE, r, size_in, KIND)
             k = tl.arange(0, _DEPTH)
@@ -120,7 +119,7 @@ def _narrow_kernel(
                 total += tl.sum(sums, 2)
             out = (tl.program_id(0) * count + entry).to(tl.int64) * num_rows + row
             tl.store(narrow_ptr + out[:, None] * RANK + r[None, :], total, mask=has_it[:, None])
-    start_next(PDL)
+    start_next()
 
 
 @kernel
@@ -135,7 +134,6 @@ def _up_kernel(
     out_stride,
     count,
     KIND: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Updates of _FEATURES outputs of _ROWS rows.
 
@@ -152,7 +150,7 @@ def _up_kernel(
     bits = tl.load(adapters_ptr + row, mask=row < num_rows, other=0)
     found = find_first_up(places_ptr, first, feature < 0, False, KIND)
     up = load_first_up(found, bits, first, feature, feature < 0, KIND)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     out = out_ptr + row[None, :] * out_stride + feature[:, None]
     is_written = (bits != 0)[None, :] & is_feature[:, None]
     result = tl.load(out, mask=is_written, other=0.0)
@@ -213,7 +211,6 @@ def _narrow_products(
         ROWS=rows,
         KIND=kind,
         num_warps=4,
-        **dependent_launch(inputs.device),
     )
     return _Narrow(narrow, count, kind)
 
@@ -237,7 +234,6 @@ def add_low_rank(out, inputs, adapters, down, up, places, scales, sizes):
         narrow.count,
         KIND=narrow.kind,
         num_warps=4,
-        **dependent_launch(out.device),
     )
 
 

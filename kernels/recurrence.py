@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, kernel, wait_for_inputs
 from .ring import find_block
 
 # Elements of the state in the registers of a program, which is one warp.
@@ -74,11 +74,7 @@ def _normalize(vector):
 
 @kernel
 def _recurrence_kernel(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    decay_ptr,
-    beta_ptr,
+    inputs,
     rates_ptr,
     state_ptr,
     ring,
@@ -112,9 +108,8 @@ def _recurrence_kernel(
     DELTA: tl.constexpr,
     NORMALIZE: tl.constexpr,
     DECAY: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """VALUE_BLOCK columns of the state of one head of one row.
+    """VALUE_BLOCK columns of the state of one head of one row; `inputs` are those of `_load_token`.
 
     Grid: (blocks of V, H, B). Reads the row's positions, base and certain, its columns of the state, the ring's entries
     from `base` to the block, and the live columns of the inputs. Writes its elements of `out`, of the state at position
@@ -131,7 +126,7 @@ def _recurrence_kernel(
     is_key = dim < DIM
     is_value = value_dim < VALUE_DIM
 
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     positions_ptr += batch * positions_stride_b
     begin, first, count = find_block(positions_ptr, positions_stride_n, num_columns, dummy, COLUMN_BLOCK)
     base = tl.load(base_ptr + batch * base_stride).to(tl.int32)
@@ -142,6 +137,7 @@ def _recurrence_kernel(
     first_kept = tl.maximum(certain, end - RING)
 
     # Pointers to the row and head.
+    query_ptr, key_ptr, value_ptr, decay_ptr, beta_ptr = inputs
     query_ptr += batch * query_strides[0] + key_head * query_strides[2]
     key_ptr += batch * key_strides[0] + key_head * key_strides[2]
     value_ptr += batch * value_strides[0] + head * value_strides[2]
@@ -254,11 +250,7 @@ def recurrence(
     out = value.new_empty(value.shape)
     value_block = choose_value_block(dim, value_dim)
     _recurrence_kernel[(triton.cdiv(value_dim, value_block), heads, batch)](
-        query,
-        key,
-        value,
-        decay,
-        beta,
+        (query, key, value, decay, beta),
         rates,
         state,
         ring,
@@ -288,6 +280,5 @@ def recurrence(
         NORMALIZE=normalize,
         DECAY=form,
         num_warps=1,
-        **dependent_launch(query.device),
     )
     return out

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, kernel, wait_for_inputs
 from .types import VerificationResult
 
 LEAST_KEY, LEAST_ORDER = tl.constexpr(-(2**63)), tl.constexpr(-(2**31))
@@ -149,7 +149,6 @@ def _argmax_kernel(
     width: Unspecialised,
     vocabulary,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Key of one block of a row.
 
@@ -159,7 +158,7 @@ def _argmax_kernel(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = token < vocabulary
     scores_ptr += row // width * scores_strides[0] + row % width * scores_strides[1]
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     score = tl.load(scores_ptr + token, mask=is_token, other=0.0).to(tl.float32)
     key = largest_key(score, token, is_token)
     tl.store(keys_ptr + row * tl.num_programs(1) + tl.program_id(1), key)
@@ -174,7 +173,6 @@ def _softmax_stats_kernel(
     vocabulary,
     temperatures_ptr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Maximum m and sum of exp(score - m) of one block of a row.
 
@@ -184,7 +182,7 @@ def _softmax_stats_kernel(
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scores_ptr += row // width * scores_strides[0] + row % width * scores_strides[1]
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     score = tl.load(scores_ptr + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
     if temperatures_ptr is not None:
         score = score / tl.load(temperatures_ptr + row // width)
@@ -205,7 +203,6 @@ def argmax_keys(scores: torch.Tensor) -> torch.Tensor:
         vocabulary,
         BLOCK=REDUCE_BLOCK,
         num_warps=REDUCE_WARPS,
-        **dependent_launch(scores.device),
     )
     return keys
 
@@ -229,7 +226,6 @@ def softmax_stats(scores: torch.Tensor, temperatures: torch.Tensor | None = None
         temperatures,
         BLOCK=REDUCE_BLOCK,
         num_warps=REDUCE_WARPS,
-        **dependent_launch(scores.device),
     )
     return maxima, totals
 
@@ -246,7 +242,6 @@ def _groups_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     NAN_IS_LEAST: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Keys of the groups of a block of a row, and the block's softmax statistics.
 
@@ -260,7 +255,7 @@ def _groups_kernel(
     is_token = token < vocabulary
     logits_ptr += row // width * strides[0] + row % width * strides[1]
     at = row * tl.num_programs(1) + tl.program_id(1)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     value = tl.load(logits_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
     if temperatures is not None:
         value *= scale_of(temperatures, row // width)
@@ -301,7 +296,6 @@ def group_keys(
         GROUP=group,
         NAN_IS_LEAST=NAN_IS_LEAST,
         num_warps=4,
-        **dependent_launch(logits.device),
     )
     return keys, stats
 
@@ -313,7 +307,6 @@ def _merge_keys_kernel(
     out_ptr,
     num_blocks: Unspecialised,
     BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Merge the keys of a row.
 
@@ -322,7 +315,7 @@ def _merge_keys_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     key = tl.max(tl.load(keys_ptr + row * num_blocks + block, mask=block < num_blocks, other=LEAST_KEY), axis=0)
     token = index_of_key(key)
     if target_ids_ptr is not None:
@@ -339,7 +332,6 @@ def merge_keys(keys: torch.Tensor, shape: torch.Size, target_ids: torch.Tensor |
         out,
         keys.shape[1],
         BLOCKS=triton.next_power_of_2(keys.shape[1]),
-        **dependent_launch(keys.device),
     )
     return out
 

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, kernel, wait_for_inputs
 from .types import NormKind
 
 # Fewest elements of a program: narrower rows share one.
@@ -65,7 +65,6 @@ def _rms_norm_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """ROWS rows, those of the inputs at the places of `_place_of`.
 
@@ -78,7 +77,7 @@ def _rms_norm_kernel(
     mask = (row < num_rows)[:, None] & is_column[None, :]
     if weight_ptr is not None:
         weight = _load_weight(weight_ptr, column, is_column, OFFSET)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
 
     x = tl.load(inputs_ptr + _place_of(row, inner, strides)[:, None] + column[None, :], mask=mask, other=0.0).to(
         tl.float32
@@ -121,7 +120,6 @@ def _joined_norms_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """ROWS rows of one of two norms. Each has inputs, their index or None, a weight, and strides of rows.
 
@@ -132,7 +130,7 @@ def _joined_norms_kernel(
     column = tl.arange(0, BLOCK)
     is_column = column < WIDTH
     is_row = row < num_rows
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     if tl.program_id(1) == 0:
         x, weight = _load_half(first, first_inner, row, is_row, column, is_column, OFFSET)
     else:
@@ -155,7 +153,6 @@ def _options(width: int, kind: NormKind, device: torch.device) -> dict[str, Any]
         "BLOCK": block,
         "ROWS": rows,
         "num_warps": min(_MOST_WARPS, rows * block // _ELEMENTS_OF_WARP),
-        **dependent_launch(device),
     }
 
 

@@ -16,7 +16,7 @@ from triton.language.extra import libdevice
 
 from .float8 import magnitudes, scales_of
 from .kv_cache import copy_heads
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, kernel, wait_for_inputs
 from .types import RotaryKind
 
 # Elements of a program, of one token and several heads.
@@ -37,7 +37,6 @@ def _rotary_angles_kernel(
     REPEATS: tl.constexpr,
     LIBDEVICE: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Cosines and sines of one token.
 
@@ -48,7 +47,7 @@ def _rotary_angles_kernel(
     pair = tl.arange(0, BLOCK)
     is_pair = pair < ANGLES
     frequency = tl.load(frequencies_ptr + pair, mask=is_pair, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     row, column = token // num_tokens, token % num_tokens
     position = tl.load(positions_ptr + row * positions_stride_b + column * positions_stride_n)
     angle = position.to(tl.float32) * frequency
@@ -91,7 +90,6 @@ def rotary_angles(frequencies, positions, dtype, kind):
         num_warps=max(1, min(4, block // 32)),
         # The product must be rounded before the functions reduce it.
         enable_fp_fusion=False,
-        **dependent_launch(positions.device),
     )
     return cos, sin
 
@@ -185,17 +183,13 @@ def _rotate_heads(
 
 @kernel
 def _rotary_kernel(
-    cos_ptr,
-    sin_ptr,
-    first_ptr,
-    first_out_ptr,
-    second_ptr,
-    second_out_ptr,
+    angles,
+    first,
+    second,
     num_tokens: Unspecialised,
     first_heads: Unspecialised,
     second_heads: Unspecialised,
-    cos_strides,
-    sin_strides,
+    angles_strides,
     first_strides,
     second_strides,
     second_out_stride_b: Unspecialised,
@@ -219,9 +213,10 @@ def _rotary_kernel(
     VALUE_BLOCK: tl.constexpr,
     SIZES: tl.constexpr,
     KIND: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """HEADS heads of one token: of the query, then of the key, then of the value, by the block.
+
+    `angles` are cosines and sines; `first` and `second` are states and results of query and key.
 
     Grid: (B * n, blocks of query heads, key heads and, with STORES, value heads). Reads the program's heads and the
     cosines and sines of its token; writes the heads of the result, `[B, n, heads, D]`. With STORES heads of key and
@@ -230,24 +225,24 @@ def _rotary_kernel(
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row, column = token // num_tokens, token % num_tokens
-    cos_ptr += row * cos_strides[0] + column * cos_strides[1]
-    sin_ptr += row * sin_strides[0] + column * sin_strides[1]
-    angles = cos_ptr, sin_ptr
+    cos_ptr = angles[0] + row * angles_strides[0][0] + column * angles_strides[0][1]
+    sin_ptr = angles[1] + row * angles_strides[1][0] + column * angles_strides[1][1]
+    own_angles = cos_ptr, sin_ptr
     HEADS: tl.constexpr = SIZES[2]
     size: tl.constexpr = 2 * SIZES[0] + SIZES[1]
     first_blocks = tl.cdiv(first_heads, HEADS)
     second_blocks = tl.cdiv(second_heads, HEADS)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     slot = tl.load(positions_ptr + row * positions_stride_b + column * positions_stride_n) if STORES else column
     scale_ptr = scales_ptr
     if scales_ptr is not None:
         scale_ptr += row * scales_stride_b + slot * scales_strides_sh[0]
     if block < first_blocks:
         _rotate_heads(
-            first_ptr + row * first_strides[0] + column * first_strides[2],
-            first_out_ptr + token * first_heads * size,
+            first[0] + row * first_strides[0] + column * first_strides[2],
+            first[1] + token * first_heads * size,
             None,
-            angles,
+            own_angles,
             block * HEADS,
             first_heads,
             (first_strides[1], size, 0),
@@ -256,10 +251,10 @@ def _rotary_kernel(
         )
     elif block < first_blocks + second_blocks:
         _rotate_heads(
-            second_ptr + row * second_strides[0] + column * second_strides[2],
-            second_out_ptr + row * second_out_stride_b + slot * second_out_strides_sh[0],
+            second[0] + row * second_strides[0] + column * second_strides[2],
+            second[1] + row * second_out_stride_b + slot * second_out_strides_sh[0],
             scale_ptr,
-            angles,
+            own_angles,
             (block - first_blocks) * HEADS,
             second_heads,
             (second_strides[1], second_out_strides_sh[1], scales_strides_sh[1]),
@@ -356,15 +351,12 @@ def _launch(
     heads, block, rest_block, num_warps = _sizes(max(heads_of), pairs, rest)
     num_blocks = sum(-(-count // heads) for count in (*heads_of, heads_of[1] if stored else 0))
     _rotary_kernel[(batch * num_tokens, num_blocks)](
-        cos,
-        sin,
-        first,
-        first_out,
-        second,
-        second_out,
+        (cos, sin),
+        (first, first_out),
+        (second, second_out),
         num_tokens,
         *heads_of,
-        *((0 if len(one) == 1 else one.stride(0), one.stride(1)) for one in (cos, sin)),
+        tuple((0 if len(one) == 1 else one.stride(0), one.stride(1)) for one in (cos, sin)),
         first.stride()[:3],
         second.stride()[:3],
         second_out.stride(0),
@@ -385,5 +377,4 @@ def _launch(
         num_warps=num_warps,
         # Products and sums are not fused, because that would omit a rounding.
         enable_fp_fusion=False,
-        **dependent_launch(cos.device),
     )

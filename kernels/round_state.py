@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, block_of_steps, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, block_of_steps, kernel, wait_for_inputs
 from .types import NO_TOKEN, DraftInputs
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
@@ -18,14 +18,11 @@ _NO_TOKEN = tl.constexpr(NO_TOKEN)
 @kernel
 def _slots_kernel(
     tokens_ptr,
-    lengths_ptr,
-    limits_ptr,
-    finished_ptr,
+    numbers,
     drafts_ptr,
     block_ptr,
     slots_ptr,
-    parents_ptr,
-    depths_ptr,
+    tree,
     positions_ptr,
     tokens_stride,
     drafts_stride_b: Unspecialised,
@@ -34,18 +31,19 @@ def _slots_kernel(
     count: Unspecialised,
     dummy: Unspecialised,
     WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Slots of a row, and with `block` the tokens at its positions.
 
-    Grid: (B,). Reads an element of `lengths`, `limits` and `finished`; writes a row of `slots` `[B, count]`. With
-    `block` it reads the last committed token of `tokens` and a row of `drafts`, and writes a row of `block`. With a
-    tree it reads a row of `parents` and `depths`, and writes a row of `positions`.
+    Grid: (B,). Reads the row's `numbers`: length, limit and whether it is finished; writes a row of `slots`
+    `[B, count]`. With `block` it reads the last committed token of `tokens` and a row of `drafts`, and writes a row of
+    `block`. With a tree it reads a row of its parents and depths, and writes a row of `positions`.
     """
+    lengths_ptr, limits_ptr, finished_ptr = numbers
+    parents_ptr, depths_ptr = tree
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH).to(tl.int64)
     is_column = column < count
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     length = tl.load(lengths_ptr + row)
     is_finished = tl.load(finished_ptr + row)
     position = length + first + column
@@ -107,14 +105,11 @@ def _slots(
     )
     _slots_kernel[(len(lengths),)](
         tokens,
-        lengths,
-        limits,
-        finished,
+        (lengths, limits, finished),
         drafts,
         out,
         slots,
-        parents,
-        depths,
+        (parents, depths),
         positions,
         0 if tokens is None else tokens.stride(0),
         *((0, 0) if drafts is None else drafts.stride()),
@@ -123,7 +118,6 @@ def _slots(
         dummy,
         WIDTH=block_of_steps(count),
         num_warps=1,
-        **dependent_launch(lengths.device),
     )
     return out, slots, positions
 
@@ -138,7 +132,6 @@ def _position_ids_kernel(
     width: Unspecialised,
     dummy: Unspecialised,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """BLOCK position ids of a row.
 
@@ -147,7 +140,7 @@ def _position_ids_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     is_column = column < width
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     slot = tl.load(slots_ptr + row * slots_stride_b + column * slots_stride_n, mask=is_column, other=0)
     position = slot + tl.load(offsets_ptr + row) if offsets_ptr is not None else slot
     tl.store(out_ptr + row * width + column, tl.where(slot < dummy, position, 0), mask=is_column)
@@ -168,7 +161,6 @@ def position_ids(slots, offsets, dummy):
         dummy,
         BLOCK=size,
         num_warps=1,
-        **dependent_launch(slots.device),
     )
     return out
 
@@ -176,9 +168,7 @@ def position_ids(slots, offsets, dummy):
 @kernel
 def _commit_kernel(
     tokens_ptr,
-    lengths_ptr,
-    finished_ptr,
-    limits_ptr,
+    numbers,
     ends_ptr,
     result,
     out_ptr,
@@ -192,18 +182,19 @@ def _commit_kernel(
     num_ends: Unspecialised,
     WIDTH: tl.constexpr,
     ENDS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Commit one row.
 
-    Grid: (B,). Reads a row of the result and of `ends`, and an element of `limits`; updates one of `lengths` and
-    `finished`; writes the committed tokens to `tokens`, an element of `out`, and a row of `kept` if given.
+    Grid: (B,). `numbers` are lengths, whether rows are finished, and limits. Reads a row of the result and of `ends`,
+    and the row's limit; updates its length and whether it is finished; writes the committed tokens to `tokens`, an
+    element of `out`, and a row of `kept` if given.
     """
+    lengths_ptr, finished_ptr, limits_ptr = numbers
     row = tl.program_id(0).to(tl.int64)
     step = tl.arange(0, WIDTH)
     end_index = tl.arange(0, ENDS)
     is_step = step < width
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     length = tl.load(lengths_ptr + row)
     limit = tl.load(limits_ptr + row)
     was_finished = tl.load(finished_ptr + row)
@@ -238,9 +229,7 @@ def commit(tokens, lengths, finished, limits, ends, result, kept):
     out = torch.empty(batch, dtype=torch.int64, device=tokens.device)
     _commit_kernel[(batch,)](
         tokens,
-        lengths,
-        finished,
-        limits,
+        (lengths, finished, limits),
         ends,
         result,
         out,
@@ -254,7 +243,6 @@ def commit(tokens, lengths, finished, limits, ends, result, kept):
         WIDTH=block_of_steps(width),
         ENDS=triton.next_power_of_2(max(ends.shape[1], 1)),
         num_warps=1,
-        **dependent_launch(tokens.device),
     )
     return out
 
@@ -262,11 +250,7 @@ def commit(tokens, lengths, finished, limits, ends, result, kept):
 @kernel
 def _prepare_inputs_kernel(
     tokens_ptr,
-    lengths_ptr,
-    committed_ptr,
-    limits_ptr,
-    finished_ptr,
-    offsets_ptr,
+    numbers,
     out,
     tokens_stride: Unspecialised,
     num_slots: Unspecialised,
@@ -276,15 +260,15 @@ def _prepare_inputs_kernel(
     shift: Unspecialised,
     num_steps: Unspecialised,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Prepare one row.
 
-    Grid: (B,). Reads the row's length, number of committed tokens, limit, finished flag and offset, and the tokens of
-    its kept columns; writes the row of each result in `out`, a `DraftInputs`.
+    Grid: (B,). Reads the row's `numbers`: length, number of committed tokens, limit, finished flag and offset; and the
+    tokens of its kept columns. Writes the row of each result in `out`, a `DraftInputs`.
     """
+    lengths_ptr, committed_ptr, limits_ptr, finished_ptr, offsets_ptr = numbers
     row = tl.program_id(0).to(tl.int64)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     length = tl.load(lengths_ptr + row)
     committed = tl.load(committed_ptr + row)
     # With a limit of 0 every column is padding.
@@ -322,18 +306,14 @@ def prepare_inputs(
     The launch depends only on shapes and strides. All reads of `tokens` are inside the row.
     """
     batch = len(tokens)
-    numbers = [one for one in (lengths, committed, limits, finished, offsets) if one is not None]
-    assert all(one.is_contiguous() for one in numbers), "numbers must be contiguous"
+    numbers = lengths, committed, limits, finished, offsets
+    assert all(one is None or one.is_contiguous() for one in numbers), "numbers must be contiguous"
     assert tokens.stride(1) == 1, "rows must have unit stride"
     shapes = [(batch, width)] * 4 + [(num_steps, batch, 1)] * 2
     out = DraftInputs(*(torch.empty(one, dtype=torch.int64, device=tokens.device) for one in shapes))
     _prepare_inputs_kernel[(batch,)](
         tokens,
-        lengths,
-        committed,
-        limits,
-        finished,
-        offsets,
+        numbers,
         out,
         tokens.stride(0),
         num_slots=tokens.shape[1],
@@ -344,6 +324,5 @@ def prepare_inputs(
         num_steps=num_steps,
         BLOCK=block_of_steps(max(width, num_steps)),
         num_warps=1,
-        **dependent_launch(tokens.device),
     )
     return out

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, kernel, wait_for_inputs
 
 # Most elements of a row that a program reads at a time, each with a partial sum of its own; and elements of a warp.
 _MOST_AT_A_TIME, _OF_A_WARP = 4096, 512
@@ -19,11 +19,11 @@ _COLUMNS = 128
 
 
 @kernel
-def _sum_kernel(values_ptr, out_ptr, size: Unspecialised, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _sum_kernel(values_ptr, out_ptr, size: Unspecialised, BLOCK: tl.constexpr):
     """Sum of a row. Grid: (rows,). Reads a row of `values` `[rows, size]`; writes an element of `out` `[rows]`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, size, BLOCK):
         at = first + column
@@ -32,9 +32,7 @@ def _sum_kernel(values_ptr, out_ptr, size: Unspecialised, BLOCK: tl.constexpr, P
 
 
 @kernel
-def _strided_sum_kernel(
-    values_ptr, out_ptr, size: Unspecialised, inner: Unspecialised, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def _strided_sum_kernel(values_ptr, out_ptr, size: Unspecialised, inner: Unspecialised, BLOCK: tl.constexpr):
     """Sums over the middle dimension, one element after the other.
 
     Grid: (outer, blocks of columns). Reads BLOCK columns of `values` `[outer, size, inner]`; writes those of `out`
@@ -43,7 +41,7 @@ def _strided_sum_kernel(
     outer = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < inner
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     values_ptr += outer * size * inner + column
     total = tl.zeros([BLOCK], tl.float32)
     for _ in range(size):
@@ -53,9 +51,7 @@ def _strided_sum_kernel(
 
 
 @kernel
-def _softmax_kernel(
-    values_ptr, out_ptr, size: Unspecialised, IS_LOG: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def _softmax_kernel(values_ptr, out_ptr, size: Unspecialised, IS_LOG: tl.constexpr, BLOCK: tl.constexpr):
     """Softmax of a row, or its logarithm.
 
     Grid: (rows,). Reads a row of `values` `[rows, size]` three times; writes that row of `out`.
@@ -63,7 +59,7 @@ def _softmax_kernel(
     values_ptr += tl.program_id(0).to(tl.int64) * size
     out_ptr += tl.program_id(0).to(tl.int64) * size
     column = tl.arange(0, BLOCK)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     for first in range(0, size, BLOCK):
         at = first + column
@@ -83,12 +79,12 @@ def _softmax_kernel(
 
 
 @kernel
-def _running_sum_kernel(values_ptr, out_ptr, size: Unspecialised, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _running_sum_kernel(values_ptr, out_ptr, size: Unspecialised, BLOCK: tl.constexpr):
     """Running sums of a row. Grid: (rows,). Reads a row of `values` `[rows, size]`; writes that row of `out`."""
     values_ptr += tl.program_id(0).to(tl.int64) * size
     out_ptr += tl.program_id(0).to(tl.int64) * size
     column = tl.arange(0, BLOCK)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     before = 0.0
     for first in range(0, size, BLOCK):
         at = first + column
@@ -110,10 +106,10 @@ def row_sum(values, dtype):
     values = values.contiguous()
     out = values.new_empty(outer, inner, dtype=dtype)
     if inner == 1:
-        _sum_kernel[(outer,)](values, out, size, **_block(size), **dependent_launch(values.device))
+        _sum_kernel[(outer,)](values, out, size, **_block(size))
     else:
         _strided_sum_kernel[(outer, triton.cdiv(inner, _COLUMNS))](
-            values, out, size, inner, BLOCK=_COLUMNS, num_warps=1, **dependent_launch(values.device)
+            values, out, size, inner, BLOCK=_COLUMNS, num_warps=1
         )
     return out
 
@@ -123,7 +119,7 @@ def row_softmax(values, dtype, is_log):
     values = values.contiguous()
     out = torch.empty_like(values, dtype=dtype)
     rows, size = values.shape
-    _softmax_kernel[(rows,)](values, out, size, IS_LOG=is_log, **_block(size), **dependent_launch(values.device))
+    _softmax_kernel[(rows,)](values, out, size, IS_LOG=is_log, **_block(size))
     return out
 
 
@@ -132,5 +128,5 @@ def row_cumsum(values, dtype):
     values = values.contiguous()
     out = torch.empty_like(values, dtype=dtype)
     rows, size = values.shape
-    _running_sum_kernel[(rows,)](values, out, size, **_block(size), **dependent_launch(values.device))
+    _running_sum_kernel[(rows,)](values, out, size, **_block(size))
     return out

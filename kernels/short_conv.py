@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, kernel, wait_for_inputs
 from .ring import find_block
 
 CHANNEL_BLOCK = tl.constexpr(64)
@@ -31,7 +31,6 @@ def _short_conv_kernel(
     RING: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
     SILU: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """CHANNEL_BLOCK channels of one row, COLUMN_BLOCK columns at a time.
 
@@ -42,7 +41,7 @@ def _short_conv_kernel(
     batch = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)
     is_channel = channel < CHANNELS
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     positions_ptr += batch * positions_stride_b
     begin, first, count = find_block(positions_ptr, positions_stride_n, num_columns, dummy, COLUMN_BLOCK)
     end = begin + count
@@ -122,6 +121,5 @@ def short_conv(inputs, ring, positions, dummy, weight, bias, silu):
         COLUMN_BLOCK=column_block,
         SILU=silu,
         num_warps=4 if column_block == many else 2,
-        **dependent_launch(inputs.device),
     )
     return out

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import dependent_launch, kernel, wait_for_inputs
+from .launch import kernel, wait_for_inputs
 from .linear_tiles import MOST_STORED_DEPTH
 from .stored_weight_reference import CODES, LARGEST, LEAST_SCALE
 from .types import SCALES_OF_OUTER, StoredWeight
@@ -294,8 +294,7 @@ def stored_sums(
     FORM,
     SIZES,
     IS_EVEN: tl.constexpr,
-    PDL: tl.constexpr,
-    starts_next=True,
+    starts_next=None,
 ):
     """Sums `[FEATURES, ROWS]` of the products of a layer with a stored weight.
 
@@ -311,7 +310,7 @@ def stored_sums(
             than DEPTH, else the products.
         SIZES: HALVES, FEATURES and DEPTH.
         IS_EVEN: whether `SPLITS * DEPTHS` divides the input features.
-        starts_next: see `wait_for_inputs`.
+        starts_next: see `wait_for_inputs`; None if the caller has waited.
     """
     zeros_ptr, outer_ptr, codes_ptr = parts[1], parts[2], parts[3]
     other_half, first, last = places
@@ -338,7 +337,8 @@ def stored_sums(
     scales_at = (first + own_feature) // SCALE_ROWS * scales_stride
     if GROUP_SIZE is None:  # before the inputs, so that no load is outstanding at the end
         scale = load_scales(parts, scales_at, None, SCALES)
-    wait_for_inputs(PDL, starts_next)
+    if starts_next is not None:
+        wait_for_inputs(starts_next)
 
     row_split, is_row = tl.arange(0, SPLITS * ROWS) // ROWS * split_size, is_row[:, None]
     inputs = inputs[:, None] + row_split[:, None] + depth[None, :]
@@ -418,7 +418,6 @@ def _round_kernel(
     IS_INT8: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """GROUPS groups of one row.
 
@@ -429,7 +428,7 @@ def _round_kernel(
     index = tl.arange(0, BLOCK)
     column = number[:, None] * group + index[None, :]
     is_column = (index < group)[None, :] & (column < size_in)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     inputs = tl.load(inputs_ptr + row * inputs_stride + column, mask=is_column, other=0.0)
     values = inputs.to(tl.float32)
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(values), axis=1), LARGEST), _LEAST)[:, None]
@@ -461,6 +460,5 @@ def rounded_inputs(inputs, weight):
         BLOCK=block,
         num_warps=4 if block <= 4096 else 8 if block <= 16384 else 16,
         enable_fp_fusion=False,
-        **dependent_launch(inputs.device),
     )
     return out.view(inputs.shape)

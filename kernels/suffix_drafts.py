@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, kernel, wait_for_inputs
 from .types import LONGEST_MATCH, MOST_OCCURRENCES, NO_TOKEN, PLACE_BITS
 
 BLOCK, LONGEST = tl.constexpr(2048), tl.constexpr(LONGEST_MATCH)
@@ -32,7 +32,6 @@ def _occurrences_kernel(
     tokens_stride: Unspecialised,
     history_size: Unspecialised,
     history_blocks: Unspecialised,
-    PDL: tl.constexpr,
 ):
     """The occurrences in BLOCK places.
 
@@ -42,7 +41,7 @@ def _occurrences_kernel(
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     text = tokens_ptr + row * tokens_stride
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     length = tl.load(lengths_ptr + row)
     if block < history_blocks:
         source = history_ptr
@@ -104,7 +103,6 @@ def _drafts_kernel(
     tokens_stride: Unspecialised,
     history_size: Unspecialised,
     num_drafts: Unspecialised,
-    PDL: tl.constexpr,
 ):
     """Drafts of a row: first for all match lengths to score them, then for the best match length.
 
@@ -116,7 +114,7 @@ def _drafts_kernel(
     occurrence = tl.arange(0, OCCURRENCES)
     rank = OCCURRENCES - 1 - occurrence
     match_length = 1 + tl.arange(0, LONGEST)
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     length = tl.load(lengths_ptr + row)
     key = tl.load(keys_ptr + row * OCCURRENCES + occurrence)
     is_occurrence = key >= 0
@@ -169,7 +167,6 @@ def suffix_drafts(tokens, lengths, history, num_drafts):
         len(history),
         history_blocks,
         num_warps=8,
-        **dependent_launch(tokens.device),
     )
     keys = keys.topk(MOST_OCCURRENCES, dim=1).values
     drafts = torch.empty(batch, num_drafts, dtype=torch.int64, device=tokens.device)
@@ -183,6 +180,5 @@ def suffix_drafts(tokens, lengths, history, num_drafts):
         len(history),
         num_drafts,
         num_warps=4,
-        **dependent_launch(tokens.device),
     )
     return drafts

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Unspecialised, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, kernel, wait_for_inputs
 from .reduction import (
     LEAST_KEY,
     REDUCE_BLOCK,
@@ -161,7 +161,6 @@ def _thresholds_kernel(
     GROUP: tl.constexpr,
     KEYS: tl.constexpr,
     STATS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Which tokens of a row are left.
 
@@ -174,7 +173,7 @@ def _thresholds_kernel(
     batch_row = number // width
     place = tl.arange(0, KEYS)
     num_keys = num_blocks * GROUPS
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     top_k = tl.load(settings[2] + batch_row)
     tail = tl.load(settings[3] + batch_row)
     keys = tl.load(keys_ptr + number * num_keys + place, mask=place < num_keys, other=LEAST_KEY)
@@ -228,7 +227,6 @@ def _apply_kernel(
     width: Unspecialised,
     vocabulary,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """The scores of a block of a row.
 
@@ -239,7 +237,7 @@ def _apply_kernel(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = token < vocabulary
     logits_ptr += number // width * strides[0] + number % width * strides[1]
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     threshold, end = tl.load(thresholds_ptr + number), tl.load(ends_ptr + number)
     value = tl.load(logits_ptr + token, mask=is_token, other=0.0).to(tl.float32)
     value *= scale_of(settings, number // width)
@@ -267,7 +265,6 @@ def apply_top_k_top_p(logits, temperatures, top_k, tail):
     groups = torch.empty(keys.shape, dtype=torch.int32, device=device)
     thresholds = torch.empty(rows, dtype=torch.float32, device=device)
     ends = torch.empty(rows, dtype=torch.int32, device=device)
-    launch = dependent_launch(device)
     _thresholds_kernel[(rows,)](
         logits,
         keys,
@@ -285,7 +282,6 @@ def apply_top_k_top_p(logits, temperatures, top_k, tail):
         KEYS=triton.next_power_of_2(keys.shape[1]),
         STATS=triton.next_power_of_2(stats[0].shape[1]),
         num_warps=8,
-        **launch,
     )
     out = torch.empty(logits.shape, dtype=torch.float32, device=device)
     _apply_kernel[(rows, triton.cdiv(vocabulary, REDUCE_BLOCK))](
@@ -299,6 +295,5 @@ def apply_top_k_top_p(logits, temperatures, top_k, tail):
         vocabulary,
         BLOCK=REDUCE_BLOCK,
         num_warps=REDUCE_WARPS,
-        **launch,
     )
     return out

@@ -227,6 +227,12 @@ class LinearTiles(NamedTuple):
     num_warps: int
     num_stages: int
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Arguments of a launch."""
+        tile = {"ROWS": self.rows, "FEATURES": self.features, "DEPTH": self.depth}
+        return tile | {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 # Dtypes of 8-bit scales that multiply codes before the products, exactly in bfloat16: a tile has several of them.
 SCALES_OF_NUMBERS = (torch.float8_e4m3fn, torch.float8_e8m0fnu)

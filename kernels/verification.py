@@ -15,7 +15,7 @@ import triton.language as tl
 
 from . import reduction
 from .draft_sampling import draw_keys
-from .launch import Unspecialised, block_of_steps, dependent_launch, kernel, wait_for_inputs
+from .launch import Unspecialised, block_of_steps, kernel, wait_for_inputs
 from .random import race_times, uniform
 from .reduction import (
     LEAST_KEY,
@@ -440,7 +440,6 @@ def _walk_kernel(
     IS_DRAWN: tl.constexpr,
     NODES: tl.constexpr,
     BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Merge the keys of the blocks, and follow the chosen tokens of one row.
 
@@ -453,7 +452,7 @@ def _walk_kernel(
     tokens_ptr = out.tokens + row * (depth + 1)
     path_ptr += row * (depth + 1)
     drafts_ptr += row * drafts_stride_b
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     keys = tl.load(
         keys_ptr + (row * (num_drafts + 1) + index)[:, None] * num_blocks + block[None, :],
         mask=(index <= num_drafts)[:, None] & (block < num_blocks)[None, :],
@@ -521,6 +520,5 @@ def verify_tree(scores, drafts, parents, depths, seeds, lengths, depth):
         NODES=nodes,
         BLOCKS=blocks,
         num_warps=4 if nodes * blocks <= 4096 else 8,
-        **dependent_launch(scores.device),
     )
     return *out, path

@@ -10,6 +10,7 @@ from ..auto import read_config
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading, read_config_file
 from ..drafters import Drafter
 from ..host.modeling import with_random_weights
+from ..modules.weights import local_shard
 
 
 def load_target(
@@ -20,19 +21,27 @@ def load_target(
     With `random_weights` only config.json is read. With `tensor_parallel` the target is sharded over torchrun's ranks,
     each of which reads or draws only its own shards, on its own device.
     """
-    if tensor_parallel:
-        return loading.prepare_target(_sharded_target(name, dtype, random_weights))
-    if not random_weights:
+    if not (random_weights or tensor_parallel):
         return loading.load_target(name, dtype, device)
-    config = AutoConfig.from_pretrained(**loading.from_pretrained_arguments(name))
+    located, sharding = loading.from_pretrained_arguments(name), DistributedConfig(tp_plan="auto")
+    if not random_weights:
+        model = AutoModelForCausalLM.from_pretrained(**located, dtype=dtype, distributed_config=sharding)
+        return loading.prepare_target(model)
+    config = AutoConfig.from_pretrained(**located)
     torch.manual_seed(0)
-    with torch.device(device):
+    with torch.device("meta" if tensor_parallel else device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return loading.prepare_target(_with_large_embeddings(model))
+    if tensor_parallel:
+        # With an empty state dict transformers initializes all tensors at random, and only the rank's shards.
+        options = {"config": config, "state_dict": {}, "dtype": dtype, "distributed_config": sharding}
+        with quiet_loading():
+            model = type(model).from_pretrained(None, **options)
+    _enlarge_embeddings(model)
+    return loading.prepare_target(model)
 
 
-def _with_large_embeddings(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` of random weights, whose embeddings are made as large as the sum of its layers' outputs, in place.
+def _enlarge_embeddings(model: PreTrainedModel) -> None:
+    """Make the embeddings of a `model` of random weights as large as the sum of its layers' outputs, in place.
 
     With those of an initialization (0.02) layers alone decide what a text becomes, and rounding decides which experts
     they choose: in bfloat16, shapes of Qwen3-Next and Nemotron-3-Nano differed by 0.4 and 0.9 of the spread of logits
@@ -41,22 +50,8 @@ def _with_large_embeddings(model: PreTrainedModel) -> PreTrainedModel:
     """
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     if head is None or head.weight is not embeddings:
-        with torch.no_grad():
-            embeddings.mul_(model.config.get_text_config().num_hidden_layers ** 0.5 / embeddings.std())
-    return model
-
-
-def _sharded_target(name: str, dtype: torch.dtype, random_weights: bool) -> PreTrainedModel:
-    located, sharding = loading.from_pretrained_arguments(name), DistributedConfig(tp_plan="auto")
-    if not random_weights:
-        return AutoModelForCausalLM.from_pretrained(**located, dtype=dtype, distributed_config=sharding)
-    config = AutoConfig.from_pretrained(**located)
-    with torch.device("meta"):
-        model_class = type(AutoModelForCausalLM.from_config(config))
-    torch.manual_seed(0)
-    # With an empty state dict transformers initializes all tensors at random, and only the rank's shards.
-    with quiet_loading():
-        return model_class.from_pretrained(None, config=config, state_dict={}, dtype=dtype, distributed_config=sharding)
+        shard = local_shard(embeddings.detach())
+        shard.mul_(model.config.get_text_config().num_hidden_layers ** 0.5 / shard.std())
 
 
 def random_drafter(name: str, target: PreTrainedModel) -> Drafter:

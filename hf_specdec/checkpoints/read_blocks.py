@@ -82,7 +82,6 @@ class DFlashReader(LayersReader):
         }
 
     def _head(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The configuration's fields of a head on top of the layers."""
         if _CONFIDENCE in self.tensors:
             self._decide("confidence_head", None, "drafts do not depend on it: it states how likely they are accepted")
         sizes = {field: self._size(*place, getattr(self.config_class, field)) for field, place in self.head.items()}

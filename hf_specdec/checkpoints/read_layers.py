@@ -97,7 +97,6 @@ class LayersReader:
         return self._decide(keyword, None, "") if keyword in self.given else read()
 
     def _layer_settings(self) -> Mapping[str, Any]:
-        """The part of config.json that describes the draft layers."""
         nested = self.top.get("transformer_layer_config") or {}
         return nested if self.dialect == SPECULATORS else {**self.top, **nested}
 

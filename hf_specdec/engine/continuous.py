@@ -227,7 +227,6 @@ class ContinuousRunner(Runner):
         return lease
 
     def _lease_of(self, num_rows: int, longest: int) -> SessionLease:
-        """The lease of a session that rounds run on."""
         shape = shape_of(self._call, num_rows, longest, self.target.is_captured)
         if self._is_in_memory:
             shape = shape._replace(slots=slots_in_memory(shape.slots - 1, self._call.model.device))
@@ -406,9 +405,8 @@ class ContinuousRunner(Runner):
                 done = slice(0, len(self._rows))
             else:
                 prefill = self.lease.prefill
-                done = prefill.run_next()
-                while self._settings.arrivals is None and not prefill.is_complete:  # nobody waits for a single text
-                    done = slice(done.start, prefill.run_next().stop)
+                # Without arrivals nobody waits for a single text.
+                done = prefill.run_rest() if self._settings.arrivals is None else prefill.run_next()
                 if done.start == done.stop:
                     return None
                 set_rows(self.state.finished, self._entering[done], False)

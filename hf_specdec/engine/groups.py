@@ -92,15 +92,13 @@ class Groups:
     def prefill_next(self) -> bool:
         """Run the next chunk of the group; returns whether it was the last, so that the group is in its rows."""
         with settled_on_error(self._running.session):
-            self._running.prefill.run_next()
-            if not self._running.prefill.is_complete:
+            if self._running.prefill.run_next().stop == 0:  # a group is complete as a whole
                 return False
             self._finish()
         self._finish = None
         return True
 
     def _lease(self, count: int, longest: int) -> SessionLease:
-        """The lease of a session that prefills `count` requests of at most `longest` tokens."""
         size, is_captured = self.size(count), self._target.is_captured
         lease = self._leases.get(size)
         if lease is None or lease.shape.slots <= longest:

@@ -109,7 +109,9 @@ def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
         attended.update(one.untyped_storage().data_ptr() for one in tensors)
 
     with ops.references(note):
-        SessionPrefill(Session(state), target, None, is_continuous=False).run(())
+        prefill = SessionPrefill(Session(state), target, None, is_continuous=False)
+        prefill.start(())
+        prefill.run_rest()
         with state.idle():
             draft_and_forward(state, target(), drafter)
     buffers = [one for cache in state.caches for layer in cache.layers for one in layer.slot_buffers]
@@ -306,7 +308,8 @@ class SessionLease:
         if session.state.prompt_logits is not None:
             return
         with ops.compile_only(target.model.device), ops.capturing():
-            self.prefill.run(())
+            self.prefill.start(())
+            self.prefill.run_rest()
             if drafted is not None and ops.is_compile_only() and not target.drafter.compiles_rounds:
                 self.prefill.run_captured(spans)
                 session.state.num_draft_tokens, session.state.num_nodes = drafted

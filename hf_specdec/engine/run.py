@@ -387,7 +387,6 @@ class Run:
         return self._runner.reserve(lengths)
 
     def _empty(self, rows: Sequence[int]) -> None:
-        """Drop what the free `rows` hold."""
         self._prefixes.leave(rows)
         if self._runner.memory is not None:
             self._runner.give_back(dict.fromkeys(rows, 0))
@@ -532,7 +531,6 @@ class Run:
                 self._withdraw(self._occupants[row], error)
 
     def _retire(self, row: int, request: Request, now: float) -> None:
-        """Retire `request`, which has ended in `row`."""
         self._prefixes.advance(row, request)
         self._runner.observe(row, request)
         self._free_row(row)

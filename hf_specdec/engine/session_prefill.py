@@ -58,12 +58,6 @@ class SessionPrefill:
             is_call = self._batch == 1 and not is_continuous
             self.chunk_size = chunk_size or (EAGER_ROW_TOKENS if is_call else EAGER_COLUMNS)
 
-    def run(self, spans: Sequence[PromptSpan]) -> None:
-        """Prefill the positions `spans` of all rows, by graphs where chunks are captured."""
-        self.start(spans)
-        while not self.is_complete:
-            self.run_next()
-
     def start(self, spans: Sequence[PromptSpan], bring_cached: Callable[[], None] | None = None) -> None:
         """Begin a prefill of all rows, which `run_next` runs; `bring_cached` copies the cached part of the prompts."""
         start_prefill(self._session.state, self._target.drafter)
@@ -114,11 +108,6 @@ class SessionPrefill:
         self._left, self._done, self._num_finished = deque(self._chunks(spans)), 0, 0
         self._fill(spans, sum(self._left))
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all chunks have run."""
-        return not self._left
-
     def run_next(self) -> slice:
         """Run the next chunk of the prefill; returns which of the spans it completes. Those of some packed rows are
         complete one after the other, others all at the end."""
@@ -133,6 +122,13 @@ class SessionPrefill:
             finish_prefill(self._session.state, self._session.prompts, rows)
         self._num_finished = end
         return slice(first, end)
+
+    def run_rest(self) -> slice:
+        """Run all chunks that are left; returns which of the spans they complete."""
+        first = self._num_finished
+        while self._left:
+            self.run_next()
+        return slice(first, self._num_finished)
 
     def _fill(self, spans: Sequence[PromptSpan], steps: int) -> None:
         prompts = self._session.prompts

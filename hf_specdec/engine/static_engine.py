@@ -188,8 +188,7 @@ class Lockstep(Runner):
             prefill.start_rows(spans, self._entering)
         else:
             prefill.start(spans, self._bring_cached if self._call.prompts.cached else None)
-        while not prefill.is_complete:
-            prefill.run_next()
+        prefill.run_rest()
 
     def prefill_next(self) -> tuple[int, RoundReport]:
         self._first_pass = None

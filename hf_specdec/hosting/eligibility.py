@@ -139,41 +139,34 @@ def _other_engine(call: Call, engine: str) -> str:
     return f"the call runs on the {engine} engine ({call.reason}); expected the static engine"
 
 
-def check_batch_invariant(call: Call, engine: str) -> None:
-    """Raise `ValueError` unless a call that should be batch-invariant can be so on the `engine` that will run it.
-    Operations that are not known to be batch-invariant are refused when called, see `patching.batch_invariance`."""
-    reason = _why_not_invariant(call, engine)
-    if reason is not None:
-        raise ValueError(
-            f"batch_invariant=True, but {reason}. Set drafter.configure(batch_invariant=False) to generate all the "
-            "same; docs/batch-invariance.md says what is supported."
-        )
+def check_configured(call: Call, engine: str) -> None:
+    """Raise `ValueError` unless a call on `engine` can be batch-invariant, store keys and values as float8 and draft
+    trees, where it should. Operations that are not known to be batch-invariant are refused when called, see
+    `patching.batch_invariance`."""
+    drafter, trees = call.drafter, f"Drafts are to be trees of {call.num_nodes} (tree)"
+    page = "docs/batch-invariance.md says what is supported"
+    invariant_off = f"drafter.configure(batch_invariant=False) to generate all the same; {page}"
+    dtype_off = 'drafter.configure(kv_cache_dtype="auto") to generate all the same'
+    asked = (
+        (drafter.batch_invariant, _why_not_invariant, "batch_invariant=True", invariant_off),
+        (drafter.key_dtype, _why_not_float8_keys, f'kv_cache_dtype="{drafter.kv_cache_dtype}"', dtype_off),
+        (call.num_nodes, why_no_tree, trees, "tree=0 for chains of drafts"),
+    )
+    for setting, why_not, name, other in asked:
+        if setting and (reason := why_not(call, engine)) is not None:
+            raise ValueError(f"{name}, but {reason}. Set {other}.")
 
 
-def check_key_dtype(call: Call, engine: str) -> None:
-    """Raise `ValueError` unless a call on `engine` can store keys and values as float8, if it should."""
-    model, name = call.model, type(call.model).__name__
-    device, reason = model.device, None
+def _why_not_float8_keys(call: Call, engine: str) -> str | None:
+    device, name = call.model.device, type(call.model).__name__
     if engine != "static":
-        reason = _other_engine(call, engine)
-    elif not cache_layers(model).stores_keys:
-        reason = f"{name} stores no keys and values; expected a target with attention"
-    elif device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _FLOAT8_CAPABILITY:
+        return _other_engine(call, engine)
+    if not cache_layers(call.model).stores_keys:
+        return f"{name} stores no keys and values; expected a target with attention"
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _FLOAT8_CAPABILITY:
         found, least = (".".join(map(str, one)) for one in (capability, _FLOAT8_CAPABILITY))
-        reason = f"{name} is on a GPU of compute capability {found}; expected {least} or later, which has float8"
-    if reason is not None:
-        raise ValueError(
-            f'kv_cache_dtype="{call.drafter.kv_cache_dtype}", but {reason}. Set '
-            'drafter.configure(kv_cache_dtype="auto") to generate all the same.'
-        )
-
-
-def check_tree(call: Call, engine: str) -> None:
-    """Raise `ValueError` unless a call on `engine` can draft trees, if it should."""
-    if call.num_nodes and (reason := why_no_tree(call, engine)) is not None:
-        raise ValueError(
-            f"Drafts are to be trees of {call.num_nodes} (tree), but {reason}. Set tree=0 for chains of drafts."
-        )
+        return f"{name} is on a GPU of compute capability {found}; expected {least} or later, which has float8"
+    return None
 
 
 def why_no_tree(call: Call, engine: str) -> str | None:

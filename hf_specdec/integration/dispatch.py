@@ -32,14 +32,7 @@ from ..engine.static_engine import decode
 from ..graphs.cuda_graphs import on_device
 from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
-from ..hosting.eligibility import (
-    check_batch_invariant,
-    check_key_dtype,
-    check_tree,
-    empty_attentions,
-    why_no_tree,
-    why_not_static,
-)
+from ..hosting.eligibility import check_configured, empty_attentions, why_no_tree, why_not_static
 from ..hosting.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
 from ..modules.adapters import names_in_hooks, names_of_rows, without_row_hooks
 from ..modules.evaluation import Evaluation
@@ -351,11 +344,7 @@ def _drop_empty_attentions(call: Call, model_kwargs: dict[str, Any]) -> tuple | 
 def _check_engine(call: Call, engine: str, prompts: Sequence[torch.Tensor] | None) -> None:
     """Check that `engine` can run the call now, on all ranks of the target; `prompts` as in `_call_of`."""
     model, drafter = call.model, call.drafter
-    if drafter.batch_invariant:
-        check_batch_invariant(call, engine)
-    if drafter.key_dtype is not None:
-        check_key_dtype(call, engine)
-    check_tree(call, engine)
+    check_configured(call, engine)
     if engine == "static":
         check_same_device(call)
     drafter.sync_with(model)

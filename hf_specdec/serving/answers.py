@@ -180,7 +180,6 @@ class AnswerLogprobs:
 
 
 def _chunks(part: str) -> list[dict[str, Any]]:
-    """The JSON objects of the events in a part of a stream."""
     return [json.loads(event.removeprefix("data: ")) for event in part.split("\n\n") if event]
 
 

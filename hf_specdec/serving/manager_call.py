@@ -99,7 +99,6 @@ class ManagedCall:
                 attachment.note(stats, stats.seconds)
 
     def _processors_of(self, request: Request) -> LogitsProcessorList:
-        """The processors of a request with its own settings."""
         prompt, limit = request.prompt.to(self.model.device), request.config.max_new_tokens
         return processors_of_prompt(self.model, request.config, prompt, limit, request.ends, request.user_processors)
 

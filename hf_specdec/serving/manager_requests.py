@@ -171,7 +171,6 @@ class RequestFactory:
         return check_int("max_new_tokens", asked, 1)
 
     def _seeds_of(self, seed: int | None, count: int) -> list[int]:
-        """Seeds of the sequences of a request."""
         if seed is None:
             with self._lock:
                 return torch.randint(0, 2**63 - 1, (count,), generator=self._seeds).tolist()
@@ -199,7 +198,6 @@ class RequestFactory:
             )
 
     def _sampling(self, options: dict[str, Any]) -> SamplingSettings:
-        """The sampling settings of a request with `options`."""
         if not self._samples_each:
             return SamplingSettings()
         do_sample, temperature, top_k, top_p = (

@@ -160,7 +160,6 @@ class RoundThread:
             self._requests.add(requests)
 
     def _check_open(self) -> None:
-        """Raise `RuntimeError` if the manager takes no more requests."""
         if self._is_stopping and self.thread is not None:
             fatal_error = self.status.fatal_error
             about = "is stopping" if fatal_error is None else "has ended by an error"

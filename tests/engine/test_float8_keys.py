@@ -257,11 +257,12 @@ def test_what_is_refused():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eligibility, "cache_layers", lambda model: attention_layers(1))
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-        old = SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda", 0)), drafter=drafter)
+        model = SimpleNamespace(device=torch.device("cuda", 0))
+        old = SimpleNamespace(model=model, drafter=drafter, num_nodes=0)
         with pytest.raises(ValueError, match=r"a GPU of compute capability 8\.0; expected 8\.9 or later"):
-            eligibility.check_key_dtype(old, "static")
+            eligibility.check_configured(old, "static")
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        eligibility.check_key_dtype(old, "static")
+        eligibility.check_configured(old, "static")
     mamba = tiny_target("mamba2")
     with pytest.raises(
         ValueError, match="Mamba2ForCausalLM stores no keys and values; expected a target with attention"

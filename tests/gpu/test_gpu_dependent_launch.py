@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_specdec.kernels.launch import dependent_launch, wait_for_inputs
+from hf_specdec.kernels.launch import kernel, wait_for_inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -14,10 +14,10 @@ pytestmark = [
 NUM_SPINS = 20000
 
 
-@triton.jit
-def _slow_copy(source_ptr, out_ptr, num_spins, PDL: tl.constexpr):
+@kernel
+def _slow_copy(source_ptr, out_ptr, num_spins):
     """Copy a number, a long time after the next kernel was allowed to start."""
-    wait_for_inputs(PDL)
+    wait_for_inputs()
     value = tl.load(source_ptr)
     # A linear congruential generator, which no compiler computes ahead; it is 0 again after a period of 2^64.
     spun = value * 0
@@ -26,9 +26,9 @@ def _slow_copy(source_ptr, out_ptr, num_spins, PDL: tl.constexpr):
     tl.store(out_ptr, tl.where(spun == 0, -1, value))
 
 
-@triton.jit
-def _copy(source_ptr, out_ptr, PDL: tl.constexpr):
-    wait_for_inputs(PDL)
+@kernel
+def _copy(source_ptr, out_ptr):
+    wait_for_inputs()
     tl.store(out_ptr, tl.load(source_ptr))
 
 
@@ -36,16 +36,15 @@ def _copy(source_ptr, out_ptr, PDL: tl.constexpr):
 @pytest.mark.parametrize("between", ["nothing", "waiting", "of torch"])
 def test_a_kernel_sees_what_earlier_ones_wrote(between, is_captured):
     device = torch.device("cuda")
-    options = dependent_launch(device)
     source, middle, out, other = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4))
 
     def chain():
-        _slow_copy[(1,)](source, middle, NUM_SPINS, **options)
+        _slow_copy[(1,)](source, middle, NUM_SPINS)
         if between == "waiting":
-            _copy[(1,)](source, other, **options)
+            _copy[(1,)](source, other)
         elif between == "of torch":
             other.add_(1)
-        _copy[(1,)](middle, out, **options)
+        _copy[(1,)](middle, out)
 
     chain()
     torch.cuda.synchronize()
@@ -63,7 +62,6 @@ def test_a_kernel_sees_what_earlier_ones_wrote(between, is_captured):
 
 def test_the_chain_is_slow_enough_to_notice():
     device = torch.device("cuda")
-    options = dependent_launch(device)
     source, middle = torch.zeros(2, 1, dtype=torch.int64, device=device)
-    seconds = triton.testing.do_bench(lambda: _slow_copy[(1,)](source, middle, NUM_SPINS, **options))
+    seconds = triton.testing.do_bench(lambda: _slow_copy[(1,)](source, middle, NUM_SPINS))
     assert seconds > 0.05  # ms: several launches

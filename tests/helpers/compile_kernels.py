@@ -83,7 +83,7 @@ class Compiling:
             self.variants[name] += 1
             options.pop("launch_pdl", None)
             try:
-                run(kernel, *args, grid=grid, warmup=True, **options | ({"PDL": True} if "PDL" in options else {}))
+                run(kernel, *args, grid=grid, warmup=True, **options)
             except Exception as error:  # whatever the compiler raises
                 self.refused[name] = str(error)
 

@@ -40,10 +40,12 @@ from transformers.distributed import DistributedConfig
 from hf_specdec import Drafter, cli
 from hf_specdec.auto_k.auto_drafts import ExpectedCosts
 from hf_specdec.bench import traffic
+from hf_specdec.bench.models import load_target
 from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.hosting.equivalence import why_not_equivalent
 from hf_specdec.modules.signature import Fingerprint, Signature
+from hf_specdec.modules.weights import local_shard
 from hf_specdec.parallel import all_reduce
 from hf_specdec.patching import fused_linear
 from hf_specdec.state import RoundShape
@@ -381,7 +383,9 @@ def bench(folder: Path, output: Path) -> dict[str, Any]:
     traffic.COPY_BYTES = 2**20
     with redirect_stdout(io.StringIO()) as printed:
         status = cli.main([str(argument) for argument in command])
-    return {"status": status, "printed": printed.getvalue(), "wrote": output.exists()}
+    target = load_target(str(folder / "target"), torch.float32, torch.device("cpu"), True, True)
+    spread = local_shard(target.get_input_embeddings().weight).std().item()
+    return {"status": status, "printed": printed.getvalue(), "wrote": output.exists(), "spread": spread}
 
 
 def main(folder: str, answers: str, device: str) -> None:

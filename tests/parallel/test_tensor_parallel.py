@@ -178,7 +178,9 @@ def test_sizes_for_symmetric_memory(shape, dtype, expected):
 def check_bench(answers):
     """Both processes measured, of a target drawn in two parts, and rank 0 alone printed."""
     first, second = (generated["bench"] for generated in answers)
-    assert second == {"status": 0, "printed": "", "wrote": False}
+    assert second == {"status": 0, "printed": "", "wrote": False, "spread": second["spread"]}
+    for answer in (first, second):  # embeddings are as large as the sum of the layers' outputs
+        assert answer["spread"] == pytest.approx(NUM_LAYERS**0.5, rel=0.02)
     assert first["status"] == 0 and first["wrote"]
     assert first["printed"].splitlines()[0].startswith("batch  case") and "drift: " in first["printed"]
     figures = answers[0]["figures"]
