@@ -9,6 +9,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..calls.call import Call
+from ..config import check_int
 from ..drafters.base import Drafter
 from ..host.caches import OUTPUT_NAME, Cache, is_of_caller, rounds_keys
 from ..host.generation import GenerationMode
@@ -155,6 +156,8 @@ def check_call(
         )
     if asked == "quantized":
         raise ValueError(f"cache_implementation is {asked!r}, {_ROUNDED}")
+    if config.prefill_chunk_size is not None:
+        check_int("prefill_chunk_size", config.prefill_chunk_size, 1, ", or None")
     for setting, what in _REFUSED_SETTINGS.items():
         value = getattr(config, setting, None)
         is_off = not value if setting in _OTHER_DRAFTERS else value is None

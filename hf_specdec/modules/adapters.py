@@ -141,7 +141,7 @@ def _why_not_weights(layers: Sequence[nn.Module]) -> str | None:
     parts = [layer._modules[name]._modules.values() for layer in layers for name in ("lora_A", "lora_B")]
     inner = list(chain.from_iterable(parts))
     if {nn.Linear}.issuperset(map(type, inner)):
-        weights = [one._parameters["weight"] for one in inner]
+        weights = [one._parameters.get("weight") for one in inner]  # a pruned layer has none
         own = any([one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in inner])
         if not own and PLAIN_WEIGHTS.issuperset(map(type, weights)) and all(map(torch.Tensor.is_contiguous, weights)):
             kinds = {(one.dtype, one.device) for one in weights}

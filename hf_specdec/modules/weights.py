@@ -70,7 +70,8 @@ def tensors_of(layer: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-# For each weight: the versions of the tensors that were checked, and whether some zero point was not zero.
+# For each tensor of zero points: the versions when it was checked, of the weight and its own, and whether some zero
+# point was not zero. The weight itself must have no weak reference: `Module.to` exchanges it by `swap_tensors`.
 _zeros: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 _Reader = Callable[..., StoredWeight | None]
@@ -190,9 +191,9 @@ def has_zeros(weight: torch.Tensor) -> bool:
         return False
     # Writes to a weight are not counted in the versions of its parts.
     versions = [None if one.is_inference() else one._version for one in (weight, zeros)]
-    known = _zeros.get(weight)
+    known = _zeros.get(zeros)
     if known is None or known[0] != versions:
-        known = _zeros[weight] = versions, bool(zeros.any())
+        known = _zeros[zeros] = versions, bool(zeros.any())
     return known[1]
 
 

@@ -137,8 +137,8 @@ class DrafterLearner(AbstractContextManager["DrafterLearner"]):
         asked, self._asked = self._asked, {}
         input_ids = kwargs.get("input_ids", args[0] if args else None)
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        is_packed = positions is not None and bool((positions.diff(dim=-1) < 0).any())
-        if input_ids is None or is_packed or (mask is not None and mask.shape != input_ids.shape):
+        is_known = input_ids is not None and (mask is None or mask.shape == input_ids.shape)
+        if not is_known or (positions is not None and _are_packed(positions, mask)):
             self.skipped += 1
             return
         left = (self._max_tokens - sum(one.input_ids.numel() for one in self._passes)) // input_ids.shape[1]
@@ -251,6 +251,14 @@ def _copy_in_float32(drafter: Drafter, target: nn.Module) -> CachedDrafter:
     student.load_state_dict(drafter.state_dict())
     student.bind(target)
     return student.train()
+
+
+def _are_packed(positions: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether `positions` `[..., S]` fall within a row, from one text to the next; those of padding may be anything."""
+    falls = positions.diff(dim=-1) < 0
+    if mask is not None:
+        falls = falls & mask[:, 1:].bool() & mask[:, :-1].bool()
+    return bool(falls.any())
 
 
 def _first_places(asked: Mapping[str, Any], input_ids: torch.Tensor) -> torch.Tensor:

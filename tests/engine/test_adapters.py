@@ -14,6 +14,7 @@ from graph_stand_ins import replay_on_cpu, show_all_slots, tape_on_cpu
 from oracle import RANDOM_DRAFTERS, SELDOM, random_eagle3
 from targets import build_target, padded_prompts, set_policy, tiny_target
 from torch import nn
+from torch.nn.utils import prune
 from transformers import ContinuousBatchingConfig, DynamicCache
 
 from hf_specdec import NoDrafter, ops
@@ -261,6 +262,16 @@ def test_what_is_not_plain_is_run_by_peft(tape, kind):
         assert "modules have hooks" in drafter.stats.execution
     with pytest.raises(ValueError, match=reason):
         target.generate_batch([[5, 6]], assistant_model=drafter, adapter_names=["a"], max_new_tokens=3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pruned_adapters(tape):
+    """torch's pruning computes the weight before each pass, so it is no parameter."""
+    target, adapted = adapted_target()
+    drafter, whole = random_eagle3(target), say(adapted)
+    prune.random_unstructured(target.model.layers[0].self_attn.q_proj.lora_A["a"], "weight", amount=0.5)
+    assert same(adapted, drafter) != whole
+    assert "a part of an adapter is no plain linear layer, or has hooks" in drafter.stats.execution
 
 
 @pytest.mark.filterwarnings("ignore")

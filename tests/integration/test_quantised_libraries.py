@@ -438,6 +438,19 @@ def test_stored_layers_are_copied_cast_and_loaded(library, targets):
         target(**inputs).logits.sum().backward()
 
 
+@pytest.mark.parametrize("library", [name for name in LIBRARIES if "torchao" in name])
+def test_targets_that_are_moved_after_a_call(library, targets, monkeypatch):
+    """torch exchanges tensor subclasses in place, which a weak reference to one of them would forbid."""
+    set_policy(monkeypatch, "cpu", few_row_linear=True, fused_linear=True, transposed_linear=False)
+    monkeypatch.setattr(ops, "has_fast_linear", lambda inputs, _: len(inputs) <= 8)
+    tape_on_cpu(monkeypatch)
+    target, inputs, new = copy.deepcopy(targets(library, "llama")), prompts_for([7]), {"max_new_tokens": 6}
+    drafter = random_eagle3(target)
+    before = greedy(target, inputs, drafter, 3, **new)
+    target.to("cpu")
+    assert torch.equal(greedy(target, inputs, drafter, 3, **new), before)
+
+
 def test_zero_points_that_are_loaded_into_a_symmetric_target(targets, monkeypatch):
     """The kernels have none, so captured rounds do not go on with them."""
     set_policy(monkeypatch, "cpu", few_row_linear=True, fused_linear=True, transposed_linear=False)

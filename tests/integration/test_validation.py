@@ -259,6 +259,9 @@ def test_encoder(drafter):
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is 3, which asks for drafts of another kind"),
         ({"assistant_early_exit": 2}, "assistant_early_exit is 2, .* Drop that option or assistant_model"),
         ({"use_mtp": True}, "use_mtp is True, .* Drop that option or assistant_model"),
+        ({"prefill_chunk_size": 0}, "prefill_chunk_size is 0; expected an int of at least 1, or None"),
+        ({"prefill_chunk_size": -1}, "prefill_chunk_size is -1; expected an int of at least 1, or None"),
+        ({"prefill_chunk_size": 2.0}, "prefill_chunk_size is 2.0; expected an int of at least 1, or None"),
         ({"dola_layers": []}, r"dola_layers is \[\], which asks for DoLa decoding, .* Drop that option"),
         ({"dola_layers": "low"}, "dola_layers is 'low', which asks for DoLa decoding, .* Drop that option"),
         (

@@ -99,6 +99,12 @@ def test_what_is_learned_from():
         training.target(inputs_embeds=training.target.get_input_embeddings()(ids))
         training.target(ids, position_ids=torch.arange(4 + NEW).remainder(10)[None])
         assert learner.skipped == 2 and not learner._passes
+        padding = torch.arange(4 + NEW)[None] < torch.tensor([[0], [3], [5]])
+        for is_padding in (padding, padding.flip(1)):  # which trainers give the position 1
+            positions = (~is_padding).cumsum(dim=1).sub(1).masked_fill(is_padding, 1)
+            training.target(ids, attention_mask=(~is_padding).long(), position_ids=positions)
+            assert learner._passes.pop().lengths[:, 0].tolist() == [4 + NEW, 1 + NEW, NEW - 1]
+        assert learner.skipped == 2
         training.target.get_decoder().layers[1].register_forward_hook(fails := Fails())
         with pytest.raises(RuntimeError, match="fails"):
             training.target(ids)
