@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def describe(checkpoint: Checkpoint, found: NormalizedCheckpoint) -> dict[str, A
         "trained_for": config.target_name_or_path,
         "decisions": [asdict(one) for one in found.decisions],
         "parameters": sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()),
+        "stored_layers": config.stored_layers or {},
         "tensors": {
             name: {"shape": list(tensor.shape), "dtype": tensor.dtype} for name, tensor in checkpoint.tensors.items()
         },
@@ -150,6 +152,8 @@ def render(report: dict[str, Any]) -> str:
     names = list(report)
     of_family = [name for name in names[names.index("tensors") + 1 :] if name not in _SHOWN_ELSEWHERE]
     lines += [f"{_TITLES.get(name, name):<12} {_render_value(name, report)}" for name in of_family]
+    for (kind, rows, group), count in Counter(map(tuple, report["stored_layers"].values())).items():
+        lines.append(f"quantised    {count} linear layers, as in the file: {kind}, a scale for each {rows} x {group}")
     lines.append(f"tensors      {len(report['tensors'])}, {report['parameters']:,} values")
     lines += [f"  {name}  {tensor['dtype']} {tensor['shape']}" for name, tensor in sorted(report["tensors"].items())]
     lines.append("decisions    " + ("" if report["decisions"] else "none: the checkpoint is in normal form"))
