@@ -26,7 +26,7 @@ _STORED_KINDS = {"F8_E4M3": "float8_e4m3fn", "float8_e4m3fn": "float8_e4m3fn", "
 _EIGHT_BITS = {*_STORED_KINDS, "F8_E5M2", "float8_e5m2"}
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 # The published size of blocks, if config.json does not state it.
-_BLOCK = 128
+BLOCK = 128
 
 # Scales of activations and of quantised caches, which bfloat16 weights do not need.
 _UNUSED = re.compile(r"(.*\.)?((input|output|[qkv]|prob)_scale|input_global_scale)")
@@ -68,7 +68,7 @@ class StoredTensor(NamedTuple):
         if self.scale is None or kind is None or len(self.shape) != 2:
             return None
         block, (size_out, size_in) = [self.scale.rows, self.scale.group], self.shape
-        is_told = block in ([size_out, size_in], [1, size_in], [_BLOCK, _BLOCK])
+        is_told = block in ([size_out, size_in], [1, size_in], [BLOCK, BLOCK])
         return [kind, *block] if is_told else None
 
 
@@ -148,7 +148,7 @@ def _find_scale(name: str, tensors: Mapping[str, Any], block: tuple[int, int] | 
         return None
     found, (size_out, size_in) = tensors[scale_name], weight.shape[-2:]
     stated = [] if block is None else [block]
-    for rows, group in ((size_out, size_in), (1, size_in), *stated, (_BLOCK, _BLOCK)):
+    for rows, group in ((size_out, size_in), (1, size_in), *stated, (BLOCK, BLOCK)):
         scale = Scale(scale_name, found.file, rows, group)
         if _stripped(found.shape) in ((), _stripped(scale.shape_for(weight.shape))):
             return scale
