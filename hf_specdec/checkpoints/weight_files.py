@@ -143,8 +143,8 @@ def _find_scale(name: str, tensors: Mapping[str, Any], block: tuple[int, int] | 
     """The scale of the weight called `name`; None unless it is quantised in a form that is read here."""
     weight = tensors[name]
     scale_name = next((name + suffix for suffix in _SCALE_SUFFIXES if name + suffix in tensors), None)
-    is_other = weight.dtype not in _EIGHT_BITS or len(weight.shape) < 2 or f"{name}_zero_point" in tensors
-    if is_other or scale_name is None:
+    is_matrix = weight.dtype in _EIGHT_BITS and len(weight.shape) > 1 and 0 not in weight.shape
+    if not is_matrix or scale_name is None or f"{name}_zero_point" in tensors:
         return None
     found, (size_out, size_in) = tensors[scale_name], weight.shape[-2:]
     stated = [] if block is None else [block]

@@ -522,14 +522,17 @@ class Drafter(PreTrainedModel):
                 problems.append(f"{name} is a {type(found).__name__}, which is quantised or sharded")
             elif isinstance(found, nn.Parameter) and (found.itemsize == 1 or not found.is_floating_point()):
                 if tensor.dtype != found.dtype or (f"{name}_scale" in own and f"{name}_scale" not in weights):
-                    problems.append(f"{name} is {tensor.dtype}, expected {found.dtype} and its scales: it is quantised")
+                    problems.append(
+                        f"{name} is {tensor.dtype}, expected {found.dtype} and its scales: it is quantised, unless the "
+                        "drafter is loaded with a dtype"
+                    )
             elif not found.is_floating_point() and not torch.equal(found, tensor.to(found)):
                 problems.append(f"{name} differs, which is fixed: shared weights are chosen by it")
         if problems:
             more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
             raise ValueError(
                 f"The weights do not fit {self.title}: {'; '.join(problems[:3])}{more}. Expected tensors of its "
-                "state_dict(), by their names there. A drafter that is loaded with a `dtype` has no quantised layers."
+                "state_dict(), by their names there."
             )
         target = _targets.get(self, lambda: None)()
         with nullcontext() if target is None else lock_of(target), torch.inference_mode():
