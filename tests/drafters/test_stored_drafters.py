@@ -105,8 +105,11 @@ def test_saved_and_copied_drafters_are_the_same(family, form, target, tmp_path):
 
 
 def test_casts_leave_the_numbers(target, tmp_path):
-    drafter = AutoDrafter.from_pretrained(saved("eagle3", "blocks", target, tmp_path), target)
+    """Of a drafter whose first weight is quantised."""
+    save_quantised(random_eagle3(target, own_embedding=False, own_head=False), tmp_path, "blocks")
+    drafter = AutoDrafter.from_pretrained(tmp_path, target)
     layers = stored_layers(drafter)
+    assert drafter.dtype == torch.float32 and next(drafter.parameters()).dtype == torch.float8_e4m3fn
     numbers, scales = ({name: getattr(one, part).clone() for name, one in layers.items()} for part in PARTS)
     for dtype in (torch.bfloat16, torch.float32):
         drafter.to(dtype)
