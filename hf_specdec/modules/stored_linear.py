@@ -83,12 +83,11 @@ def store(layer: nn.Linear, form: Form, parts: Mapping[str, torch.Tensor]) -> No
 
 
 def store_eight_bits(layer: nn.Linear, dtype: torch.dtype, rows: int, group: int) -> None:
-    """`store` with numbers of `dtype` and float32 scales for blocks of `rows` outputs and `group` inputs, to be loaded
-    or assigned."""
-    device, shape = layer.weight.device, (-(-layer.out_features // rows), -(-layer.in_features // group))
-    values = torch.zeros(layer.weight.shape, dtype=dtype, device=device)
-    scales = torch.ones(shape, dtype=torch.float32, device=device)
-    store(layer, (rows, group, False, None), {"weight": values, SCALES: scales})
+    """`store` with the weight cast to `dtype`, and a float32 scale of 1 for each block of `rows` outputs and `group`
+    inputs: parameters that are to be loaded."""
+    shape = -(-layer.out_features // rows), -(-layer.in_features // group)
+    scales = torch.ones(shape, dtype=torch.float32, device=layer.weight.device)
+    store(layer, (rows, group, False, None), {"weight": layer.weight.detach().to(dtype), SCALES: scales})
 
 
 def keep_stored(model: PreTrainedModel) -> PreTrainedModel:

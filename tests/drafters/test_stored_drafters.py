@@ -105,7 +105,7 @@ def test_saved_and_copied_drafters_are_the_same(family, form, target, tmp_path):
 
 
 def test_casts_leave_the_numbers(target, tmp_path):
-    """Of a drafter whose first weight is quantised."""
+    """Of a drafter whose first weight is quantised, with the target's embedding and head."""
     save_quantised(random_eagle3(target, own_embedding=False, own_head=False), tmp_path, "blocks")
     drafter = AutoDrafter.from_pretrained(tmp_path, target)
     layers = stored_layers(drafter)
@@ -117,6 +117,8 @@ def test_casts_leave_the_numbers(target, tmp_path):
         for name, one in layers.items():
             assert one.weight.dtype == torch.float8_e4m3fn and torch.equal(one.weight, numbers[name])
             assert one.weight_scale.dtype == dtype and torch.equal(one.weight_scale.float(), scales[name])
+    plain = AutoDrafter.from_pretrained(tmp_path, target, dtype=torch.float32)
+    assert drafts(target, drafter) == drafts(target, plain)
 
 
 @pytest.fixture
