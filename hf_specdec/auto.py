@@ -128,7 +128,8 @@ class AutoDrafter:
             num_assistant_tokens: draft tokens a round (K), or `"auto"`; None for the checkpoint's own.
             draft_probs, engine, verification, compile, batch_invariant, draft_window_size, kv_cache_dtype, tree:
                 see `Drafter.configure`, where `compile` is `compile_rounds`.
-            dtype: None for the target's.
+            dtype: None for the target's, where quantised layers stay as they are in the files. With a dtype they are
+                dequantised to it; draft models are loaded by transformers.
             device_map: None for the device of the target's last layer.
             revision, subfolder, variant, token, cache_dir, local_files_only, force_download: the checkpoint's location
                 on the Hub, as in `PreTrainedModel.from_pretrained`.
@@ -168,11 +169,13 @@ class AutoDrafter:
                 f"device_map, by default the device of the target's last layer, is {device_map!r}, where weights have "
                 "no values; expected devices with memory. Load the target's weights, or pass another device_map."
             )
-        dtype = target.dtype if dtype is None else dtype
         with on_host(), torch.inference_mode(False):  # whatever the caller's: the drafter outlives the call
             checkpoint = find_checkpoint(pretrained_model_name_or_path, target.config, overrides, **hub)
             found = read_checkpoint(checkpoint, target.config, overrides)
-            drafter = found.family.load_checkpoint(checkpoint, found.config, dtype=dtype, device_map=device_map)
+            if dtype is not None:
+                found.config.stored_layers = None
+            options = {"dtype": target.dtype if dtype is None else dtype, "device_map": device_map}
+            drafter = found.family.load_checkpoint(checkpoint, found.config, **options)
             drafter.config.name_or_path = drafter.name_or_path = checkpoint.name
             share_with_target(drafter, target, overrides.get("share_embedding"), overrides.get("share_head"))
             drafter.bind(target)

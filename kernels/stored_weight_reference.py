@@ -59,9 +59,10 @@ def _scales(weight: StoredWeight, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _spread(scales: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
-    """`scales` of blocks, repeated for every element."""
+    """`scales` of blocks, repeated for every element; of dimensions with one block they broadcast."""
     for dim, size in ((-2, weight.rows), (-1, weight.group)):
-        scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
+        if scales.shape[dim] > 1:
+            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
     return scales
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import logging as hf_logging
 
 from ..host.serving import cached_file, extract_commit_hash
+from ..kernels.types import StoredWeight
 from .limits import check_settings
 from .weight_files import StoredTensor, read_headers, read_stored, with_scales
 
@@ -71,9 +72,9 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor] | None
     variant: str | None = None
 
-    def read(self) -> dict[str, torch.Tensor]:
-        """Load `tensors` and no other tensors of their files. Quantised tensors are dequantised."""
-        return read_stored(self.tensors)
+    def read(self, kept: Collection[str] = ()) -> dict[str, torch.Tensor | StoredWeight]:
+        """Load `tensors` and no other tensors of their files. Quantised tensors are dequantised, but for the `kept`."""
+        return read_stored(self.tensors, kept)
 
     def only(self, names: Collection[str]) -> Checkpoint:
         """The checkpoint with only the tensors called `names`."""

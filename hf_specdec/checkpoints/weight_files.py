@@ -1,12 +1,13 @@
 """Weight files of checkpoints: headers and tensors, quantised ones included.
 
-8-bit weights with scales are dequantised when read; other quantised forms are refused. Names and layouts are those of
-DeepSeek and transformers (`weight_scale_inv`, by blocks), and of compressed-tensors and NVIDIA ModelOpt
+8-bit weights with scales are read as they are, or dequantised; other quantised forms are refused. Names and layouts are
+those of DeepSeek and transformers (`weight_scale_inv`, by blocks), and of compressed-tensors and NVIDIA ModelOpt
 (`weight_scale`, for a tensor, its rows or its blocks).
 """
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 import zipfile
@@ -17,10 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-_EIGHT_BITS = {"F8_E4M3", "F8_E5M2", "I8", "float8_e4m3fn", "float8_e5m2", "int8"}
+from ..kernels.types import StoredWeight
+from ..ops import dequantise_weight
+
+# Dtypes that the kernels compute with, by their names in headers and in pickled files.
+_STORED_KINDS = {"F8_E4M3": "float8_e4m3fn", "float8_e4m3fn": "float8_e4m3fn", "I8": "int8", "int8": "int8"}
+_EIGHT_BITS = {*_STORED_KINDS, "F8_E5M2", "float8_e5m2"}
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 # The published size of blocks, if config.json does not state it.
-_BLOCK = 128
+BLOCK = 128
 
 # Scales of activations and of quantised caches, which bfloat16 weights do not need.
 _UNUSED = re.compile(r"(.*\.)?((input|output|[qkv]|prob)_scale|input_global_scale)")
@@ -32,12 +38,18 @@ _PARTS = re.compile(
 
 
 class Scale(NamedTuple):
-    """The tensor that multiplies a quantised weight. `block` is the number of rows and columns for each entry; None if
-    its shape broadcasts to the weight's."""
+    """The tensor that multiplies a quantised weight, with one entry for each block of `rows` outputs and `group`
+    inputs."""
 
     name: str
     file: Path
-    block: tuple[int, int] | None
+    rows: int
+    group: int
+
+    def shape_for(self, weight: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the scales of a weight of shape `weight`."""
+        *outer, size_out, size_in = weight
+        return *outer, -(-size_out // self.rows), -(-size_in // self.group)
 
 
 class StoredTensor(NamedTuple):
@@ -48,15 +60,29 @@ class StoredTensor(NamedTuple):
     file: Path
     scale: Scale | None = None
 
+    @property
+    def stored_form(self) -> list[Any] | None:
+        """Its entry of `DrafterConfig.stored_layers`; None if a linear layer cannot hold it as it is, since the kernels
+        do not know its dtype, or a saved drafter does not tell its block."""
+        kind = _STORED_KINDS.get(self.dtype)
+        if self.scale is None or kind is None or len(self.shape) != 2:
+            return None
+        block, (size_out, size_in) = [self.scale.rows, self.scale.group], self.shape
+        is_told = block in ([size_out, size_in], [1, size_in], [BLOCK, BLOCK])
+        return [kind, *block] if is_told else None
 
-def read_stored(tensors: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
-    """Load tensors, by name, from their files. Quantised tensors are dequantised."""
+
+def read_stored(
+    tensors: Mapping[str, StoredTensor], kept: Collection[str] = ()
+) -> dict[str, torch.Tensor | StoredWeight]:
+    """Load tensors, by name, from their files. Quantised tensors are dequantised to bfloat16, except those that are
+    `kept`."""
     scales = {name: tensor.scale for name, tensor in tensors.items() if tensor.scale is not None}
     by_file: dict[Path, list[str]] = {}
     places = {name: tensor.file for name, tensor in tensors.items()} | {one.name: one.file for one in scales.values()}
     for name, file in places.items():
         by_file.setdefault(file, []).append(name)
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Any] = {}
     for file, names in by_file.items():
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
@@ -65,7 +91,10 @@ def read_stored(tensors: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
             state = _load_pickle(file)
             found |= {name: state[name] for name in names}
     for name, scale in scales.items():
-        found[name] = _dequantise(found[name], found.pop(scale.name), scale.block)
+        shape, factors = scale.shape_for(tensors[name].shape), found.pop(scale.name).float().flatten()
+        factors = factors.expand(math.prod(shape)).reshape(shape)
+        stored = StoredWeight(found[name], factors, None, scale.rows, scale.group)
+        found[name] = stored if name in kept else dequantise_weight(stored, torch.float32).bfloat16()
     return found
 
 
@@ -111,21 +140,24 @@ def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _find_scale(name: str, tensors: Mapping[str, Any], block: tuple[int, int] | None) -> Scale | None:
-    """The scale of the weight called `name`; None unless it is quantised in a form that `_dequantise` reads."""
+    """The scale of the weight called `name`; None unless it is quantised in a form that is read here."""
     weight = tensors[name]
     scale_name = next((name + suffix for suffix in _SCALE_SUFFIXES if name + suffix in tensors), None)
-    if weight.dtype not in _EIGHT_BITS or scale_name is None or f"{name}_zero_point" in tensors:
+    is_matrix = weight.dtype in _EIGHT_BITS and len(weight.shape) > 1 and 0 not in weight.shape
+    if not is_matrix or scale_name is None or f"{name}_zero_point" in tensors:
         return None
-    shape = tensors[scale_name].shape
-    is_one, is_row_each = all(size == 1 for size in shape), shape == weight.shape[:1]
-    if is_one or is_row_each or (len(shape) == len(weight.shape) and shape == (*weight.shape[:-1], 1)):
-        return Scale(scale_name, tensors[scale_name].file, None)
-    if len(shape) != len(weight.shape) or len(shape) < 2 or shape[:-2] != weight.shape[:-2]:
-        return None
-    for rows, columns in (block, (_BLOCK, _BLOCK)) if block is not None else ((_BLOCK, _BLOCK),):
-        if shape[-2:] == (-(-weight.shape[-2] // rows), -(-weight.shape[-1] // columns)):
-            return Scale(scale_name, tensors[scale_name].file, (rows, columns))
+    found, (size_out, size_in) = tensors[scale_name], weight.shape[-2:]
+    stated = [] if block is None else [block]
+    for rows, group in ((size_out, size_in), (1, size_in), *stated, (BLOCK, BLOCK)):
+        scale = Scale(scale_name, found.file, rows, group)
+        if _stripped(found.shape) in ((), _stripped(scale.shape_for(weight.shape))):
+            return scale
     return None
+
+
+def _stripped(shape: Sequence[int]) -> tuple[int, ...]:
+    """`shape` without trailing dimensions of size 1, which exporters leave out."""
+    return tuple(shape[: max((end for end, size in enumerate(shape, start=1) if size != 1), default=0)])
 
 
 def _stated_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -142,19 +174,6 @@ def _stated_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
             if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
                 return block[0], block[1]
     return None
-
-
-def _dequantise(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
-    """`weight` times its `scale`, in bfloat16; `block` is that of `Scale`."""
-    values, factors = weight.float(), scale.float()
-    if block is not None:
-        for dim, size in zip((-2, -1), block, strict=True):
-            factors = factors.repeat_interleave(size, dim).narrow(dim, 0, values.shape[dim])
-    elif factors.numel() == 1:
-        factors = factors.reshape(())
-    elif factors.dim() == 1:
-        factors = factors.reshape(-1, *[1] * (values.dim() - 1))
-    return (values * factors).bfloat16()
 
 
 def check_not_quantised(names: Collection[str], checkpoint: str, what: str = "weights") -> None:

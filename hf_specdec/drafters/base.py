@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections import Counter
@@ -19,10 +20,10 @@ from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.tensors import KEY_MAPPING, check_draft_vocabulary, is_ignored, is_plain, rename
 from ..checkpoints.weight_files import check_not_quantised
 from ..config import AUTO, DrafterConfig, check_int, check_num_or_auto, check_type
-from ..kernels.types import MOST_WORDS, WORD_BITS, Proposal, VerificationResult
+from ..kernels.types import MOST_WORDS, WORD_BITS, Proposal, StoredWeight, VerificationResult
 from ..modules.hidden_states import num_decoder_layers
 from ..modules.locks import lock_of
-from ..modules.stored_linear import keep_stored
+from ..modules.stored_linear import SCALES, StoredLinear, keep_stored, store_eight_bits
 from ..modules.weights import num_bytes
 from ..ops import FLOAT8
 from ..state import DecodeState, Shape
@@ -164,6 +165,20 @@ class Drafter(PreTrainedModel):
         unbound = {"_target_config": None, "_bound_vocab_size": None, "_shared_weights": {}}
         return vars(self) | unbound | {"sessions": None, "rollouts": None}
 
+    def post_init(self) -> None:
+        super().post_init()
+        stored = self.config.stored_layers or {}
+        for name, one in self.named_modules():
+            if name in stored and type(one) is nn.Linear:
+                kind, rows, group = stored[name]
+                store_eight_bits(one, getattr(torch, kind), rows, group)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weights that are not quantised."""
+        plain = (one.parameters(recurse=False) for one in self.modules() if not isinstance(one, StoredLinear))
+        return next(one.dtype for one in itertools.chain.from_iterable(plain) if one.is_floating_point())
+
     @property
     def stats(self):
         """`SpeculationStats` of the last `generate()` call with this drafter; None before the first."""
@@ -257,18 +272,26 @@ class Drafter(PreTrainedModel):
 
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: DrafterConfig) -> None:
-        """Compare the tensors of the files with those that `config` needs; weights are not loaded. Raises `ValueError`,
-        which names each tensor that is missing, unexpected or of another shape."""
+        """Compare the tensors of the files with those that `config` needs, and set its `stored_layers`; weights are not
+        loaded. Raises `ValueError`, which names each tensor that is missing, unexpected or of another shape."""
         names = Counter(rename(name, cls.key_mapping) for name in checkpoint.tensors)
         repeated = [name for name, count in names.items() if count > 1]
         if repeated:
             raise ValueError(
                 f"{checkpoint.name} has several tensors that are {repeated[0]} by their names; expected one."
             )
+        config.stored_layers = None
         with torch.device("meta"):
             weights = {name: torch.empty(one.shape, dtype=torch.bfloat16) for name, one in checkpoint.tensors.items()}
-            cls.load_checkpoint(checkpoint, config, weights, device_map="meta", ignore_mismatched_sizes=True)
+            plain = cls.load_checkpoint(checkpoint, config, weights, device_map="meta", ignore_mismatched_sizes=True)
         check_draft_vocabulary(checkpoint, config)
+        published, heads = cls.tensor_names(checkpoint, config), (config.vocab_size, config.draft_vocab_size)
+        forms = {
+            name: checkpoint.tensors[published[f"{name}.weight"]].stored_form
+            for name, one in plain.named_modules()
+            if type(one) is nn.Linear and one.out_features not in heads and f"{name}.weight" in published
+        }
+        config.stored_layers = {name: form for name, form in forms.items() if form is not None} or None
 
     @classmethod
     def tensor_names(cls, checkpoint: Checkpoint, config: DrafterConfig) -> dict[str, str]:
@@ -294,10 +317,16 @@ class Drafter(PreTrainedModel):
         Raises:
             ValueError: a weight was not loaded, or a tensor of the files was not used.
         """
-        weights, state, used = checkpoint.read() if weights is None else weights, {}, set()
-        for name, published in cls.tensor_names(checkpoint, config).items():
+        names, stored, state, used = cls.tensor_names(checkpoint, config), config.stored_layers or {}, {}, set()
+        if weights is None:
+            weights = checkpoint.read([names[f"{layer}.weight"] for layer in stored])
+        for name, published in names.items():
+            weight, parts = weights[published], {}
+            if isinstance(weight, StoredWeight):
+                parts[name.removesuffix("weight") + SCALES], weight = weight.scales, weight.values
+            parts[name] = weight
             # Tensors that are saved must not share memory.
-            state[name] = weights[published].clone() if published in used else weights[published]
+            state |= {part: one.clone() if published in used else one for part, one in parts.items()}
             used.add(published)
         with quiet_loading():
             drafter, info = cls.from_pretrained(
@@ -471,11 +500,13 @@ class Drafter(PreTrainedModel):
         rounds. The output remains the target's.
 
         Args:
-            weights: all or some of `state_dict()`, by name, in any dtype and on any device.
+            weights: all or some of `state_dict()`, by name, in any dtype and on any device; quantised weights in their
+                own dtype, beside their scales.
 
         Raises:
-            ValueError: a name is unknown, a shape differs, a tensor of integers such as `d2t` would change, or the
-                drafter is quantised or sharded; its weights are then unchanged.
+            ValueError: a name is unknown, a shape differs, a tensor of integers such as `d2t` would change, a weight is
+                quantised and the given one is not, or a library has quantised or sharded it; the drafter's weights are
+                then unchanged.
         """
         check_type("weights", weights, Mapping)
         own, problems = self.state_dict(keep_vars=True), []
@@ -489,6 +520,12 @@ class Drafter(PreTrainedModel):
                 problems.append(f"{name} is {list(tensor.shape)}, expected {list(found.shape)}")
             elif not is_plain(found):
                 problems.append(f"{name} is a {type(found).__name__}, which is quantised or sharded")
+            elif isinstance(found, nn.Parameter) and (found.itemsize == 1 or not found.is_floating_point()):
+                if tensor.dtype != found.dtype or (f"{name}_scale" in own and f"{name}_scale" not in weights):
+                    problems.append(
+                        f"{name} is {tensor.dtype}, expected {found.dtype} and its scales: it is quantised, unless the "
+                        "drafter is loaded with a dtype"
+                    )
             elif not found.is_floating_point() and not torch.equal(found, tensor.to(found)):
                 problems.append(f"{name} differs, which is fixed: shared weights are chosen by it")
         if problems:

@@ -6,7 +6,7 @@ weights in the first pass. `keep_stored` must come before that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from .. import ops
-from ..host.quantised import compressor_of
+from ..host.quantised import IS_INITIALIZED, compressor_of
 from ..kernels.types import StoredWeight
 from .weights import is_known, register_weight_kind
 
@@ -25,15 +25,19 @@ PACKED, SCALES, _DIVISOR = "weight_packed", "weight_scale", "weight_global_scale
 ZEROS, ORDER = "weight_zero_point", "weight_order"
 
 
+# `rows`, `group`, `rounds_inputs` and `codes` of a `StoredWeight`.
+Form = tuple[int, int, bool, str | None]
+
+
 class StoredLinear(nn.Linear):
     """A linear layer with `weight` or `weight_packed`, and `weight_scale`, named and shaped as in compressed-tensors;
     perhaps with `weight_zero_point` `[out, groups]` uint8 and `weight_order` `[in]` int64.
 
     Attributes:
-        form: `rows`, `group`, `rounds_inputs` and `codes` of its `StoredWeight`.
+        form: of its `StoredWeight`.
     """
 
-    form: tuple[int, int, bool, str | None]
+    form: Form
 
     def __getattr__(self, name: str) -> Any:
         is_packed = name == "weight" and PACKED in self._parameters
@@ -69,6 +73,23 @@ def _of_stored_linear(layer: StoredLinear) -> StoredWeight | None:
     return _stored(layer, *layer.form)
 
 
+def store(layer: nn.Linear, form: Form, parts: Mapping[str, torch.Tensor]) -> None:
+    """Make `layer` a `StoredLinear` of that `form`, or change it, with `parts` as its parameters besides the bias."""
+    layer._parameters = {"bias": layer.bias} | {
+        name: nn.Parameter(part, requires_grad=False) for name, part in parts.items()
+    }
+    layer.__class__, layer.form = StoredLinear, form
+    setattr(layer, IS_INITIALIZED, True)  # transformers would initialise a weight that it no longer has
+
+
+def store_eight_bits(layer: nn.Linear, dtype: torch.dtype, rows: int, group: int) -> None:
+    """`store` with the weight cast to `dtype`, and a float32 scale of 1 for each block of `rows` outputs and `group`
+    inputs: parameters that are to be loaded."""
+    shape = -(-layer.out_features // rows), -(-layer.in_features // group)
+    scales = torch.ones(shape, dtype=torch.float32, device=layer.weight.device)
+    store(layer, (rows, group, False, None), {"weight": layer.weight.detach().to(dtype), SCALES: scales})
+
+
 def keep_stored(model: PreTrainedModel) -> PreTrainedModel:
     """Convert the compressed-tensors layers of `model` to `StoredLinear`s, and return it.
 
@@ -91,7 +112,7 @@ def keep_stored(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _form_of(layer: nn.Module) -> tuple[int, int, bool, str | None] | None:
+def _form_of(layer: nn.Module) -> Form | None:
     """The `form` of a compressed-tensors layer; None if it cannot be a `StoredLinear`."""
     scheme = layer.quantization_scheme
     if type(layer) is not nn.Linear or scheme.output_activations is not None:

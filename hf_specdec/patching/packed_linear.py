@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..host.quantised import IS_INITIALIZED
-from ..modules.stored_linear import ORDER, PACKED, SCALES, ZEROS, StoredLinear
+from ..modules.stored_linear import ORDER, PACKED, SCALES, ZEROS, StoredLinear, store
 
 # The outputs of a word of AWQ, from the lowest bits on, and where in a word each output is.
 _OUTPUTS = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -51,10 +50,9 @@ def to_published(layer: nn.Linear, packing: Packing) -> None:
     if not packing.is_awq:
         parts["qweight"] = (size_in // per_word, size_out), torch.int32
         parts["g_idx"] = (size_in,), torch.int32
-    device = layer._parameters.pop("weight").device
-    _set(layer, {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in parts.items()})
-    layer.__class__, layer.form = StoredLinear, (1, group, False, None)
-    setattr(layer, IS_INITIALIZED, True)  # transformers would initialise a weight that it no longer has
+    device = layer.weight.device
+    empty = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in parts.items()}
+    store(layer, (1, group, False, None), empty)
 
 
 def from_published(layer: StoredLinear, packing: Packing) -> None:
@@ -62,7 +60,7 @@ def from_published(layer: StoredLinear, packing: Packing) -> None:
 
     Raises `ValueError` if its groups have other sizes than the checkpoint's, or zero points of 8 bits are not all 128.
     """
-    parts = {name: layer._parameters.pop(name).detach() for name in list(layer._parameters) if name != "bias"}
+    parts = {name: part.detach() for name, part in layer._parameters.items() if name != "bias"}
     qweight, middle = parts["qweight"], 1 << (packing.bits - 1)
     numbers = _of_outputs(qweight, packing).T if packing.is_awq else _unpack(qweight.T, packing.bits)
     zeros = _of_outputs(parts["qzeros"] + packing.added, packing).T.contiguous()
@@ -80,7 +78,7 @@ def from_published(layer: StoredLinear, packing: Packing) -> None:
         found["weight"] = (numbers ^ middle).view(torch.int8)
     else:
         found[PACKED] = _pack(numbers, packing.bits)
-    _set(layer, found)
+    store(layer, layer.form, found)
 
 
 def published(layer: StoredLinear, packing: Packing) -> dict[str, torch.Tensor]:
@@ -97,11 +95,6 @@ def published(layer: StoredLinear, packing: Packing) -> dict[str, torch.Tensor]:
         places = parts[ORDER].argsort()
         numbers, groups = numbers[:, places], groups[places]
     return found | {"qweight": _pack(numbers, packing.bits).T.contiguous(), "g_idx": groups}
-
-
-def _set(layer: nn.Module, parts: dict[str, torch.Tensor]) -> None:
-    for name, part in parts.items():
-        layer.register_parameter(name, nn.Parameter(part, requires_grad=False))
 
 
 def _groups(layer: StoredLinear, device: torch.device) -> torch.Tensor:

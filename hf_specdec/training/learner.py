@@ -18,6 +18,7 @@ from ..drafters.cached import CachedDrafter
 from ..drafters.dflash import DFlashDrafter
 from ..drafters.walking import WalkingDrafter
 from ..modules.hidden_states import LAST_HIDDEN_STATE, AuxHiddenStateRecorder, decoder_of
+from ..modules.stored_linear import StoredLinear
 from .objective import Batch, BlockObjective, DraftObjective, Teacher, summarize
 from .rollouts import Rollouts
 
@@ -247,6 +248,11 @@ def _copy_in_float32(drafter: Drafter, target: nn.Module) -> CachedDrafter:
             "modules, DFlash, DSpark, or a draft model."
         )
     drafter.check_bound_to(target)
+    if any(isinstance(one, StoredLinear) for one in drafter.modules()):
+        raise ValueError(
+            f"{drafter.title} cannot learn: it has quantised layers; expected plain weights, as a drafter has that "
+            "AutoDrafter.from_pretrained(..., dtype=target.dtype) loads, except draft models."
+        )
     student = type(drafter)(copy.deepcopy(drafter.config)).to(drafter.device, torch.float32)
     student.load_state_dict(drafter.state_dict())
     student.bind(target)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from dialects import PLAIN, VARIANTS, make_weights, tiny_target, write, write_draft_model
+from eight_bits import dequantised_state, quantise, stored_layers
 from lossless import greedy
 from mtp import publish
 from refused_loading import refuse
@@ -31,41 +32,11 @@ def target():
     return tiny_target(PLAIN)
 
 
-def quantise(weights, form, block=(16, 24)):
-    """Weights as an exporter quantises them, and the same weights plain; scales are powers of two, so none is rounded.
-
-    Forms: `"tensor"`, `"rows"`, `"blocks"` in FP8, `"int8"` by rows.
-    """
-    plain, stored = {}, {}
-    for name, weight in weights.items():
-        if weight.dim() != 2 or not name.endswith("proj.weight"):
-            plain[name] = stored[name] = weight
-            continue
-        rows, columns = weight.shape
-        dtype = torch.int8 if form == "int8" else FP8
-        values = (weight * (40 if form == "int8" else 1)).round() if form == "int8" else weight
-        values = values.clamp(-100, 100).to(dtype)
-        shape = {
-            "tensor": (),
-            "rows": (rows, 1),
-            "int8": (rows, 1),
-            "blocks": (-(-rows // block[0]), -(-columns // block[1])),
-        }
-        scale = 2.0 ** (torch.arange(max(1, torch.Size(shape[form]).numel())) % 3 - 1).reshape(shape[form])
-        full = scale
-        if form == "blocks":
-            full = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :columns]
-        plain[name] = values.float() * full
-        suffix = "_scale_inv" if form == "blocks" else "_scale"
-        stored |= {name: values, name + suffix: scale, name.replace("weight", "input_scale"): torch.ones(())}
-    return stored, plain
-
-
 def equal(drafter, other):
-    """Whether two drafters have the same weights and settings, up to the dialect."""
-    theirs, skipped = other.state_dict(), {"dialect", "_name_or_path"}
+    """Whether two drafters have the same weights, quantised or not, and settings, up to the dialect."""
+    theirs, skipped = dequantised_state(other), {"dialect", "_name_or_path", "stored_layers"}
     settings = [{k: v for k, v in one.config.to_dict().items() if k not in skipped} for one in (drafter, other)]
-    own = drafter.state_dict()
+    own = dequantised_state(drafter)
     return (
         own.keys() == theirs.keys() and all(torch.equal(own[k], theirs[k]) for k in own) and settings[0] == settings[1]
     )
@@ -121,20 +92,26 @@ def test_tensor_of_two_names(target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("form", "dialect", "settings"),
+    ("form", "block", "dialect", "settings"),
     [
-        ("tensor", "modelopt", {"quant_method": "modelopt", "quant_algo": "FP8"}),
-        ("rows", "speculators", {"quant_method": "compressed-tensors"}),
-        ("int8", "safeailab-bin", {"quant_method": "compressed-tensors"}),
-        ("blocks", "specforge", {"quant_method": "fp8", "weight_block_size": [16, 24]}),
-        ("blocks", "specforge", {"config_groups": {"group_0": {"weights": {"block_structure": [16, 24]}}}}),
+        ("tensor", 128, "modelopt", {"quant_method": "modelopt", "quant_algo": "FP8"}),
+        ("rows", 128, "speculators", {"quant_method": "compressed-tensors"}),
+        ("int8", 128, "safeailab-bin", {"quant_method": "compressed-tensors"}),
+        ("blocks", 128, "specforge", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        ("blocks", (16, 24), "specforge", {"quant_method": "fp8", "weight_block_size": [16, 24]}),
+        ("blocks", (16, 24), "specforge", {"config_groups": {"group_0": {"weights": {"block_structure": [16, 24]}}}}),
     ],
 )
-def test_quantised_eagle3(form, dialect, settings, target, tmp_path):
-    stored, plain = quantise(make_weights(PLAIN), form)
+def test_quantised_eagle3(form, block, dialect, settings, target, tmp_path):
+    """Layers stay quantised in the forms that the kernels know, and become plain in others or with a dtype."""
+    stays, blocks = block == 128, (block, block) if block == 128 else block
+    stored, plain = quantise(make_weights(PLAIN), form, blocks)
     expected = AutoDrafter.from_pretrained(write(dialect, tmp_path / "plain", PLAIN, plain), target)
     folder = write(dialect, tmp_path / "quantised", PLAIN, stored, quantization_config=settings)
-    assert equal(AutoDrafter.from_pretrained(folder, target), expected)
+    drafter, cast = (AutoDrafter.from_pretrained(folder, target, dtype=dtype) for dtype in (None, target.dtype))
+    assert equal(drafter, expected) and equal(cast, expected) and not stored_layers(cast)
+    names = {name.removesuffix(".weight") for name in stored if name.endswith("proj.weight")}
+    assert stored_layers(drafter).keys() == (names if stays else set()) and len(names) == 7
 
 
 @pytest.mark.parametrize(
@@ -159,20 +136,23 @@ def test_quantised_in_another_form(parts, target, tmp_path):
     refuse(write("specforge", tmp_path, PLAIN, weights), target, "quantised in a form that is not read here", "q_proj")
 
 
-def test_quantised_modules(tmp_path):
-    """As DeepSeek-V3 is published: FP8 with a scale for each block, also of experts."""
+@pytest.mark.parametrize("block", [128, 16])
+def test_quantised_modules(block, tmp_path):
+    """As DeepSeek-V3 is published: FP8 with a scale for each block, also of experts, which become plain."""
     at = publish("deepseek-v3", tmp_path / "target")
     file, tensors = at.folder / "model.safetensors", load_file(at.folder / "model.safetensors")
-    stored, plain = quantise({k: v for k, v in tensors.items() if k.startswith("model.layers.3.")}, "blocks")
+    module = {k: v for k, v in tensors.items() if k.startswith("model.layers.3.")}
+    stored, plain = quantise(module, "blocks", (block, block))
     save_file(tensors | plain, file, metadata={"format": "pt"})
     expected = AutoDrafter.from_pretrained(at.folder, at.target)
     config = json.loads((at.folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 24]}
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block]}
     (at.folder / "config.json").write_text(json.dumps(config))
     save_file(tensors | stored, file, metadata={"format": "pt"})
     drafter = AutoDrafter.from_pretrained(at.folder, at.target)
     assert any(".experts.1.down_proj.weight_scale_inv" in name for name in stored)
-    own, theirs = drafter.state_dict(), expected.state_dict()
+    assert bool(stored_layers(drafter)) == (block == 128)
+    own, theirs = dequantised_state(drafter), expected.state_dict()
     assert own.keys() == theirs.keys() and all(torch.equal(one, theirs[name]) for name, one in own.items())
     assert "quantization_config" not in drafter.config.block
     inputs = padded_prompts([9, 4])

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from dialects import PEAGLE, Spec, make_weights, tiny_target, write, write_draft_model
+from eight_bits import quantise
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, DistilBertConfig, GPTNeoXConfig, T5Config, ViTConfig
 
@@ -42,6 +43,24 @@ def test_text(target_folder, tmp_path, capsys):
         "(llama): fits",
     ):
         assert part in out
+
+
+def test_layers_that_stay_quantised(tmp_path, capsys):
+    """Blocks of other sizes and heads do not."""
+    weights = make_weights(SPEC)
+    for name, block, count in (("kept", (128, 128), 7), ("other", (16, 24), 0)):
+        stored, _ = quantise(weights, "blocks", block, lambda name: "proj" in name or "lm_head" in name)
+        settings = {"quant_method": "fp8", "weight_block_size": list(block)}
+        folder = write("specforge", tmp_path / name, SPEC, stored, quantization_config=settings)
+        assert main(["inspect", str(folder)]) == 0
+        out = capsys.readouterr().out
+        assert "midlayer.self_attn.q_proj.weight  F8_E4M3 [32, 64]" in out
+        line = "quantised    7 linear layers, as in the file: float8_e4m3fn, a scale for each tensor"
+        assert (line in out) == ("quantised" in out) == (count > 0)
+        assert main(["inspect", str(folder), "--json"]) == 0
+        layers = json.loads(capsys.readouterr().out)["stored_layers"]
+        assert len(layers) == count
+        assert not count or layers["layers.0.self_attn.q_proj"] == ["float8_e4m3fn", 32, 64]
 
 
 @pytest.mark.core

@@ -495,8 +495,9 @@ def test_plain_layers_in_float8_are_left_to_torch():
     assert weight_of(layer) is None and may_round_inputs(layer)
 
 
-def test_draft_models_of_compressed_tensors_stay_as_in_the_file(targets):
-    target, draft = targets("torchao int8", "llama"), targets("compressed-tensors W4A16", "llama")
+@pytest.mark.parametrize("library", [name for name in LIBRARIES if name.startswith("compressed-tensors")])
+def test_draft_models_of_compressed_tensors_stay_as_in_the_file(library, targets):
+    target, draft = targets("torchao int8", "llama"), targets(library, "llama")
     drafter = AutoDrafter.from_pretrained(draft.name_or_path, target=target)
     inputs = prompts_for(PROMPTS[3])
     assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
