@@ -214,7 +214,8 @@ def test_layers_that_stay_dense(packed, tmp_path):
     excluded = (*packed.excluded, "lm_head")
     assert stored == {name for name in layers if not any(one in name for one in excluded)} != set()
     inputs = image_prompts(model, [[3, IMAGE, 2], [5]])
-    torch.testing.assert_close(target(**inputs).logits, model(**inputs).logits)
+    # In float64, because float32 rounds otherwise on some processors.
+    torch.testing.assert_close(target.double()(**inputs).logits, model.double()(**inputs).logits)
 
 
 def test_models_that_are_refused(tmp_path, checkpoints):
