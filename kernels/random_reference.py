@@ -25,6 +25,8 @@ from .types import RACE_GROUP, RandomStream
 
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+# As many groups are drawn from whole: to look for those that may hold the token takes longer.
+_FEW_GROUPS = 4
 
 
 def _philox(
@@ -35,22 +37,21 @@ def _philox(
     steps: torch.Tensor | int,
 ) -> list[torch.Tensor]:
     """Four random words, int64 below 2**32, of Philox4x32-10 (Salmon et al., SC 2011); see `uniform`."""
-    # An operation with a Python number takes the host twice as long as one with a tensor.
+    # An operation with a Python number takes the host twice as long as one with a tensor; and both multiplications of a
+    # round are one: `left` has words 0 and 2 of the counter, `right` words 1 and 3.
     constants = 0xFFFFFFFF, 32, *_PHILOX_MULTIPLIERS, *_PHILOX_KEY_STEPS
-    word, half, even_factor, odd_factor, *key_steps = (positions.new_full((), number) for number in constants)
-    key = [seeds, seeds >> half]
-    counter = [numbers & word, positions & word, torch.full_like(positions, stream), torch.zeros_like(positions)]
-    counter[3] = counter[3] + steps
+    word, half, *pairs = (positions.new_full((), number) for number in constants)
+    shape = torch.broadcast_shapes(seeds.shape, positions.shape, numbers.shape, getattr(steps, "shape", ()))
+    factors, key_steps = torch.stack(pairs).view(2, 2, *[1] * len(shape))
+    left = torch.stack([numbers.expand(shape) & word, positions.new_full((), stream).expand(shape)])
+    right = torch.stack([positions.expand(shape) & word, (torch.zeros_like(positions) + steps).expand(shape)])
+    key = torch.stack([seeds, seeds >> half]).view(2, *[1] * (len(shape) - seeds.dim()), *seeds.shape)
     for _ in range(10):
-        even, odd = counter[0] * even_factor, counter[2] * odd_factor
-        counter = [
-            ((odd >> half) ^ counter[1] ^ key[0]) & word,
-            odd & word,
-            ((even >> half) ^ counter[3] ^ key[1]) & word,
-            even & word,
-        ]
-        key = [number + step for number, step in zip(key, key_steps, strict=True)]
-    return counter
+        products = (left * factors).flip(0)
+        left = (products >> half).bitwise_xor_(right).bitwise_xor_(key).bitwise_and_(word)
+        right = products.bitwise_and_(word)
+        key = key + key_steps
+    return [left[0], right[0], left[1], right[1]]
 
 
 def uniform(
@@ -170,7 +171,8 @@ def exponential_sample(
     Returns:
         `[...]` int64.
     """
-    if weights.device.type == "cpu" and not torch.compiler.is_compiling() and not _len_torch_dispatch_stack():
+    has_groups = weights.device.type == "cpu" and weights.shape[-1] > _FEW_GROUPS * RACE_GROUP
+    if has_groups and not torch.compiler.is_compiling() and not _len_torch_dispatch_stack():
         return _sample_by_groups(weights, seeds, positions, stream, steps)
     return (weights / race_times(seeds, positions, weights.shape[-1], stream, steps)).argmax(dim=-1)
 

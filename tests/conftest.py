@@ -2,16 +2,12 @@
 
 import gc
 import itertools
-import math
 import os
 import sys
 from collections import Counter
 
 import pytest
 from core_parameters import mark_core
-
-# Seconds of the files of the last whole run, in pytest's cache.
-SECONDS = "hf_specdec/seconds_of_files"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,27 +54,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     deselected = [item for item in items if left_out & {mark.name for mark in item.iter_markers()}]
     config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if not left_out & {mark.name for mark in item.iter_markers()}]
-    begin_with_longest(items, config.cache.get(SECONDS, {}) if hasattr(config, "cache") else {})
 
 
-def begin_with_longest(items: list[pytest.Item], seconds: dict[str, float]) -> None:
-    """Sort `items` by files, those that take longest first: a worker that begins one last keeps the others waiting.
-
-    Files that `seconds` does not know are taken to need the average time of a test for each of theirs, so without any
-    seconds the number of tests decides. But where there are only a few, nothing is known: scripts, servers and models
-    of full size have files of one to five tests, and so come first.
-    """
-    files = [item.nodeid.partition("::")[0] for item in items]
-    tests = Counter(files)
-    known = [name for name in tests if name in seconds]
-    average = sum(seconds[name] for name in known) / max(sum(tests[name] for name in known), 1) or 1.0
-    guessed = {name: average * count if count > 5 else math.inf for name, count in tests.items()}
-    order = {name: (-seconds.get(name, guessed[name]), name) for name in tests}
-    items.sort(key=lambda item: order[item.nodeid.partition("::")[0]])
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the ten slowest files; those of a whole run are kept for the order of the next one."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the ten slowest files."""
     seconds: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -89,9 +68,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("slowest files")
     for name, duration in seconds.most_common(10):
         terminalreporter.write_line(f"{duration:7.1f} s  {name}")
-    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    if is_whole and not config.option.markexpr and not config.option.keyword and hasattr(config, "cache"):
-        config.cache.set(SECONDS, dict(seconds))
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures

@@ -484,11 +484,12 @@ def test_bytes_of_a_round():
     weights = NUM_LAYERS * layer + 4 * (32 + 96 * 32)
     cached = NUM_LAYERS * 2 * 2 * 8 * 4  # a token's keys and values
     assert round_bytes(target, None, 0, batch=3, length=10.5) == weights + int(3 * 10.5 * cached)
-    model = RANDOM_DRAFTERS["draft-model"](target).model
-    own = 4 * (sum(map(torch.Tensor.numel, model.parameters())) - model.get_input_embeddings().weight.numel())
-    own_cached = 2 * 2 * 1 * 12 * 4
     for name, passes in (("draft-model", 5), ("pard", 1)):
-        total = round_bytes(target, RANDOM_DRAFTERS[name](target), 5, batch=1, length=10)
+        drafter = RANDOM_DRAFTERS[name](target)
+        model = drafter.model
+        own = 4 * (sum(map(torch.Tensor.numel, model.parameters())) - model.get_input_embeddings().weight.numel())
+        own_cached = model.config.num_hidden_layers * 2 * 1 * 12 * 4
+        total = round_bytes(target, drafter, 5, batch=1, length=10)
         assert total == weights + 10 * cached + passes * (own + 10 * own_cached)
     projection = RANDOM_DRAFTERS["pard2"](target)
     assert round_bytes(target, projection, 5, batch=1, length=10) == total + 4 * projection.target_proj.weight.numel()

@@ -249,7 +249,8 @@ def random_draft_model(
             "vocab_size": vocab_size or size,
             "hidden_size": 24,
             "intermediate_size": 40,
-            "num_hidden_layers": 2,
+            # One draft a pass: several layers are those of `copy_of`.
+            "num_hidden_layers": 2 if parallel else 1,
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
             "initializer_range": 0.3,

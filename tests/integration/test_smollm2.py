@@ -21,7 +21,9 @@ def smollm2():
     from smollm2 import load_smollm2
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))  # else the file is parsed four times
+        # Else the file is parsed four times, and the table of names is made for every module.
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
         return load_smollm2()
 
 

@@ -84,7 +84,7 @@ def test_calls_of_any_temperature_share_a_round(options, graphs_of_a_round, monk
         drafter = drafter_of(target, "draft-model", "soft")
         found = [
             sample(target, inputs, drafter, seeds=3, temperature=temperature, **options)
-            for temperature in (0.6, 1.5, 0.9, 0.6)
+            for temperature in (0.6, 1.5, 0.6)
         ]
         return found, len(drafter.sessions)
 
@@ -93,7 +93,7 @@ def test_calls_of_any_temperature_share_a_round(options, graphs_of_a_round, monk
     replayed, num_sessions = texts()
     assert all(torch.equal(*pair) for pair in zip(replayed, eager, strict=True))
     assert (capture.count, num_sessions) == (1 + graphs_of_a_round, 1)
-    assert torch.equal(eager[0], eager[3]) and not torch.equal(eager[0], eager[1])
+    assert torch.equal(eager[0], eager[2]) and not torch.equal(eager[0], eager[1])
 
 
 @pytest.mark.parametrize("engine", ["static", "stock"])
