@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from collections import Counter
@@ -176,8 +175,11 @@ class Drafter(PreTrainedModel):
     @property
     def dtype(self) -> torch.dtype:
         """That of the weights that are not quantised."""
-        plain = (one.parameters(recurse=False) for one in self.modules() if not isinstance(one, StoredLinear))
-        return next(one.dtype for one in itertools.chain.from_iterable(plain) if one.is_floating_point())
+        for module in self.modules():
+            for weight in module._parameters.values() if not isinstance(module, StoredLinear) else ():
+                if weight is not None and weight.is_floating_point():
+                    return weight.dtype
+        return torch.get_default_dtype()
 
     @property
     def stats(self):
