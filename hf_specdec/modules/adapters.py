@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -68,9 +68,9 @@ class Adapters:
     def of(cls, modules: Sequence[nn.Module]) -> Adapters:
         """The adapters of the model that is the first of `modules`, which are all its modules."""
         tuner = _of_peft("tuners_utils", "BaseTunerLayer")
-        kinds = set() if tuner is None else {kind for kind in set(map(type, modules)) if issubclass(kind, tuner)}
-        if not kinds:
+        if tuner is None or not any(map(issubclass, kinds := set(map(type, modules)), repeat(tuner))):
             return _NONE
+        kinds = {kind for kind in kinds if issubclass(kind, tuner)}
         lora = next(filter(is_lora_linear, kinds), None)
         layers = [module for module in modules if type(module) is lora]
         others = sorted(f"{kind.__module__}.{kind.__name__}" for kind in kinds if not is_lora_linear(kind))
