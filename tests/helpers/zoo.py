@@ -16,11 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import queue
-import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -39,6 +35,7 @@ from transformers import PreTrainedModel
 from zoo_columns import COLUMNS, columns_of
 from zoo_models import AS_DECODER, MAX_NEW_TOKENS, THEIRS, build, class_names, generate, is_sourced, prompts, rows_of
 from zoo_outcomes import CRASH, NO_TEXT, NOT_BUILT, REFUSED, RIGHT, WRONG, is_refusal, last_line
+from zoo_workers import Worker, serve
 
 import hf_specdec
 from hf_specdec import Drafter
@@ -215,67 +212,12 @@ def judge(result: Outcome, calls: dict[str, Call]) -> None:
         result.reason = by_outcome[REFUSED][0][1].reason
 
 
-def worker(source: Path | None) -> None:
-    """Read names of classes from standard input and write their outcomes to standard output, one a line."""
-    if source is not None:
-        zoo_sources.use(source)
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        print(json.dumps(asdict(run(line.strip()))), file=out, flush=True)
-
-
-class Worker:
-    """A process that runs classes, so that a class that hangs or dies affects no other.
-
-    Args:
-        source: a checkout of transformers, see `zoo_sources`.
-    """
-
-    def __init__(self, source: Path | None = None) -> None:
-        self._options = [] if source is None else ["--source", str(source)]
-        self._process: subprocess.Popen | None = None
-        self._lines: queue.Queue[str] = queue.Queue()
-
-    def run(self, name: str, seconds: float = SECONDS_PER_CLASS) -> Outcome:
-        """The outcome of class `name`; a CRASH if its process dies or takes more than `seconds`."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        self._process.stdin.write(name + "\n")
-        self._process.stdin.flush()
-        try:
-            line = self._lines.get(timeout=seconds)
-        except queue.Empty:
-            self.stop()
-            return Outcome(name, outcome=CRASH, error=f"took more than {seconds} s", seconds=seconds)
-        if not line:
-            return Outcome(name, outcome=CRASH, error=f"the process died with exit code {self._process.wait()}")
-        return Outcome(**json.loads(line))
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def _start(self) -> None:
-        self._process = process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", *self._options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self._lines = lines = queue.Queue()
-
-        def read() -> None:
-            for line in process.stdout:
-                lines.put(line)
-            lines.put("")
-
-        threading.Thread(target=read, daemon=True).start()
+def run_in(worker: Worker, name: str) -> Outcome:
+    """`run(name)` in a process of its own; a CRASH if that dies or takes too long."""
+    try:
+        return Outcome(**worker.run(name, SECONDS_PER_CLASS))
+    except (ChildProcessError, TimeoutError) as error:
+        return Outcome(name, outcome=CRASH, error=str(error))
 
 
 def table(outcomes: list[Outcome]) -> str:
@@ -397,18 +339,20 @@ def main() -> None:
     parser.add_argument("--source", type=Path, metavar="CHECKOUT", help="of transformers' repository, for its tests")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker:
-        worker(args.source)
-        return
+    source = []
     if args.source is not None:
         zoo_sources.use(args.source)  # refuses what is none
+        source = ["--source", str(args.source)]
+    if args.worker:
+        serve(lambda name: asdict(run(name)))
+        return
     if args.only and args.write:
         parser.error("--write is for all classes, not for those of --only")
-    process, outcomes = Worker(args.source), []
+    worker, outcomes = Worker(__file__, "--worker", *source), []
     if args.json:
         args.json.write_text("")
     for name in args.only or [*class_names(), *(f"{name}{WITH_IMAGES}" for name in KINDS_OF_IMAGES)]:
-        outcomes.append(outcome := process.run(name))
+        outcomes.append(outcome := run_in(worker, name))
         more = " ".join(f"{(outcome.columns.get(name) or ('-',))[0]:8}" for name in COLUMNS)
         why = outcome.error or outcome.reason
         line = f"{outcome.name:45} {outcome.engine or '-':7} {outcome.outcome:13} {more} {why}"
@@ -419,7 +363,7 @@ def main() -> None:
         if args.json:
             with args.json.open("a") as file:
                 file.write(json.dumps(asdict(outcome)) + "\n")
-    process.stop()
+    worker.stop()
     if args.write:
         args.write.parent.mkdir(exist_ok=True)
         args.write.write_text(table(outcomes))

@@ -6,8 +6,7 @@
 A round without a drafter, of a batch of one, in the shrunk configurations of `zoo_models` and in bfloat16. Tiny layers
 leave nothing but launches, so the ratio tells how many operations of a class have no kernel of this package. The file
 has, for each class, the GPU's microseconds of a round not compiled and compiled, or why there are none; the second
-command writes a section of docs/targets.md from it, as `zoo.py --write` does. A class has a process of its own, on the
-GPUs in turn.
+command writes a section of docs/targets.md from it, as `zoo.py --write` does. Processes are on the GPUs in turn.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import subprocess
-import sys
+import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
 import transformers
 import triton
 from zoo_models import build, class_names
+from zoo_outcomes import last_line
+from zoo_workers import Worker, serve
 
 from hf_specdec import NoDrafter
 from hf_specdec.bench.batches import random_batches
@@ -33,7 +32,7 @@ from hf_specdec.bench.measure import Bench, Case
 
 NEW_TOKENS = 48
 PROMPT_LENGTH = 16
-SECONDS_PER_CLASS = 200
+SECONDS_PER_CLASS = 150
 FILE = Path(__file__).parents[1] / "zoo" / "rounds.json"
 HEADING = "## Compiled rounds"
 # Lower bounds of the groups of classes in docs/targets.md: a round not compiled over a compiled one.
@@ -74,6 +73,7 @@ def with_section(text: str, found: dict) -> str:
 def rounds_of(name: str) -> list[float] | str:
     """Microseconds of a round of the class `name`, not compiled and compiled, or why there are none. On a CPU they are
     wall times."""
+    torch._dynamo.reset()  # what was compiled for the class before
     model = build(name).to("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16)
     times = []
     for compiled in (False, True):
@@ -91,33 +91,23 @@ def rounds_of(name: str) -> list[float] | str:
     return times
 
 
-def in_process(name: str, gpu: int) -> list[float] | str:
-    """`rounds_of(name)` by a process that sees one GPU."""
+def rounds_or_why(name: str) -> list[float] | str:
+    """`rounds_of(name)`, or its error."""
     try:
-        done = subprocess.run(
-            [sys.executable, __file__, "--only", name],
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS_PER_CLASS,
-        )
-    except subprocess.TimeoutExpired:
-        return f"took more than {SECONDS_PER_CLASS} s"
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return json.loads(done.stdout.strip().splitlines()[-1])[name]
+        return rounds_of(name)
+    except Exception as error:  # any error of a class that cannot be built or called like this
+        return last_line(error)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="CLASS", help="run this class in this process")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--write", type=Path, help="the file; classes that it has times of are not run again")
     parser.add_argument("--targets", type=Path, help="write the section of this page from `FILE`, and run nothing")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.only:
-        transformers.logging.set_verbosity_error()
-        print(json.dumps({args.only: rounds_of(args.only)}))
+    if args.worker:
+        serve(rounds_or_why)
         return
     if args.targets:
         args.targets.write_text(with_section(args.targets.read_text(), json.loads(FILE.read_text())))
@@ -127,11 +117,25 @@ def main() -> None:
     known = json.loads(args.write.read_text()) if args.write and args.write.exists() else {}
     times = {name: found for name, found in known.get("rounds", {}).items() if isinstance(found, list)}
     names = [name for name in class_names() if name not in times and hasattr(transformers, name.partition(" ")[0])]
-    gpus = itertools.cycle(range(max(torch.cuda.device_count(), 1)))
-    with ThreadPoolExecutor(args.processes) as pool:
-        for name, found in zip(names, pool.map(in_process, names, gpus), strict=True):
-            times[name] = found
-            print(name, found, flush=True)
+    gpus, own = itertools.cycle(range(max(torch.cuda.device_count(), 1))), threading.local()
+
+    def start() -> None:
+        environment = {"CUDA_VISIBLE_DEVICES": str(next(gpus)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        own.worker = Worker(__file__, "--worker", environment=environment)
+
+    def measure(name: str) -> tuple[str, list[float] | str]:
+        try:
+            found = own.worker.run(name, SECONDS_PER_CLASS)
+        except (ChildProcessError, TimeoutError) as error:
+            return name, str(error)
+        if isinstance(found, str) and "CUDA error" in found:
+            own.worker.stop()  # the GPU is lost to its process
+        return name, found
+
+    with ThreadPoolExecutor(args.processes, initializer=start) as pool:
+        for done in as_completed([pool.submit(measure, name) for name in names]):
+            name, times[name] = done.result()
+            print(name, times[name], flush=True)
             if args.write:
                 text = {"device": device, "versions": versions, "rounds": dict(sorted(times.items()))}
                 args.write.write_text(json.dumps(text, indent=1) + "\n")
