@@ -141,7 +141,7 @@ def _stored_linear(inputs, weight, bias, activation):
     wide = _wide_stored_tiles(inputs, weight) if activation is None else None
     if wide is not None:
         return linear_stored.linear(inputs, weight, bias, *wide)
-    return linear.linear(inputs, weight, bias, choose_stored_tiles(len(inputs), weight), activation)
+    return linear.linear(inputs, weight, bias, choose_stored_tiles(len(inputs), weight, inputs.itemsize), activation)
 
 
 def _expert_linear(inputs, weight, *args):

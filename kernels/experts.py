@@ -193,7 +193,7 @@ def expert_linear(inputs, weight, bias, plan, rows, is_transposed):
     if stored is None:
         out_block, in_block, num_warps, num_stages = _choose_tiles(rows, inputs.itemsize)
     else:
-        _, out_block, in_block, num_warps, num_stages = choose_stored_tiles(rows, stored)
+        _, out_block, in_block, num_warps, num_stages = choose_stored_tiles(rows, stored, inputs.itemsize)
     num_blocks = min(num_pairs, num_experts + 1 + num_pairs // rows)
     _expert_linear_kernel[(triton.cdiv(size_out, out_block), num_blocks)](
         inputs,

@@ -1,6 +1,7 @@
 """Tiles of the linear kernels, and the layers for which the kernels are faster than cuBLAS. It imports no Triton.
 
-The result does not depend on the tiles: all of them add the products of an output in the same order.
+The result does not depend on the tiles that are chosen for a weight, whatever the number of rows: all of them add the
+products of an output in the same order.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ MIN_FEATURES, _ALIGNMENT = 256, 8
 _ONE_WAVE = 264
 # Bytes of each row of a stored weight in a tile.
 _BYTES_OF_TILE = 64
-# Most input features of a tile of a stored weight; all depths divide it.
-MOST_STORED_DEPTH = 128
+# Most input features of a tile of a stored weight; all depths divide it. Most bytes of each row of the inputs.
+MOST_STORED_DEPTH, _BYTES_OF_INPUTS = 128, 256
 # Most rows for which stored weights use `linear`, and `linear_stored`, if the library has a product of its own.
 MAX_STORED_ROWS, MAX_WIDE_STORED_ROWS = 64, 256
 # Input features of a tile of `linear_stored`.
@@ -180,8 +181,8 @@ def choose_descriptor_tiles(rows: int, size_out: int, tiles: LinearTiles | None)
     return LinearTiles(128, 256, 64, 8, 3) if tiles.rows > 128 else LinearTiles(128, 128, 64, 8, 4)
 
 
-def choose_stored_tiles(rows: int, weight: StoredWeight) -> LinearTiles:
-    """Tiles of `linear` for a stored weight and any number of rows.
+def choose_stored_tiles(rows: int, weight: StoredWeight, itemsize: int) -> LinearTiles:
+    """Tiles of `linear` for a stored weight and any number of rows, with `itemsize` bytes an input.
 
     Measured on one H200 in bfloat16 (torch 2.11, Triton 3.6), microseconds at one row / by the bandwidth of a copy, for
     layers of 6144 x 4096, 4096 x 4096, 28672 x 4096 with their activation and 4096 x 14336: e4m3 with a scale for each
@@ -191,22 +192,24 @@ def choose_stored_tiles(rows: int, weight: StoredWeight) -> LinearTiles:
     which have no bank conflicts (a round with EAGLE-3 5.9 instead of 3.3 ms). Fetching 2, 4 or 8 lines instead of one
     of each row into the L2 cache at the start is no faster for any format and product (4 bits 27.1 / 28.1 / 32.3 /
     31.5). With inputs in registers 4 bits take 7.1, 5.8, 24.6, 16.4 at one row but 7.4, 6.0, 26.7, 18.5 at four, and
-    e4m3 8.4, 7.0, 36.2, 21.9.
+    e4m3 8.4, 7.0, 36.2, 21.9. Of 8 bits with more than 8 rows the depth was not measured: it is that of few rows, since
+    the order of a sum depends on it.
     """
     size_out, size_in = weight.shape[-2:]
     is_halves = weight.values.shape[-1] < size_in
-    depth = _BYTES_OF_TILE * (2 if is_halves else 1)
+    is_deep = weight.group % MOST_STORED_DEPTH == 0
+    depth = MOST_STORED_DEPTH if is_deep else _BYTES_OF_TILE * (2 if is_halves else 1)
     if weight.codes is None or weight.scales.dtype not in SCALES_OF_NUMBERS:
         depth = min(depth, weight.group)
+    depth = min(depth, _BYTES_OF_INPUTS // itemsize)
     if rows <= 8:
-        is_deep = weight.group % MOST_STORED_DEPTH == 0
-        depth = MOST_STORED_DEPTH if is_deep else depth
         if size_out > 8192 and (is_deep or is_halves):
             return LinearTiles(8, 32, depth, 4, 3)
         return LinearTiles(8, 16, depth, 4, 4 if is_deep or is_halves else 6)
+    is_large = is_deep and not is_halves
     if rows <= 16 or (rows <= 32 and (is_halves or size_out < 8192)):
-        return LinearTiles(16, 32, depth, 4, 4)
-    return LinearTiles(32, 32 if is_halves else 64, depth, 4, 3)
+        return LinearTiles(16, 32, depth, 4, 3 if is_large else 4)
+    return LinearTiles(32, 32 if is_halves or is_large else 64, depth, 4, 3)
 
 
 def choose_wide_stored_tiles(rows: int, weight: StoredWeight) -> tuple[LinearTiles, int] | None:

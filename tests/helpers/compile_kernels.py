@@ -3,7 +3,7 @@
 Triton's interpreter, which tests of kernels use there, accepts code that the compiler refuses. So the tests of kernels
 run once more, with a launch that compiles to PTX and launches nothing; their results are ignored. For each kernel, and
 each set of given arguments and set flags, the first few variants are compiled (`--most`), for sm_90 (`--arch`). The
-exit code is 1 if any is refused.
+exit code is 1 if any is refused, or needs more shared memory than an H100 has.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 TESTS = Path(__file__).parent.parent / "kernels_"
+MOST_SHARED = 232448  # bytes of a program on an H100 or H200
 
 
 class NoGpu:
@@ -34,7 +35,7 @@ class NoGpu:
         self.get_current_stream = lambda device: 0
         self.launcher_cls = lambda source, metadata: None
         self.utils = SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": 232448},
+            get_device_properties=lambda device: {"max_shared_mem": MOST_SHARED},
             load_binary=lambda name, binary, shared, device: (1, 1, 32, 0, 1024),
             unload_module=lambda module: None,
         )
@@ -83,7 +84,9 @@ class Compiling:
             self.variants[name] += 1
             options.pop("launch_pdl", None)
             try:
-                run(kernel, *args, grid=grid, warmup=True, **options)
+                shared = run(kernel, *args, grid=grid, warmup=True, **options).metadata.shared
+                if shared > MOST_SHARED:
+                    raise ValueError(f"{shared} bytes of shared memory, at most {MOST_SHARED}")
             except Exception as error:  # whatever the compiler raises
                 self.refused[name] = str(error)
 

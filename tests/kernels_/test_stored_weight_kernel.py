@@ -29,7 +29,7 @@ FEW = ["e4m3 blocks", "int8 groups", "int4 zero points", "nvfp4", "nf4 twice"]
 
 def tiles_for(weight):
     """All that `choose_stored_tiles` can return for it, each once."""
-    return list(dict.fromkeys(choose_stored_tiles(rows, weight) for rows in (8, 16, 32, 33)))
+    return list(dict.fromkeys(choose_stored_tiles(rows, weight, DTYPES[-1].itemsize) for rows in (8, 16, 32, 33)))
 
 
 def inputs_for(rows, size_in, dtype):
@@ -93,6 +93,16 @@ def test_bits_do_not_depend_on_rows(kind):
         for rows in (5, 16) if DEVICE == "cpu" else (5, 16, 33, 40):
             if DEVICE == "cuda" or tiles == tiles_for(weight)[0]:  # as in test_linear_kernel
                 assert torch.equal(linear(inputs[:rows], weight, None, tiles)[3:4], expected), (tiles, rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiles_of_a_weight_are_equally_deep(kind):
+    """The order of a sum depends on the depth, also among 16 inputs."""
+    for size_out, size_in in ((64, 320), (16384, 256)):
+        weight = stored_weight(kind, size_out, size_in)
+        for itemsize in (2, 4):
+            tiles = (choose_stored_tiles(rows, weight, itemsize) for rows in (1, 8, 9, 16, 17, 32, 33, 64, 5000))
+            assert len({one.depth for one in tiles}) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
