@@ -76,7 +76,9 @@ def _model_bytes(model: PreTrainedModel) -> int:
 
 
 def _kv_bytes(config: PreTrainedConfig, batch: int, length: float, itemsize: int) -> int:
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:  # all layers are recurrent
+        return 0
     if getattr(config, "kv_lora_rank", None):
         a_token = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
     else:

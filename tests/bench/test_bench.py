@@ -500,6 +500,8 @@ def test_bytes_of_a_round():
     assert more[2] - more[1] == more[1] - more[0]
     read = sum(map(torch.Tensor.numel, eagle.parameters())) - eagle.embed_tokens.weight.numel()
     assert more[0] == weights + 10 * cached + 4 * read + 2 * 2 * 8 * 4 * 10
+    recurrent = family_target("mamba")
+    assert round_bytes(recurrent, None, 0, batch=3, length=10) == round_bytes(recurrent, None, 0, batch=1, length=99)
     for name in ("dflash", "dspark", "dflash2", "domino"):  # one pass, then K steps
         drafter = RANDOM_DRAFTERS[name](target, layer_types=["full_attention"] * 3)
         sizes = {name: parameter.numel() for name, parameter in drafter.named_parameters()}
