@@ -57,7 +57,7 @@ def section(found: dict) -> list[str]:
         "",
         "| times as long | classes |",
         "|---|---|",
-        *(f"| {f'at least {bound}' if bound else 'less'} | {', '.join(names)} |" for bound, names in groups.items() if names),
+        *(f"| {f'at least {bound}' if bound else 'less'} | {', '.join(of)} |" for bound, of in groups.items() if of),
         "",
         f"Not measured: {sum(reasons.values())} classes, which do not run on the static engine in these settings.",
         "",
