@@ -86,7 +86,7 @@ def rounds_of(name: str) -> list[float] | str:
         if case.error:
             return case.error
         if model.device.type == "cuda" and not case.engine.endswith("not compiled" if not compiled else ", compiled"):
-            return case.engine
+            return f"compile={compiled}: {case.engine}"
         times.append(round(1e3 * (case.gpu_ms_per_round or case.ms_per_round.median), 1))
     return times
 
