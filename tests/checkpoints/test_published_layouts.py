@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from dialects import PLAIN, VARIANTS, make_weights, tiny_target, write, write_draft_model
-from eight_bits import dequantised_state, quantise, stored_layers
+from few_bits import dequantised_state, quantise, stored_layers
 from lossless import greedy
 from mtp import publish
 from refused_loading import refuse

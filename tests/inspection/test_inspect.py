@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from dialects import PEAGLE, Spec, make_weights, tiny_target, write, write_draft_model
-from eight_bits import quantise
+from few_bits import quantise
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, DistilBertConfig, GPTNeoXConfig, T5Config, ViTConfig
 
