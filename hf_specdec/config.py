@@ -115,6 +115,7 @@ class DrafterConfig(PreTrainedConfig):
                 )
         self.target: PreTrainedConfig | None = None
         self._complete()
+        kwargs.pop("quantization_config", None)  # by which transformers would convert layers that `stored_layers` has
         super().__post_init__(**kwargs)
 
     def _complete(self) -> None:

@@ -7,12 +7,14 @@ import json
 import pytest
 import torch
 from case_counts import cases
+from compressed import arguments, save_compressed
 from few_bits import EIGHT_BITS, FORMS, FOUR_BITS, dequantised_state, save_quantised, stored_layers
 from graph_stand_ins import tape_on_cpu
 from lossless import greedy
 from oracle import RANDOM_DRAFTERS, random_eagle3, random_mtp
 from safetensors.torch import load_file
 from targets import build_target, padded_prompts, set_policy
+from torch import nn
 
 from hf_specdec import AutoDrafter, ops
 from hf_specdec.inspection.self_check import with_interpretation
@@ -75,6 +77,37 @@ def test_drafts_are_those_of_the_dequantised_drafter(family, form, target, text,
     assert drafts(target, drafter) == drafts(target, plain)
     assert torch.equal(greedy(target, INPUTS, drafter, 3), text)
     assert drafter.stats.engine == "static" and stored_layers(drafter).keys() == layers.keys()
+
+
+# Weights and inputs, by form.
+LIBRARY = {
+    "int4": ((4, "int", "group"), {"group_size": 32}, None),
+    "int4-rows": ((4, "int", "channel"), {}, None),
+    "nvfp4": ((4, "float", "tensor_group"), {"group_size": 16, "scale_dtype": torch.float8_e4m3fn}, None),
+    "mxfp4": ((4, "float", "group"), {"group_size": 32, "scale_dtype": torch.uint8, "zp_dtype": torch.uint8}, None),
+    "int8": ((8, "int", "channel"), {}, (8, "int", "token")),
+    "rows": ((8, "float", "channel"), {}, (8, "float", "token")),
+}
+
+
+@pytest.mark.parametrize("form", LIBRARY)
+@pytest.mark.parametrize("random_drafter", [random_eagle3, random_mtp])
+def test_drafters_that_the_library_compresses(random_drafter, form, target, text, tmp_path):
+    """Some layers; weights are those that the library decompresses, which rounds those in e2m1 to bfloat16."""
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    weights, options, inputs = LIBRARY[form]
+    theirs, weights = random_drafter(target), arguments(*weights, **options)
+    inputs = inputs and arguments(*inputs, dynamic=True)
+    save_compressed(theirs, tmp_path, weights, inputs, ignore=["re:.*down_proj", "lm_head"])
+    drafter, plain = (AutoDrafter.from_pretrained(tmp_path, target, dtype=dtype) for dtype in (None, torch.float32))
+    compressors.ModelCompressor.from_pretrained_model(theirs).decompress_model(theirs)
+    linear = {name for name, one in theirs.named_modules() if isinstance(one, nn.Linear)}
+    assert stored_layers(drafter).keys() == {one for one in linear if not one.endswith(("down_proj", "lm_head"))}
+    own, expected = dequantised_state(drafter), theirs.state_dict()
+    for name, one in plain.state_dict().items():
+        for found in (own[name], one):
+            torch.testing.assert_close(found, expected[name].to(found.dtype), rtol=0.01, atol=1e-6)
+    assert torch.equal(greedy(target, INPUTS, drafter, 3), text)
 
 
 @pytest.mark.parametrize("form", ["rows", "int4", "nvfp4"])
