@@ -18,27 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..modules.stored_linear import (
-    DIVISOR,
-    KINDS,
-    PACKED,
-    SCALES,
-    WEIGHT,
-    ZEROS,
-    layout_of,
-    scales_shape,
-    stored_weight,
-)
+from ..modules.stored_linear import KINDS, PACKED, SCALES, layout_of, scales_shape, stored_weight
 from ..modules.weights import is_known
 from ..ops import dequantise_weight
 
-# Dtypes of parts of quantised weights in headers and pickled files, where torch has another name, or the exponents of
-# e8m0 are bytes.
+# Dtypes in headers and pickled files by torch's names. Exponents of e8m0 are bytes.
 _DTYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "uint8", "float8_e8m0fnu": "uint8"}
 _DTYPES |= {"I8": "int8", "I32": "int32", "U8": "uint8"}
-# The parts of a quantised weight by what follows its name.
-_PARTS = {"": WEIGHT, "_packed": PACKED, "_scale": SCALES, "_scale_inv": SCALES, "_global_scale": DIVISOR}
-_PARTS |= {"_zero_point": ZEROS}
+# What follows the name of a quantised weight in those of its parts.
+_SUFFIXES = ("", "_packed", "_scale", "_scale_inv", "_global_scale", "_zero_point")
 
 # Scales of activations and of quantised caches, which bfloat16 weights do not need.
 _UNUSED = re.compile(r"(.*\.)?((input|output|[qkv]|prob)_scale|input_global_scale)")
@@ -138,7 +126,7 @@ def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
 def _quantised(name: str, tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> StoredTensor | None:
     """The weight whose numbers are called `name`; None unless it is quantised in a form that is read here."""
     numbers, stem = tensors[name], name.removesuffix("_packed")
-    names = {part: f"{stem}{suffix}" for suffix, part in _PARTS.items() if f"{stem}{suffix}" in tensors}
+    names = {f"weight{end}".removesuffix("_inv"): stem + end for end in _SUFFIXES if stem + end in tensors}
     if SCALES not in names or len(numbers.shape) < 2 or 0 in numbers.shape:
         return None
     dtypes = {part: _DTYPES.get(tensors[one].dtype, tensors[one].dtype) for part, one in names.items()}
