@@ -26,7 +26,7 @@ from ..ops import dequantise_weight
 _DTYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "uint8", "float8_e8m0fnu": "uint8"}
 _DTYPES |= {"I8": "int8", "I32": "int32", "U8": "uint8"}
 # What follows the name of a quantised weight in those of its parts.
-_SUFFIXES = ("", "_packed", "_scale", "_scale_inv", "_global_scale", "_zero_point")
+_SUFFIXES = ("", "_packed", "_scale", "_scale_inv", "_global_scale")
 
 # Scales of activations and of quantised caches, which bfloat16 weights do not need.
 _UNUSED = re.compile(r"(.*\.)?((input|output|[qkv]|prob)_scale|input_global_scale)")
