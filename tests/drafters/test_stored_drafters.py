@@ -220,8 +220,9 @@ def test_kernels_compute_them_in_captured_rounds(family, form, target, text, pro
     assert drafts(target, drafter) == drafts(target, plain)
 
 
-def test_batch_invariant_calls(target, text, products, tmp_path):
-    drafter = AutoDrafter.from_pretrained(saved("eagle3", "rows", target, tmp_path), target, batch_invariant=True)
+@pytest.mark.parametrize("form", ["rows", "int4", "nvfp4"])
+def test_batch_invariant_calls(form, target, text, products, tmp_path):
+    drafter = AutoDrafter.from_pretrained(saved("eagle3", form, target, tmp_path), target, batch_invariant=True)
     found = greedy(target, INPUTS, drafter, 2, max_new_tokens=4)
     assert torch.equal(found, text[:, : found.shape[1]])
     assert drafter.stats.batch_invariant and any(isinstance(one, StoredWeight) for one in products)
