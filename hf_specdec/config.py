@@ -67,8 +67,8 @@ class DrafterConfig(PreTrainedConfig):
         target_name_or_path: name of the target that the drafter was trained for, if the checkpoint states it.
         parallel_drafting: whether one pass drafts all K tokens, with mask tokens at positions without a token.
         mask_token_id: id of the mask token.
-        stored_layers: by name, the linear layers that hold quantised weights: the dtype of the numbers, and how many
-            outputs and inputs have a common scale.
+        stored_layers: by name, the linear layers that hold quantised weights: the kind of their numbers, a key of
+            `stored_linear.KINDS`, and how many outputs and inputs have a common scale.
 
     Attributes:
         target: configuration of the target that the drafter is bound to; None before `bind`. Not saved.
@@ -115,6 +115,7 @@ class DrafterConfig(PreTrainedConfig):
                 )
         self.target: PreTrainedConfig | None = None
         self._complete()
+        kwargs.pop("quantization_config", None)  # by which transformers would convert layers that `stored_layers` has
         super().__post_init__(**kwargs)
 
     def _complete(self) -> None:

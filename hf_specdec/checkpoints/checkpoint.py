@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,9 +14,8 @@ import torch
 from transformers import logging as hf_logging
 
 from ..host.serving import cached_file, extract_commit_hash
-from ..kernels.types import StoredWeight
 from .limits import check_settings
-from .weight_files import StoredTensor, read_headers, read_stored, with_scales
+from .weight_files import StoredTensor, read_headers, read_stored, with_parts
 
 CONFIG_FILE = "config.json"
 # In the order in which transformers prefers them.
@@ -36,6 +36,12 @@ _MISTRAL_FILE = "params.json"
 _MASK_FILE = "mask_embedding.pt"
 # PARD-2's projection of the target's hidden states, a pickled file beside the draft model's weights.
 PROJECTION_FILE = "warp_model.bin"
+
+# Parts of quantised weights in any form, by the last parts of their names.
+_PART = re.compile(
+    r"(.*[._])?(scale|scales|scale_inv|scale_2|global_scale|zero_point|weight_packed|weight_shape|qweight|qzeros|g_idx"
+    r"|SCB|weight_format|absmax|quant_map|nested_absmax|nested_quant_map|blocks|bitsandbytes__\w+)"
+)
 
 # Most missing tensors, unexpected tensors, or wrong shapes that an error message names.
 MAX_NAMED_TENSORS = 16
@@ -61,8 +67,8 @@ class Checkpoint:
         name: repository or folder as the user gave it, with the subfolder.
         folder: the folder of the files: the given one, or the Hub cache's snapshot of a commit.
         config: content of `config.json`.
-        tensors: the selected tensors of the weight files, by their names in the files, without the scales of quantised
-            tensors, which are read with them. None for a drafter with random weights.
+        tensors: the selected tensors of the weight files, by their names in the files, without the parts of quantised
+            weights, which are called `weight`. None for a drafter with random weights.
         variant: see `open_checkpoint`.
     """
 
@@ -72,13 +78,28 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor] | None
     variant: str | None = None
 
-    def read(self, kept: Collection[str] = ()) -> dict[str, torch.Tensor | StoredWeight]:
-        """Load `tensors` and no other tensors of their files. Quantised tensors are dequantised, but for the `kept`."""
+    def read(self, kept: Collection[str] = ()) -> dict[str, torch.Tensor | dict[str, torch.Tensor]]:
+        """Load `tensors` and no other tensors of their files; see `read_stored`."""
         return read_stored(self.tensors, kept)
 
     def only(self, names: Collection[str]) -> Checkpoint:
         """The checkpoint with only the tensors called `names`."""
         return replace(self, tensors={name: self.tensors[name] for name in names})
+
+    def check_not_quantised(self, names: Iterable[str], what: str = "weights") -> None:
+        """Raise `ValueError` if one of the `names` in the files is that of a part of a quantised weight in a form that
+        is not read."""
+        part = next((name for name in names if _PART.fullmatch(name)), None)
+        if part is None:
+            return
+        layer = part.rpartition(".")[0] + "."
+        own = [f"{name} {one.dtype} {list(one.shape)}" for name, one in self.tensors.items() if name.startswith(layer)]
+        raise ValueError(
+            f"The {what} of {self.name} are quantised in a form that is not read here (they have {', '.join(own)}); "
+            "expected bfloat16, float16 or float32; 8 bits with a scale for a tensor, its rows, or blocks or groups of "
+            "sizes in config.json; or symmetric 4 bits of compressed-tensors, weight_packed and weight_scale, in NVFP4 "
+            f"weight_global_scale, too. Use a checkpoint whose {what} are not quantised."
+        )
 
     def check_loaded(self, info: Mapping[str, Any]) -> None:
         """Raise `ValueError` if transformers' loading `info` lists a tensor that was not loaded as it is."""
@@ -234,7 +255,7 @@ def open_checkpoint(
     projection = files.fetch(PROJECTION_FILE) if has_projection(config) else None
     tensors = read_headers([*weights, *([projection] if projection is not None else [])])
     kept = set(selected(tensors.keys()))
-    tensors = with_scales({key: tensors[key] for key in tensors if key in kept}, config)
+    tensors = with_parts({key: tensors[key] for key in tensors if key in kept}, config)
     return Checkpoint(files.name, config_file.parent, config, tensors, variant)
 
 

@@ -1,8 +1,8 @@
 """Weight files of checkpoints: headers and tensors, quantised ones included.
 
-8-bit weights with scales are read as they are, or dequantised; other quantised forms are refused. Names and layouts are
-those of DeepSeek and transformers (`weight_scale_inv`, by blocks), and of compressed-tensors and NVIDIA ModelOpt
-(`weight_scale`, for a tensor, its rows or its blocks).
+Weights in 8 or 4 bits are read as they are, or dequantised; other quantised forms are refused. Names and layouts are
+those of DeepSeek and transformers (`weight_scale_inv`, by blocks), of compressed-tensors (`weight_scale`, for a tensor,
+its rows, groups or blocks; packed numbers of 4 bits), and of NVIDIA ModelOpt's FP8.
 """
 
 from __future__ import annotations
@@ -18,70 +18,48 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..kernels.types import StoredWeight
+from ..modules.stored_linear import KINDS, PACKED, SCALES, layout_of, scales_shape, stored_weight
+from ..modules.weights import is_known
 from ..ops import dequantise_weight
 
-# Dtypes that the kernels compute with, by their names in headers and in pickled files.
-_STORED_KINDS = {"F8_E4M3": "float8_e4m3fn", "float8_e4m3fn": "float8_e4m3fn", "I8": "int8", "int8": "int8"}
-_EIGHT_BITS = {*_STORED_KINDS, "F8_E5M2", "float8_e5m2"}
-_SCALE_SUFFIXES = ("_scale_inv", "_scale")
-# The published size of blocks, if config.json does not state it.
-BLOCK = 128
+# Dtypes in headers and pickled files by torch's names. Exponents of e8m0 are bytes.
+_DTYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "uint8", "float8_e8m0fnu": "uint8"}
+_DTYPES |= {"I8": "int8", "I32": "int32", "U8": "uint8"}
+# What follows the name of a quantised weight in those of its parts.
+_SUFFIXES = ("", "_packed", "_scale", "_scale_inv", "_global_scale")
 
 # Scales of activations and of quantised caches, which bfloat16 weights do not need.
 _UNUSED = re.compile(r"(.*\.)?((input|output|[qkv]|prob)_scale|input_global_scale)")
-# Parts of quantised weights, by the last parts of their names.
-_PARTS = re.compile(
-    r"(.*[._])?(scale|scales|scale_inv|scale_2|global_scale|zero_point|weight_packed|weight_shape|qweight|qzeros|g_idx"
-    r"|SCB|weight_format|absmax|quant_map|nested_absmax|nested_quant_map|blocks|bitsandbytes__\w+)"
-)
-
-
-class Scale(NamedTuple):
-    """The tensor that multiplies a quantised weight, with one entry for each block of `rows` outputs and `group`
-    inputs."""
-
-    name: str
-    file: Path
-    rows: int
-    group: int
-
-    def shape_for(self, weight: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the scales of a weight of shape `weight`."""
-        *outer, size_out, size_in = weight
-        return *outer, -(-size_out // self.rows), -(-size_in // self.group)
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint, from its file's header. A quantised weight has a `scale`."""
+    """A tensor of a checkpoint, from its file's header, or a quantised weight.
+
+    Attributes:
+        shape: of a quantised weight that of the numbers, unpacked.
+        dtype: as in the header; of packed numbers their kind.
+        layout: of a quantised weight, see `layout_of`: kind, and outputs and inputs of a scale.
+        parts: the names in the files, and these, of the parts of a quantised weight.
+        can_stay: whether a linear layer can hold it as it is, since the kernels know its layout.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     file: Path
-    scale: Scale | None = None
-
-    @property
-    def stored_form(self) -> list[Any] | None:
-        """Its entry of `DrafterConfig.stored_layers`; None if a linear layer cannot hold it as it is, since the kernels
-        do not know its dtype, or a saved drafter does not tell its block."""
-        kind = _STORED_KINDS.get(self.dtype)
-        if self.scale is None or kind is None or len(self.shape) != 2:
-            return None
-        block, (size_out, size_in) = [self.scale.rows, self.scale.group], self.shape
-        is_told = block in ([size_out, size_in], [1, size_in], [BLOCK, BLOCK])
-        return [kind, *block] if is_told else None
+    layout: tuple[str, int, int] | None = None
+    parts: Mapping[str, tuple[str, Path]] | None = None
+    can_stay: bool = False
 
 
 def read_stored(
     tensors: Mapping[str, StoredTensor], kept: Collection[str] = ()
-) -> dict[str, torch.Tensor | StoredWeight]:
-    """Load tensors, by name, from their files. Quantised tensors are dequantised to bfloat16, except those that are
-    `kept`."""
-    scales = {name: tensor.scale for name, tensor in tensors.items() if tensor.scale is not None}
+) -> dict[str, torch.Tensor | dict[str, torch.Tensor]]:
+    """Load tensors, by name, from their files. Quantised weights are dequantised to bfloat16, except those that are
+    `kept`: of these the parts are returned, as of a `StoredLinear`."""
     by_file: dict[Path, list[str]] = {}
-    places = {name: tensor.file for name, tensor in tensors.items()} | {one.name: one.file for one in scales.values()}
-    for name, file in places.items():
-        by_file.setdefault(file, []).append(name)
+    for name, tensor in tensors.items():
+        for part, file in [(name, tensor.file)] if tensor.parts is None else tensor.parts.values():
+            by_file.setdefault(file, []).append(part)
     found: dict[str, Any] = {}
     for file, names in by_file.items():
         if file.suffix == ".safetensors":
@@ -90,11 +68,17 @@ def read_stored(
         else:
             state = _load_pickle(file)
             found |= {name: state[name] for name in names}
-    for name, scale in scales.items():
-        shape, factors = scale.shape_for(tensors[name].shape), found.pop(scale.name).float().flatten()
-        factors = factors.expand(math.prod(shape)).reshape(shape)
-        stored = StoredWeight(found[name], factors, None, scale.rows, scale.group)
-        found[name] = stored if name in kept else dequantise_weight(stored, torch.float32).bfloat16()
+    for name, tensor in tensors.items():
+        if tensor.parts is None:
+            continue
+        kind, rows, group = tensor.layout
+        parts = {part: found.pop(published) for part, (published, _) in tensor.parts.items()}
+        shape, scales, dtype = scales_shape(tensor.shape, rows, group), parts[SCALES], KINDS[kind][SCALES]
+        scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
+        scales = scales.float() if dtype == torch.float32 else scales.view(dtype)
+        parts[SCALES] = scales.flatten().expand(math.prod(shape)).reshape(shape)
+        stored = stored_weight(parts, rows, group)
+        found[name] = parts if name in kept else dequantise_weight(stored, torch.float32).bfloat16()
     return found
 
 
@@ -139,62 +123,53 @@ def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def _find_scale(name: str, tensors: Mapping[str, Any], block: tuple[int, int] | None) -> Scale | None:
-    """The scale of the weight called `name`; None unless it is quantised in a form that is read here."""
-    weight = tensors[name]
-    scale_name = next((name + suffix for suffix in _SCALE_SUFFIXES if name + suffix in tensors), None)
-    is_matrix = weight.dtype in _EIGHT_BITS and len(weight.shape) > 1 and 0 not in weight.shape
-    if not is_matrix or scale_name is None or f"{name}_zero_point" in tensors:
+def _quantised(name: str, tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> StoredTensor | None:
+    """The weight whose numbers are called `name`; None unless it is quantised in a form that is read here."""
+    numbers, stem = tensors[name], name.removesuffix("_packed")
+    names = {f"weight{end}".removesuffix("_inv"): stem + end for end in _SUFFIXES if stem + end in tensors}
+    if SCALES not in names or len(numbers.shape) < 2 or 0 in numbers.shape:
         return None
-    found, (size_out, size_in) = tensors[scale_name], weight.shape[-2:]
-    stated = [] if block is None else [block]
-    for rows, group in ((size_out, size_in), (1, size_in), *stated, (BLOCK, BLOCK)):
-        scale = Scale(scale_name, found.file, rows, group)
-        if _stripped(found.shape) in ((), _stripped(scale.shape_for(weight.shape))):
-            return scale
-    return None
+    dtypes = {part: _DTYPES.get(tensors[one].dtype, tensors[one].dtype) for part, one in names.items()}
+    parts = {
+        part: torch.empty(tensors[one].shape, dtype=getattr(torch, dtypes[part], torch.float32), device="meta")
+        for part, one in names.items()
+    }
+    found = layout_of(parts, _stated_blocks(config, stem.removesuffix(".weight")))
+    if found is None:
+        return None
+    shape, kind, *block = found
+    can_stay = len(shape) == 2 and is_known(stored_weight(parts, *block))
+    places = {part: (one, tensors[one].file) for part, one in names.items()}
+    dtype = kind if PACKED in parts else numbers.dtype
+    return StoredTensor(shape, dtype, numbers.file, (kind, *block), places, can_stay)
 
 
-def _stripped(shape: Sequence[int]) -> tuple[int, ...]:
-    """`shape` without trailing dimensions of size 1, which exporters leave out."""
-    return tuple(shape[: max((end for end, size in enumerate(shape, start=1) if size != 1), default=0)])
-
-
-def _stated_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a block in the `quantization_config` of config.json; None if it states none."""
-    text = config.get("text_config")
-    for source in (config, text if isinstance(text, Mapping) else {}):
-        settings = source.get("quantization_config")
+def _stated_blocks(config: Mapping[str, Any], layer: str) -> list[list[int]]:
+    """Rows and columns of blocks and groups that config.json states: its entry in `DrafterConfig.stored_layers`, or
+    the sizes in `quantization_config`."""
+    stored, found = config.get("stored_layers"), []
+    if isinstance(stored, Mapping) and isinstance(stored.get(layer), list):
+        found.append(stored[layer][1:])
+    for source in (config, config.get("text_config")):
+        settings = source.get("quantization_config") if isinstance(source, Mapping) else None
         if not isinstance(settings, Mapping):
             continue
         groups = settings.get("config_groups")
         weights = [one.get("weights") for one in (groups.values() if isinstance(groups, Mapping) else ()) if one]
-        blocks = [one.get("block_structure") for one in weights if isinstance(one, Mapping)]
-        for block in (settings.get("weight_block_size"), *blocks):
-            if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
-                return block[0], block[1]
-    return None
+        for one in (settings, *(one for one in weights if isinstance(one, Mapping))):
+            found += [one.get("weight_block_size"), one.get("block_structure"), [1, one.get("group_size")]]
+    return [
+        block
+        for block in found
+        if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    ]
 
 
-def check_not_quantised(names: Collection[str], checkpoint: str, what: str = "weights") -> None:
-    """Raise `ValueError` if one of the tensor `names` of a checkpoint belongs to a quantised weight for which
-    `_find_scale` found no scale."""
-    parts = [name for name in names if _PARTS.fullmatch(name)]
-    if parts:
-        raise ValueError(
-            f"The {what} of {checkpoint} are quantised in a form that is not read here (they have {parts[0]}); "
-            "expected bfloat16, float16 or float32, or 8 bits with a scale for a tensor, its rows or its blocks. Use a "
-            f"checkpoint whose {what} are not quantised."
-        )
-
-
-def with_scales(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """`tensors`, where quantised weights include their scales, without the tensors of scales."""
-    block = _stated_block(config)
-    scales = {name: _find_scale(name, tensors, block) for name in tensors}
-    parts = {scale.name for scale in scales.values() if scale is not None}
-    return {
-        name: tensor._replace(scale=scales[name])
-        for name, tensor in tensors.items()
-        if name not in parts and not _UNUSED.fullmatch(name)
-    }
+def with_parts(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """`tensors`, where quantised weights include their parts and are called `weight`, without the tensors of parts."""
+    weights = {name.removesuffix("_packed"): _quantised(name, tensors, config) for name in tensors}
+    weights = {name: weight for name, weight in weights.items() if weight is not None}
+    parts = {part for weight in weights.values() for part, _ in weight.parts.values()}
+    parts |= {f"{name}_shape" for name in weights}
+    others = {name: one for name, one in tensors.items() if name not in parts and not _UNUSED.fullmatch(name)}
+    return others | weights

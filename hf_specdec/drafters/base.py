@@ -17,12 +17,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..cache.layer_kinds import LayerKinds
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.tensors import KEY_MAPPING, check_draft_vocabulary, is_ignored, is_plain, rename
-from ..checkpoints.weight_files import check_not_quantised
 from ..config import AUTO, DrafterConfig, check_int, check_num_or_auto, check_type
-from ..kernels.types import MOST_WORDS, WORD_BITS, Proposal, StoredWeight, VerificationResult
+from ..kernels.types import MOST_WORDS, WORD_BITS, Proposal, VerificationResult
 from ..modules.hidden_states import num_decoder_layers
 from ..modules.locks import lock_of
-from ..modules.stored_linear import SCALES, StoredLinear, keep_stored, store_eight_bits
+from ..modules.stored_linear import StoredLinear, keep_stored, store_empty
 from ..modules.weights import num_bytes
 from ..ops import FLOAT8
 from ..state import DecodeState, Shape
@@ -169,8 +168,7 @@ class Drafter(PreTrainedModel):
         stored = self.config.stored_layers or {}
         for name, one in self.named_modules():
             if name in stored and type(one) is nn.Linear:
-                kind, rows, group = stored[name]
-                store_eight_bits(one, getattr(torch, kind), rows, group)
+                store_empty(one, *stored[name])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -288,12 +286,12 @@ class Drafter(PreTrainedModel):
             plain = cls.load_checkpoint(checkpoint, config, weights, device_map="meta", ignore_mismatched_sizes=True)
         check_draft_vocabulary(checkpoint, config)
         published, heads = cls.tensor_names(checkpoint, config), (config.vocab_size, config.draft_vocab_size)
-        forms = {
-            name: checkpoint.tensors[published[f"{name}.weight"]].stored_form
+        found = {
+            name: checkpoint.tensors[published[f"{name}.weight"]]
             for name, one in plain.named_modules()
             if type(one) is nn.Linear and one.out_features not in heads and f"{name}.weight" in published
         }
-        config.stored_layers = {name: form for name, form in forms.items() if form is not None} or None
+        config.stored_layers = {name: [*one.layout] for name, one in found.items() if one.can_stay} or None
 
     @classmethod
     def tensor_names(cls, checkpoint: Checkpoint, config: DrafterConfig) -> dict[str, str]:
@@ -319,14 +317,13 @@ class Drafter(PreTrainedModel):
         Raises:
             ValueError: a weight was not loaded, or a tensor of the files was not used.
         """
-        names, stored, state, used = cls.tensor_names(checkpoint, config), config.stored_layers or {}, {}, set()
+        names, state, used = cls.tensor_names(checkpoint, config), {}, set()
+        kept = {names[f"{layer}.weight"] for layer in config.stored_layers or ()}
         if weights is None:
-            weights = checkpoint.read([names[f"{layer}.weight"] for layer in stored])
+            weights = checkpoint.read(kept)
         for name, published in names.items():
-            weight, parts = weights[published], {}
-            if isinstance(weight, StoredWeight):
-                parts[name.removesuffix("weight") + SCALES], weight = weight.scales, weight.values
-            parts[name] = weight
+            weight, prefix = weights[published], name.removesuffix("weight")
+            parts = {prefix + part: one for part, one in weight.items()} if published in kept else {name: weight}
             # Tensors that are saved must not share memory.
             state |= {part: one.clone() if published in used else one for part, one in parts.items()}
             used.add(published)
@@ -335,7 +332,7 @@ class Drafter(PreTrainedModel):
                 None, config=config, state_dict=state, output_loading_info=True, **options
             )
         unexpected = [name for name in info["unexpected_keys"] if not is_ignored(name, config)]
-        check_not_quantised(unexpected, checkpoint.name)
+        checkpoint.check_not_quantised(names.get(name, name) for name in unexpected)
         checkpoint.check_loaded({**info, "unexpected_keys": unexpected})
         return drafter
 
@@ -523,7 +520,8 @@ class Drafter(PreTrainedModel):
             elif not is_plain(found):
                 problems.append(f"{name} is a {type(found).__name__}, which is quantised or sharded")
             elif isinstance(found, nn.Parameter) and (found.itemsize == 1 or not found.is_floating_point()):
-                if tensor.dtype != found.dtype or (f"{name}_scale" in own and f"{name}_scale" not in weights):
+                parts = name.removesuffix("_packed") + "_"  # what the names of the other parts begin with
+                if tensor.dtype != found.dtype or any(one.startswith(parts) and one not in weights for one in own):
                     problems.append(
                         f"{name} is {tensor.dtype}, expected {found.dtype} and its scales: it is quantised, unless the "
                         "drafter is loaded with a dtype"

@@ -15,7 +15,6 @@ from .. import ops
 from ..cache.ragged_cache import RaggedCache
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.mtp_layouts import missing_experts, module_tensors, needed_tensors
-from ..checkpoints.weight_files import check_not_quantised
 from ..config import MtpConfig
 from ..errors import first_line
 from ..host.caches import cache_parameter
@@ -116,7 +115,7 @@ class MtpDrafter(CachedDrafter):
     @classmethod
     def check_checkpoint(cls, checkpoint: Checkpoint, config: MtpConfig) -> None:
         if checkpoint.config.get("model_type") != MtpConfig.model_type:
-            check_not_quantised(checkpoint.tensors, checkpoint.name, "MTP modules")
+            checkpoint.check_not_quantised(checkpoint.tensors, "MTP modules")
             experts = missing_experts(module_tensors(checkpoint.config, checkpoint.tensors))
             checkpoint.check_differences(missing=experts)
         super().check_checkpoint(checkpoint, config)

@@ -7,7 +7,6 @@ import json
 import math
 from collections import Counter
 from dataclasses import asdict
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from ..auto import AutoDrafter, NormalizedCheckpoint, find_checkpoint, read_checkpoint
 from ..checkpoints.checkpoint import Checkpoint, check_folder, config_errors
-from ..checkpoints.weight_files import BLOCK
 from ..config import DraftLayersConfig
 from ..drafters.target_checks import check_decoder
 from ..loading import usable_device
@@ -88,11 +86,22 @@ def describe(checkpoint: Checkpoint, found: NormalizedCheckpoint) -> dict[str, A
         "decisions": [asdict(one) for one in found.decisions],
         "parameters": sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()),
         "stored_layers": config.stored_layers or {},
+        "quantised": _count_forms(checkpoint, found),
         "tensors": {
             name: {"shape": list(tensor.shape), "dtype": tensor.dtype} for name, tensor in checkpoint.tensors.items()
         },
         **config.report(),
     }
+
+
+def _count_forms(checkpoint: Checkpoint, found: NormalizedCheckpoint) -> Counter[str]:
+    """How many linear layers stay quantised, by their form in words."""
+    names, forms = found.family.tensor_names(checkpoint, found.config), Counter()
+    for name, (kind, rows, group) in (found.config.stored_layers or {}).items():
+        size_out, size_in = checkpoint.tensors[names[f"{name}.weight"]].shape
+        blocks = {(1, group): f"group of {group}", (1, size_in): "row", (size_out, size_in): "tensor"}
+        forms[f"{kind}, a scale for each {blocks.get((rows, group), f'block of {rows} x {group}')}"] += 1
+    return forms
 
 
 def describe_fit(found: NormalizedCheckpoint, target: PreTrainedConfig, name: str) -> dict[str, Any]:
@@ -154,7 +163,7 @@ def render(report: dict[str, Any]) -> str:
     names = list(report)
     of_family = [name for name in names[names.index("tensors") + 1 :] if name not in _SHOWN_ELSEWHERE]
     lines += [f"{_TITLES.get(name, name):<12} {_render_value(name, report)}" for name in of_family]
-    for form, count in Counter(starmap(_render_form, report["stored_layers"].values())).items():
+    for form, count in report["quantised"].items():
         lines.append(f"quantised    {count} linear layers, as in the file: {form}")
     lines.append(f"tensors      {len(report['tensors'])}, {report['parameters']:,} values")
     lines += [f"  {name}  {tensor['dtype']} {tensor['shape']}" for name, tensor in sorted(report["tensors"].items())]
@@ -179,11 +188,6 @@ def _render_value(name: str, report: dict[str, Any]) -> str:
     if name == "rope_parameters" or not isinstance(value, dict):
         return str(value)
     return ", ".join(f"{key} {one}" for key, one in value.items())
-
-
-def _render_form(kind: str, rows: int, group: int) -> str:
-    block = {(1, group): "row", (BLOCK, BLOCK): f"block of {BLOCK} x {BLOCK}"}.get((rows, group), "tensor")
-    return f"{kind}, a scale for each {block}"
 
 
 def _render_self_check(result: dict[str, Any]) -> list[str]:

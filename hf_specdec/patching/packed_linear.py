@@ -52,7 +52,7 @@ def to_published(layer: nn.Linear, packing: Packing) -> None:
         parts["g_idx"] = (size_in,), torch.int32
     device = layer.weight.device
     empty = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in parts.items()}
-    store(layer, (1, group, False, None), empty)
+    store(layer, (1, group, False), empty)
 
 
 def from_published(layer: StoredLinear, packing: Packing) -> None:

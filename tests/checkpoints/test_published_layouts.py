@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from dialects import PLAIN, VARIANTS, make_weights, tiny_target, write, write_draft_model
-from eight_bits import dequantised_state, quantise, stored_layers
+from few_bits import FOUR_BITS, dequantised_state, quantise, stored_layers
 from lossless import greedy
 from mtp import publish
 from refused_loading import refuse
@@ -91,6 +91,12 @@ def test_tensor_of_two_names(target, tmp_path):
     refuse(write("modelopt", tmp_path, DEEP, weights), target, "several tensors", "layers.1.input_layernorm.weight")
 
 
+def groups_of(size, **others):
+    """`quantization_config` of compressed-tensors, as far as it is read."""
+    weights = {"num_bits": 4, "strategy": "group", "group_size": size, **others}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+
+
 @pytest.mark.parametrize(
     ("form", "block", "dialect", "settings"),
     [
@@ -100,18 +106,63 @@ def test_tensor_of_two_names(target, tmp_path):
         ("blocks", 128, "specforge", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
         ("blocks", (16, 24), "specforge", {"quant_method": "fp8", "weight_block_size": [16, 24]}),
         ("blocks", (16, 24), "specforge", {"config_groups": {"group_0": {"weights": {"block_structure": [16, 24]}}}}),
+        ("blocks", (1, 32), "specforge", groups_of(32, num_bits=8)),
+        ("int4", 128, "speculators", groups_of(32)),
+        ("int4-rows", 128, "safeailab-bin", groups_of(None, strategy="channel")),
+        ("nvfp4", 128, "modelopt", groups_of(16, strategy="tensor_group")),
+        ("mxfp4", 128, "safeailab-bin", groups_of(32, scale_dtype="torch.uint8")),
     ],
 )
 def test_quantised_eagle3(form, block, dialect, settings, target, tmp_path):
     """Layers stay quantised in the forms that the kernels know, and become plain in others or with a dtype."""
-    stays, blocks = block == 128, (block, block) if block == 128 else block
+    stays, blocks = block != (16, 24), (block, block) if block == 128 else block
     stored, plain = quantise(make_weights(PLAIN), form, blocks)
     expected = AutoDrafter.from_pretrained(write(dialect, tmp_path / "plain", PLAIN, plain), target)
     folder = write(dialect, tmp_path / "quantised", PLAIN, stored, quantization_config=settings)
     drafter, cast = (AutoDrafter.from_pretrained(folder, target, dtype=dtype) for dtype in (None, target.dtype))
     assert equal(drafter, expected) and equal(cast, expected) and not stored_layers(cast)
-    names = {name.removesuffix(".weight") for name in stored if name.endswith("proj.weight")}
+    names = {name.removesuffix(".weight") for name in plain if name.endswith("proj.weight")}
     assert stored_layers(drafter).keys() == (names if stays else set()) and len(names) == 7
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings", "parts"),
+    [
+        ({"weight_scale": None}, groups_of(32), ["weight_packed I32 [32, 8]"]),
+        ({"weight_scale": torch.ones(32, 4)}, groups_of(32), ["weight_packed I32 [32, 8]", "weight_scale F32 [32, 4]"]),
+        ({"weight_zero_point": torch.zeros(4, 2)}, groups_of(32), ["weight_zero_point F32 [4, 2]"]),
+        ({}, groups_of(64), ["weight_scale BF16 [32, 2]"]),
+        ({}, {}, ["weight_scale BF16 [32, 2]"]),
+    ],
+    ids=["no scale", "more scales", "zero points", "other groups", "unknown groups"],
+)
+def test_packed_weights_that_are_damaged(changed, settings, parts, target, tmp_path):
+    """The layer that cannot be read is named, with what it has."""
+    stored, _ = quantise(make_weights(PLAIN), "int4", chosen=lambda name: name.endswith("0.self_attn.q_proj.weight"))
+    stored |= {f"layers.0.self_attn.q_proj.{name}": tensor for name, tensor in changed.items()}
+    stored = {name: tensor for name, tensor in stored.items() if tensor is not None}
+    folder = write("specforge", tmp_path, PLAIN, stored, quantization_config=settings)
+    refuse(folder, target, "quantised in a form that is not read here", *(f"self_attn.q_proj.{one}" for one in parts))
+
+
+@pytest.mark.parametrize("scale", [None, torch.ones(2), torch.ones(1)])
+def test_nvfp4_needs_the_scale_of_scales(scale, target, tmp_path):
+    stored, _ = quantise(make_weights(PLAIN), "nvfp4")
+    name = "layers.0.mlp.up_proj.weight_global_scale"
+    stored = {key: scale if key == name else one for key, one in stored.items() if key != name or scale is not None}
+    folder = write("specforge", tmp_path, PLAIN, stored, quantization_config=groups_of(16))
+    if scale is not None and len(scale) == 1:
+        assert len(stored_layers(AutoDrafter.from_pretrained(folder, target))) == 7
+    else:
+        refuse(folder, target, "form that is not read here", "up_proj.weight_packed U8 [48, 16]")
+
+
+def test_packed_weights_of_another_size(target, tmp_path):
+    """As those of 8 bits in words are."""
+    stored, _ = quantise(make_weights(PLAIN), "int4-rows")
+    name = "layers.0.mlp.up_proj.weight"
+    stored[f"{name}_packed"] = torch.cat([stored[f"{name}_packed"]] * 2, 1)
+    refuse(write("specforge", tmp_path, PLAIN, stored), target, f"wrong shapes: {name} is [48, 64], expected [48, 32]")
 
 
 @pytest.mark.parametrize(
@@ -136,22 +187,25 @@ def test_quantised_in_another_form(parts, target, tmp_path):
     refuse(write("specforge", tmp_path, PLAIN, weights), target, "quantised in a form that is not read here", "q_proj")
 
 
-@pytest.mark.parametrize("block", [128, 16])
-def test_quantised_modules(block, tmp_path):
+@pytest.mark.parametrize(("form", "block"), [("blocks", 128), ("blocks", 16), *((form, 128) for form in FOUR_BITS)])
+def test_quantised_modules(form, block, tmp_path):
     """As DeepSeek-V3 is published: FP8 with a scale for each block, also of experts, which become plain."""
     at = publish("deepseek-v3", tmp_path / "target")
     file, tensors = at.folder / "model.safetensors", load_file(at.folder / "model.safetensors")
     module = {k: v for k, v in tensors.items() if k.startswith("model.layers.3.")}
-    stored, plain = quantise(module, "blocks", (block, block))
+    stored, plain = quantise(module, form, (block, block))
     save_file(tensors | plain, file, metadata={"format": "pt"})
     expected = AutoDrafter.from_pretrained(at.folder, at.target)
     config = json.loads((at.folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block]}
+    if form in FOUR_BITS:
+        config["quantization_config"] = groups_of(FOUR_BITS[form][1])
     (at.folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors | stored, file, metadata={"format": "pt"})
+    others = {name: one for name, one in tensors.items() if name not in module}
+    save_file(others | stored, file, metadata={"format": "pt"})
     drafter = AutoDrafter.from_pretrained(at.folder, at.target)
-    assert any(".experts.1.down_proj.weight_scale_inv" in name for name in stored)
-    assert bool(stored_layers(drafter)) == (block == 128)
+    assert any(".experts.1.down_proj.weight_scale" in name for name in stored)
+    assert {one.in_features for one in stored_layers(drafter).values()} == ({16, 32, 64} if block == 128 else {16})
     own, theirs = dequantised_state(drafter), expected.state_dict()
     assert own.keys() == theirs.keys() and all(torch.equal(one, theirs[name]) for name, one in own.items())
     assert "quantization_config" not in drafter.config.block

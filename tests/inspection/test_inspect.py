@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from dialects import PEAGLE, Spec, make_weights, tiny_target, write, write_draft_model
-from eight_bits import quantise
+from few_bits import FOUR_BITS, quantise
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, DistilBertConfig, GPTNeoXConfig, T5Config, ViTConfig
 
@@ -61,6 +61,21 @@ def test_layers_that_stay_quantised(tmp_path, capsys):
         layers = json.loads(capsys.readouterr().out)["stored_layers"]
         assert len(layers) == count
         assert not count or layers["layers.0.self_attn.q_proj"] == ["float8_e4m3fn", 32, 64]
+
+
+@pytest.mark.parametrize(("form", "block"), [("int4-rows", "row"), ("nvfp4", "group of 16")])
+def test_layers_that_stay_packed(form, block, tmp_path, capsys):
+    stored, _ = quantise(make_weights(SPEC), form)
+    settings = {"config_groups": {"group_0": {"weights": {"group_size": FOUR_BITS[form][1]}}}}
+    folder = write("specforge", tmp_path, SPEC, stored, quantization_config=settings)
+    assert main(["inspect", str(folder)]) == 0
+    out, kind = capsys.readouterr().out, FOUR_BITS[form][0]
+    assert f"midlayer.self_attn.q_proj.weight  {kind} [32, 64]" in out and "weight_scale" not in out
+    assert f"quantised    7 linear layers, as in the file: {kind}, a scale for each {block}\n" in out
+    assert main(["inspect", str(folder), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["stored_layers"]["layers.0.self_attn.q_proj"] == [kind, 1, FOUR_BITS[form][1] or 64]
+    assert report["quantised"] == {f"{kind}, a scale for each {block}": 7}
 
 
 @pytest.mark.core
