@@ -152,12 +152,13 @@ class Call:
     def transcript(self, criteria: StoppingCriteriaList | None = None) -> Transcript:
         """A transcript of the call; its rows end by `criteria`, or by those of the call if None."""
         return Transcript(
-            self.prompts.input_ids,
+            self.prompts.on_host,
             self.criteria if criteria is None else criteria,
             self.pad_token_id,
             self.max_new_tokens,
             self.streamer,
             [*(one for one in self.kept if one != "hidden_states"), *self.logprobs],
+            self.prompts.input_ids.device,
         )
 
     @cached_property

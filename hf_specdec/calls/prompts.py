@@ -42,6 +42,11 @@ class Prompts:
     reread: int = 0
 
     @cached_property
+    def on_host(self) -> torch.Tensor:
+        """`input_ids` on the host; the first access waits for the device."""
+        return self.input_ids.cpu()
+
+    @cached_property
     def hidden(self) -> int:
         """Number of leading columns whose tokens were not given."""
         return self.width - self.input_ids.shape[1]

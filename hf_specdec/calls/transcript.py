@@ -59,6 +59,7 @@ class Transcript:
         max_new_tokens: all rows end after so many new tokens, whatever length `criteria` state.
         streamer: gets the tokens `[B]` of each finalised step, on the CPU.
         kept: names of the records that `add` gets and keeps.
+        device: where `sequences` and criteria of the user get the text; None for that of `prompts`.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Transcript:
         max_new_tokens: int,
         streamer: BaseStreamer | None = None,
         kept: Sequence[str] = (),
+        device: torch.device | None = None,
     ):
         batch, self._width = prompts.shape
         called = [rule for rule in criteria if type(rule) not in DECIDED_BY_TOKENS]
@@ -78,10 +80,10 @@ class Transcript:
         self._max_new_tokens = max_new_tokens
         self._pad_token = pad_token
         self._streamer = None if streamer is None else CallersStreamer(streamer)
-        self._device = prompts.device
+        self._device = device or prompts.device
         self._sequences = torch.nn.functional.pad(prompts.cpu(), (0, max_new_tokens))
-        # The text for `self._criteria`: on the device of the prompts, as in plain `generate()`.
-        self._shown = self._sequences.to(prompts.device) if self._criteria else self._sequences
+        # The text for `self._criteria`: on the device of the caller's prompts, as in plain `generate()`.
+        self._shown = self._sequences.to(self._device) if self._criteria else self._sequences
         self._rows: list[list[int]] = [[] for _ in range(batch)]
         self._records = {name: [[] for _ in range(batch)] for name in kept}
         self._finalised: dict[str, list[torch.Tensor]] = {name: [] for name in self._records}

@@ -73,7 +73,7 @@ def _why_not_length(model: PreTrainedModel, config: GenerationConfig, prompts: P
             f"may have {config.max_length}"
         )
     texts = prompts.width, config.max_length - 1, prompts.cached, config.prefill_chunk_size is not None
-    return first_reason(part.why_not_texts(model, *texts) for part in parts(model))
+    return first_reason([part.why_not_texts(model, *texts) for part in parts(model)])
 
 
 def _why_not_inputs(model: PreTrainedModel) -> str | None:

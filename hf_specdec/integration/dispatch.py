@@ -227,7 +227,7 @@ def generate_with_drafter(
         make_call_cache(model, generation_config, model_kwargs)
     _check_engine(call, engine, None)
     if engine == "static":
-        check_tokens(model, prompts.input_ids.cpu(), mask)
+        check_tokens(model, prompts.on_host, mask)
         on_begin()
         with _rows_in_state(call):
             output = decode(call)
