@@ -139,7 +139,9 @@ def num_positions(model: PreTrainedModel) -> int | None:
 
 @fact
 def _why_not_hosted(model: PreTrainedModel, role: str) -> str | None:
-    """`why_not_supported`, as far as it follows from class and configuration."""
+    """`why_not_supported`, as far as it follows from configuration and classes of modules."""
+    if find_decoder_layers(model) is None:
+        return f"{role} ({type(model).__name__}) has no list of decoder layers"
     if (reason := why_no_cache(type(model))) is not None:
         return f"{role} {reason}"
     text = model.config.get_text_config()
@@ -156,14 +158,12 @@ def why_not_supported(model: PreTrainedModel, role: str = "the target") -> str |
     """The reason why `model`, called by its `role`, cannot run on a `RaggedCache`; None if it can."""
     if (reason := why_broken()) is not None:
         return reason
-    layers = find_decoder_layers(model)
-    if layers is None:
-        return f"{role} ({type(model).__name__}) has no list of decoder layers"
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1:
         return f"{role} is spread over {len(devices)} devices by hooks"
     dispatched = signature_of(model).having(HOOK_OF_ACCELERATE)
-    if dispatched and not set(dispatched).isdisjoint(modules_of(layers)):
+    layers = find_decoder_layers(model) if dispatched else None
+    if layers is not None and not set(dispatched).isdisjoint(modules_of(layers)):
         return f"{role}'s layers run under accelerate hooks"
     return _why_not_hosted(model, role)
 
