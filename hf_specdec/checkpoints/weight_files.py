@@ -155,8 +155,9 @@ def _stated_blocks(config: Mapping[str, Any], layer: str) -> list[list[int]]:
         if not isinstance(settings, Mapping):
             continue
         groups = settings.get("config_groups")
-        weights = [one.get("weights") for one in (groups.values() if isinstance(groups, Mapping) else ()) if one]
-        for one in (settings, *(one for one in weights if isinstance(one, Mapping))):
+        named = [one for one in (groups.values() if isinstance(groups, Mapping) else ()) if isinstance(one, Mapping)]
+        weights = [one["weights"] for one in named if isinstance(one.get("weights"), Mapping)]
+        for one in (settings, *weights):
             found += [one.get("weight_block_size"), one.get("block_structure"), [1, one.get("group_size")]]
     return [
         block
