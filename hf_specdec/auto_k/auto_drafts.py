@@ -392,7 +392,7 @@ class AutoDrafts:
         if not known and times.least is not None:  # as `is_better_alone` has expected
             ready = self._candidates[1:]
         begin = max(one for one in self._candidates if one.width <= max(first.width, 1))
-        self.current = max(ready, key=self._rate, default=begin)
+        self.current = self._best(ready) if ready else begin
         self._plan: deque[RoundShape] = deque()
         # Candidates on trial whose times have not arrived yet.
         self._waiting: set[RoundShape] = set()
@@ -447,11 +447,16 @@ class AutoDrafts:
         """Expected tokens a millisecond and row."""
         return self._acceptance.expected_tokens(drafted) / self.times.milliseconds(drafted)
 
+    def _best(self, some: Sequence[RoundShape]) -> RoundShape:
+        """The best of `some`, fewest drafts first. Of nearly equal ones it has the fewest: rows end within a round."""
+        rates = list(map(self._rate, some))
+        return next(one for one, rate in zip(some, rates, strict=True) if rate >= (1 - _HYSTERESIS) * max(rates))
+
     def _choose(self, tokens_left: Callable[[], float]) -> None:
         known = [one for one in self._candidates if one in self.times]
         if not known:
             return
-        best, rate = max(known, key=self._rate), self._rate(self.current)
+        best, rate = self._best(known), self._rate(self.current)
         is_better = self._rate(best) > (1 + _HYSTERESIS) * rate
         if self.current not in known or (is_better and self._gain(best, rate, tokens_left) > self._price(best)):
             self.current = best

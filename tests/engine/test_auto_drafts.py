@@ -115,6 +115,16 @@ class Simulation:
         return next((at for at, share in enumerate(shares) if self._random.random() >= share), len(shares))
 
 
+@pytest.mark.parametrize(("gain", "expected"), [(0.995, 3), (0.98, 5)])
+def test_of_nearly_equal_chains_the_shorter_one_is_chosen(gain, expected):
+    """Rows end within rounds: 8 requests on 8 rows took 4 % longer at K = 5 than at K = 3 (8B shapes, one H200)."""
+    times, acceptance = times_of(8), Acceptance()
+    for num_drafts, factor in ((3, 1.0), (5, gain)):
+        drafted = RoundShape(num_drafts)
+        times.add(drafted, 4 * factor * acceptance.expected_tokens(drafted), True)
+    assert AutoDrafts(RoundShape(7), RoundShape(5), acceptance, times).current == RoundShape(expected)
+
+
 @pytest.mark.parametrize(
     ("rows", "name"),
     cases(
