@@ -28,8 +28,9 @@ FEW = ["e4m3 blocks", "int8 groups", "int4 zero points", "nvfp4", "nf4 twice"]
 
 
 def tiles_for(weight):
-    """All that `choose_stored_tiles` can return for it, each once."""
-    return list(dict.fromkeys(choose_stored_tiles(rows, weight, DTYPES[-1].itemsize) for rows in (8, 16, 32, 33)))
+    """What `choose_stored_tiles` returns for it, each once; without a GPU also for float32, and not all."""
+    sizes = [(8, 2), (16, 2), (32, 2), (33, 2)] if DEVICE == "cuda" else [(8, 2), (16, 2), (8, 4), (33, 4)]
+    return list(dict.fromkeys(choose_stored_tiles(rows, weight, itemsize) for rows, itemsize in sizes))
 
 
 def inputs_for(rows, size_in, dtype):
