@@ -162,13 +162,7 @@ class AutoDrafter:
         device = device_of_last_layer(target)
         if device_map is None and device.type != "cpu":
             device_map = {"": device}
-        places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
-        numbers = [one for one in places if isinstance(one, int)]
-        if not places or "meta" in map(str, places) or (numbers and max(numbers) >= torch.accelerator.device_count()):
-            raise ValueError(
-                f"device_map, by default the device of the target's last layer, is {device_map!r}, where weights have "
-                "no values; expected devices with memory. Load the target's weights, or pass another device_map."
-            )
+        _check_places(device_map)
         with on_host(), torch.inference_mode(False):  # whatever the caller's: the drafter outlives the call
             checkpoint = find_checkpoint(pretrained_model_name_or_path, target.config, overrides, **hub)
             found = read_checkpoint(checkpoint, target.config, overrides)
@@ -183,6 +177,17 @@ class AutoDrafter:
         drafter.configure(draft_window_size=draft_window_size, kv_cache_dtype=kv_cache_dtype, tree=tree)
         _log(checkpoint.name, found)
         return drafter.eval()
+
+
+def _check_places(device_map: Any) -> None:
+    """Raise `ValueError` if `device_map` names a device that is not there or has no memory."""
+    places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    numbers = [one for one in places if isinstance(one, int)]
+    if not places or "meta" in map(str, places) or (numbers and max(numbers) >= torch.accelerator.device_count()):
+        raise ValueError(
+            f"device_map, by default the device of the target's last layer, is {device_map!r}, where weights have no "
+            "values; expected devices with memory. Load the target's weights, or pass another device_map."
+        )
 
 
 def share_with_target(

@@ -450,7 +450,8 @@ class AutoDrafts:
     def _best(self, some: Sequence[RoundShape]) -> RoundShape:
         """The best of `some`, fewest drafts first. Of nearly equal ones it has the fewest: rows end within a round."""
         rates = list(map(self._rate, some))
-        return next(one for one, rate in zip(some, rates, strict=True) if rate >= (1 - _HYSTERESIS) * max(rates))
+        enough = (1 - _HYSTERESIS) * max(rates)
+        return next(one for one, rate in zip(some, rates, strict=True) if rate >= enough)
 
     def _choose(self, tokens_left: Callable[[], float]) -> None:
         known = [one for one in self._candidates if one in self.times]

@@ -214,10 +214,11 @@ def judge(result: Outcome, calls: dict[str, Call]) -> None:
 
 def run_in(worker: Worker, name: str) -> Outcome:
     """`run(name)` in a process of its own; a CRASH if that dies or takes too long."""
+    start = time.perf_counter()
     try:
         return Outcome(**worker.run(name, SECONDS_PER_CLASS))
     except (ChildProcessError, TimeoutError) as error:
-        return Outcome(name, outcome=CRASH, error=str(error))
+        return Outcome(name, outcome=CRASH, error=str(error), seconds=round(time.perf_counter() - start, 2))
 
 
 def table(outcomes: list[Outcome]) -> str:

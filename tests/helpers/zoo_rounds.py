@@ -59,7 +59,8 @@ def section(found: dict) -> list[str]:
         "|---|---|",
         *(f"| {f'at least {bound}' if bound else 'less'} | {', '.join(of)} |" for bound, of in groups.items() if of),
         "",
-        f"Not measured: {sum(reasons.values())} classes, which do not run on the static engine in these settings.",
+        f"Not measured: {sum(reasons.values())} classes, which in these settings do not run on the static engine, or "
+        "whose rounds cannot be compiled.",
         "",
     ]
 
