@@ -14,7 +14,7 @@ from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..errors import first_line
 from ..graphs.cuda_graphs import capture, compiled
-from ..memory.virtual_memory import taken_bytes
+from ..memory.virtual_memory import tensor_bytes
 from ..modules.signature import Signature
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.experts import capturable_experts, copies_experts
@@ -157,7 +157,7 @@ def capture_prefill(session: Session, hosted: HostedTarget, columns: int) -> Cal
 
 def _if_possible(what: str, session: Session, hosted: HostedTarget, make: Callable[[Target], _T]) -> _T | None:
     """What `make` captures for `session`, or None. Counts the capture, its time and the memory that it takes."""
-    start, before, captured = time.perf_counter(), taken_bytes(hosted.model.device), None
+    start, before, captured = time.perf_counter(), tensor_bytes(hosted.model.device), None
     target = hosted()
     if target.patches not in session.patches:
         session.patches.append(target.patches)
@@ -174,6 +174,6 @@ def _if_possible(what: str, session: Session, hosted: HostedTarget, make: Callab
     except RuntimeError as error:
         name = type(target.model).__name__
         logger.warning(f"{what} of {name} cannot be captured and runs eagerly: {first_line(error)}")
-    session.num_bytes += max(taken_bytes(hosted.model.device) - before, 0)
+    session.num_tensor_bytes += max(tensor_bytes(hosted.model.device) - before, 0)
     session.capture_seconds += time.perf_counter() - start
     return captured

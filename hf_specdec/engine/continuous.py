@@ -196,10 +196,16 @@ class ContinuousRunner(Runner):
                 found[row] = one.processors
         return found
 
-    def free_others(self) -> None:
-        """Free what is kept for other calls, unless that is done already."""
-        if len(sessions_of(self._call.drafter)) or not self._has_freed:
-            self._free_kept()
+    def free_others(self) -> bool:
+        """Free what is kept for other calls: the memory of rows; where there is none, graphs, too. Returns whether
+        anything was kept."""
+        pool = sessions_of(self._call.drafter)
+        if pool.free_rows():
+            return True
+        if not len(pool) and self._has_freed:
+            return False
+        self._free_kept()
+        return True
 
     def _free_kept(self) -> None:
         self._has_freed = True
@@ -362,9 +368,7 @@ class ContinuousRunner(Runner):
         if held:
             pairs = list(enumerate(held))
             copy_texts(lease.session.state, self._call.drafter, pairs, self.state, max(held.values()))
-        if memory is not None:
-            self.give_back(dict.fromkeys(range(self.num_rows), 0))
-        before.keep()
+        before.keep()  # with the memory of its rows: to map it again takes longer than a round
         self._has_freed = False
         own = self._process.own
         self._process.own = {to: own[row] for to, row in enumerate(rows) if row in own}

@@ -26,7 +26,7 @@ from ..calls.prompts import PromptSpan
 from ..drafters.base import Drafter
 from ..drafters.cached import CachedDrafter
 from ..graphs.buckets import next_power_of_two, slots_for, span_for, useful_drafts
-from ..memory.virtual_memory import RowMemory, has_virtual_memory, taken_bytes
+from ..memory.virtual_memory import RowMemory, has_virtual_memory, tensor_bytes
 from ..modules.hidden_states import num_decoder_layers, text_decoder
 from ..modules.weights import num_bytes, share_of_experts
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
@@ -175,10 +175,10 @@ class SessionLease:
         """Take a session of the shape out of the pool, or make one, and make it ready for use."""
         target = self._target
         session = self._pool.take(self._key()) if target.is_captured else None
-        # The memory of a new session is counted as a whole; torch's own count is slow on the host.
-        self._taken_before = None
+        # The tensors of a new session are counted as a whole; torch's own count is slow on the host.
+        self._bytes_before = None
         if session is None and target.is_captured:
-            self._taken_before = taken_bytes(target.model.device)
+            self._bytes_before = tensor_bytes(target.model.device)
             target()  # patching may move weights, which are part of the key
         if session is None:
             state = target.drafter.new_state(self.shape, cache_layers(target.model), target.model.device)
@@ -321,8 +321,9 @@ class SessionLease:
         if self._call.is_auto:
             self._target.costs().save()
         if self._target.is_captured:
-            if self._taken_before is not None:
-                self.session.num_bytes = max(taken_bytes(self._target.model.device) - self._taken_before, 0)
+            if self._bytes_before is not None:
+                taken = tensor_bytes(self._target.model.device) - self._bytes_before
+                self.session.num_tensor_bytes = max(taken, 0)
             self._pool.keep(self._key(), self.session)
         else:
             self.session.free_rows()

@@ -90,7 +90,7 @@ class Session:
         round_times: times of its rounds in calls with a fixed K, which ranks of one model do not share.
         capture_seconds: time of all its captures, with the kernels that were built for them.
         patches: patches of the targets that the graphs were captured of; graphs read their tables.
-        num_bytes: GPU memory that the session has taken, without what graphs share.
+        num_tensor_bytes: GPU memory that its tensors have taken, without what graphs share.
         fence: recorded after the work of the last call.
     """
 
@@ -102,7 +102,7 @@ class Session:
         self.round_times = RoundTimes()
         self.capture_seconds = 0.0
         self.patches: list[Sequence[Patch]] = []
-        self.num_bytes = 0
+        self.num_tensor_bytes = 0
         self.fence = Fence(state.tokens.device)
         self._borrower: Callable[[], DeferredCache | None] = lambda: None
 
@@ -111,11 +111,20 @@ class Session:
         """Expected time of another capture: the mean of those so far."""
         return self.capture_seconds / max(len(self.rounds) + len(self.catch_ups) + len(self.prefills), 1)
 
-    def free_rows(self) -> None:
-        """Free the memory of the rows. The session is not used again, and the device no longer uses it."""
+    @property
+    def num_bytes(self) -> int:
+        """GPU memory of its tensors and rows."""
         memory = self.state.cache.row_memory
-        if memory is not None:
-            memory.free()
+        return self.num_tensor_bytes + (0 if memory is None else memory.committed)
+
+    def free_rows(self) -> bool:
+        """Free the memory of the rows once the device no longer uses it; returns whether there was any."""
+        self.fence.synchronize()
+        memory = self.state.cache.row_memory
+        if memory is None or not memory.committed:
+            return False
+        memory.free()
+        return True
 
     def lend_buffers(self, cache: DeferredCache) -> DeferredCache:
         """Let `cache` read the buffers until another call needs them."""
@@ -194,6 +203,11 @@ class SessionPool:
             dropped, self._idle = self._idle[:-MAX_SESSIONS], self._idle[-MAX_SESSIONS:]
         _free(dropped)
 
+    def free_rows(self) -> bool:
+        """Free the memory of the rows of all idle sessions, whose graphs stay; returns whether there was any."""
+        with self._lock:
+            return any([session.free_rows() for _, session in self._idle])
+
     def shrink(self, most: int) -> None:
         """Free the least recently used sessions until the others take at most `most` bytes."""
         with self._lock:
@@ -226,7 +240,6 @@ def sessions_of(drafter: Drafter) -> SessionPool:
 def _free(sessions: list[tuple[SessionKey, Session]]) -> None:
     # Freed memory returns to the stream that allocated it, and another stream may have used it last.
     for _, session in sessions:
-        session.fence.synchronize()
         session.free_rows()
     sessions.clear()
 
@@ -239,6 +252,5 @@ def settled_on_error(session: Session) -> Iterator[None]:
     except BaseException:
         with suppress(RuntimeError):  # if the device itself has failed
             session.fence.set()
-            session.fence.synchronize()
             session.free_rows()
         raise

@@ -125,9 +125,9 @@ def total_bytes(device: torch.device) -> int:
     return sys.maxsize
 
 
-def taken_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that tensors and rows of this process take; 0 on other devices."""
-    return torch.cuda.memory_allocated(device) + committed_bytes(device) if device.type == "cuda" else 0
+def tensor_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that tensors of this process take, without the rows of `RowMemory`; 0 on other devices."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _within_limit(device: torch.device) -> int:

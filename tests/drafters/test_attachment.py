@@ -410,7 +410,7 @@ def test_memory_that_sessions_keep(monkeypatch):
     """The least recently used sessions are freed beyond the share that was asked for."""
     replay_on_cpu(monkeypatch)
     taken = iter(range(0, 10**6, 100))  # each session takes 100 bytes
-    monkeypatch.setattr(lease, "taken_bytes", lambda device: next(taken))
+    monkeypatch.setattr(lease, "tensor_bytes", lambda device: next(taken))
     target, attachment, _ = attached()
     pool, kept = attachment.drafter.sessions, []
     monkeypatch.setattr("hf_specdec.drafters.attachment.total_bytes", lambda device: 500)

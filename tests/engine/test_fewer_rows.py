@@ -18,6 +18,7 @@ from hf_specdec import NoDrafter
 from hf_specdec.engine import continuous
 from hf_specdec.engine.continuous import ContinuousRunner
 from hf_specdec.graphs import buckets
+from hf_specdec.memory.virtual_memory import RowMemory
 
 LENGTHS = (5, 1, 9, 20, 3, 3, 7, 30, 2, 1, 4, 13)
 END, NEW = list(range(3, 96, 7)), 40
@@ -99,6 +100,22 @@ def test_captured_rounds(monkeypatch, moves, stand_in):
         counts.append(captures.count)
     assert counts[0] == counts[1] and [size for size, _ in moves] == [4, 4]
     assert {len(session.state.lengths) for _, session in drafter.sessions._idle} >= {16, 4}
+
+
+def test_memory_of_rows_that_were_left(monkeypatch, moves):
+    """It stays until it is short; then the graphs stay."""
+    captures, committed, put = replay_on_cpu(monkeypatch), [], RowMemory._put
+    monkeypatch.setattr(buckets, "FEWEST_CAPTURED_ROWS", 4)
+    monkeypatch.setattr(ContinuousRunner, "_is_worth_moving", lambda *args: True)
+    monkeypatch.setattr(RowMemory, "_put", lambda self, *args: (committed.append(args), put(self, *args))[1])
+    drafter = RANDOM_DRAFTERS["eagle3"](tiny_target("llama")).configure(3, compile_rounds=False)
+    assert in_rows(drafter, 16) == alone() and committed and [size for size, _ in moves] == [4]
+    pool, count = drafter.sessions, captures.count
+    committed.clear()
+    assert in_rows(drafter, 16) == alone() and len(moves) == 2 and not committed
+    kept = len(pool)
+    assert pool.free_rows() and not pool.free_rows() and len(pool) == kept
+    assert in_rows(drafter, 16) == alone() and len(moves) == 3 and committed and captures.count == count
 
 
 def test_graphs_are_captured_when_they_are_worth_it(monkeypatch, moves):
