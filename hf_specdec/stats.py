@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -154,7 +154,7 @@ class Counters:
 
     def count(
         self,
-        rows: Sequence[tuple[int, int, int, int]],
+        rows: Iterable[tuple[int, int, int, int]],
         rejected: Sequence[Sequence[int]] | None = None,
         num_nodes: int = 0,
     ) -> None:
@@ -163,7 +163,8 @@ class Counters:
 
         `rejected`, by row, and `num_nodes` belong to a tree, see `Acceptance.observe`.
         """
-        for row, accepted, committed, drafted in rows:
+        shapes: Counter[tuple[int, int]] = Counter()
+        for number, (row, accepted, committed, drafted) in enumerate(rows):
             counts = self.rows[row]
             counts.rounds += 1
             counts.committed += committed
@@ -171,14 +172,13 @@ class Counters:
                 counts.drafted_per_position[position] += 1
             for position in range(min(accepted, committed)):
                 counts.accepted_per_position[position] += 1
-        if self._on_count is None:
-            return
-        if rejected is None:
-            for (accepted, drafted), number in Counter([(one[1], one[3]) for one in rows]).items():
-                self._on_count(accepted, drafted, times=number)
-        else:
-            for (_, accepted, _, drafted), of_row in zip(rows, rejected, strict=True):
-                self._on_count(accepted, drafted, of_row, num_nodes)
+            if rejected is None:
+                shapes[accepted, drafted] += 1
+            elif self._on_count is not None:
+                self._on_count(accepted, drafted, rejected[number], num_nodes)
+        if self._on_count is not None:
+            for (accepted, drafted), count in shapes.items():
+                self._on_count(accepted, drafted, times=count)
 
     def summary(self, **about) -> SpeculationStats:
         """The counts of all rows; `about` gives the other fields of `SpeculationStats`."""

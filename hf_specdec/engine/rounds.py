@@ -236,10 +236,12 @@ class RoundReport:
         if self._arrived is not None:
             self._arrived.synchronize()
         end = self._num_tokens
-        tokens, counts, walks = [part.tolist() for part in self._packed.tensor_split((end, end + 2), dim=1)]
-        accepted, committed = map(list, zip(*counts, strict=True))
-        rejected = [_rejected(one[:end], one[end:], count) for one, count in zip(walks, accepted, strict=True) if one]
-        return tokens, accepted, committed, rejected or None
+        tokens, (accepted, committed) = self._packed[:, :end].tolist(), self._packed[:, end : end + 2].T.tolist()
+        if self._packed.shape[1] == end + 2:
+            return tokens, accepted, committed, None
+        walks = self._packed[:, end + 2 :].tolist()
+        rejected = [_rejected(one[:end], one[end:], count) for one, count in zip(walks, accepted, strict=True)]
+        return tokens, accepted, committed, rejected
 
 
 def _rejected(path: list[int], parents: list[int], accepted: int) -> list[int]:

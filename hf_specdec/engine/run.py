@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,14 +33,12 @@ TOKENS_AHEAD = 64
 # Waiting requests are admitted once this share of the rows is free: prefilling few rows takes about as long as many.
 SHARE_TO_ADMIT = 1 / 8
 
-Occupied = list[tuple[int, Request]]
-
 
 @dataclass
 class _Launched:
-    """A round whose results have not been read yet, or first tokens, which have no `start` and no `end`."""
+    """A round whose results have not been read yet, or first tokens, which have no `drafted`, `start` and `end`."""
 
-    occupied: Occupied
+    occupants: dict[int, Request]
     report: RoundReport
     drafted: RoundShape | None = None
     is_typical: bool = False
@@ -69,12 +67,13 @@ class Run:
         self._runner, self._settings, self.transcript = runner, settings, transcript
         self._counters = counters
         self.rounds_by_shape: Counter[RoundShape] = Counter()
-        self._occupants: list[Request | None] = [None] * runner.num_rows
+        # By row. Tuples made for each row and round would let Python collect garbage for 0.2 s in a bulk call.
+        self._occupants: dict[int, Request] = {}
         # Least recently used first.
         self._free = list(range(runner.num_rows))
         self._prefixes = RowPrefixes(runner.prefix_margin, runner.merges_equal)
         # Rows in prefill, and the requests that will occupy them.
-        self._entering: Occupied = []
+        self._entering: list[tuple[int, Request]] = []
         self._waiting: deque[Request] = deque()
         self._tokens_waiting, self._is_open = 0, True
         # Requests of a call in lockstep whose limit is the number of positions of the target.
@@ -95,16 +94,12 @@ class Run:
 
     @property
     def _is_empty(self) -> bool:
-        return len(self._free) == len(self._occupants)
+        """Whether no request is in a row or in prefill."""
+        return not self._num_occupied
 
     @property
-    def _is_vacant(self) -> bool:
-        """Whether no request is in a row; some may be in prefill."""
-        return all([one is None for one in self._occupants])
-
-    @property
-    def _occupied(self) -> Occupied:
-        return [(row, one) for row, one in enumerate(self._occupants) if one is not None]
+    def _num_occupied(self) -> int:
+        return self._runner.num_rows - len(self._free)
 
     def run(self) -> None:
         """Run rounds until all requests have ended. Rounds that the device has begun by then are ignored."""
@@ -166,7 +161,7 @@ class Run:
             self._enter()
             return True
         num_admitted = min(len(self._free), len(self._waiting))
-        enough = max(1, round(len(self._occupants) * SHARE_TO_ADMIT))
+        enough = max(1, round(self._runner.num_rows * SHARE_TO_ADMIT))
         if not num_admitted or (not self._is_empty and num_admitted < min(enough, len(self._waiting))):
             return has_waited
         while self._free and self._waiting and not self._entering:
@@ -177,7 +172,7 @@ class Run:
                 request = self._waiting.popleft()
                 self._withdraw(request, _no_memory(request))
                 continue
-            self._runner.prefill(prefixes, group, [one for one in self._occupants if one is not None])
+            self._runner.prefill(prefixes, group, list(self._occupants.values()))
             self._enter()
             has_waited = True
         return has_waited
@@ -188,8 +183,7 @@ class Run:
         longest, room, runner = 0, 0.0, self._runner
         if self._waiting and runner.memory is not None:
             room = self._room()
-            if runner.bytes_for(_at_first(self._waiting[0])) > room:
-                runner.free_others()
+            while runner.bytes_for(_at_first(self._waiting[0])) > room and runner.free_others():
                 room = self._room()
         while self._waiting and len(group) < len(self._free):
             one = self._waiting[0]
@@ -204,12 +198,11 @@ class Run:
 
     def _room(self) -> float:
         """Bytes for requests that enter rows, while each running request may still grow by a step."""
-        num_occupied = len(self._occupants) - len(self._free)
-        return self._runner.room(self._free) - num_occupied * self._runner.bytes_for(1)
+        return self._runner.room(self._free) - self._num_occupied * self._runner.bytes_for(1)
 
     def _place_group(self, group: list[Request]) -> tuple[list[Prefix], list[Request]]:
         """Place `group`: returns the prefixes and the requests that are prefilled now; none if memory is short."""
-        for row, request in self._occupied:
+        for row, request in self._occupants.items():
             self._prefixes.advance(row, request)
         runner, has_memory = self._runner, self._runner.memory is not None
         plan = self._prefixes.plan(group, self._free, is_lockstep=self.transcript is not None)
@@ -256,7 +249,7 @@ class Run:
             entered = self._runner.prefill_next()
             if entered is not None:
                 self._occupy(*entered)
-            if not self._entering or (arrivals is not None and not self._is_vacant):
+            if not self._entering or (arrivals is not None and self._occupants):
                 return
             if arrivals is not None:
                 self._receive(arrivals)
@@ -275,7 +268,7 @@ class Run:
                 if request.lifespan[0] < 0:
                     request.lifespan = (now, -1.0)
                 self._occupants[row] = request
-        self._launched.append(_Launched(entered, first))
+        self._launched.append(_Launched(dict(entered), first))
         self._withdraw_failed()
 
     def _receive(self, arrivals: Arrivals) -> bool:
@@ -318,8 +311,8 @@ class Run:
         self._waiting.clear()
         self._launched.clear()
         self._is_open, self._entering = False, []
-        self._occupants = [None] * len(self._occupants)
-        self._free = list(range(len(self._occupants)))
+        self._occupants.clear()
+        self._free = list(range(self._runner.num_rows))
 
     def _requeue(self, requests: Sequence[Request]) -> None:
         """Put `requests` at the head of the queue."""
@@ -332,23 +325,22 @@ class Run:
     def _is_to_move(self) -> bool:
         if self._entering or (self._is_empty and not self._waiting):
             return False
-        return self._runner.is_to_move(len(self._occupants) - len(self._free), self._waiting, self.tokens_left)
+        return self._runner.is_to_move(self._num_occupied, self._waiting, self.tokens_left)
 
     def _move(self) -> None:
         """Go on in another session. The results of all rounds must have been read."""
-        rows = {row: one.length for row, one in self._occupied}
+        rows = {row: one.length for row, one in self._occupants.items()}
         kept = self._prefixes.kept(self._free) if self._is_open else {}
         count = self._runner.move(rows, kept, self._waiting)
         if count is None:
             return
-        num_rows = self._runner.num_rows
         self._prefixes.move([*rows, *kept][:count])
-        self._occupants = [self._occupants[row] for row in rows] + [None] * (num_rows - len(rows))
-        self._free = [*range(count, num_rows), *reversed(range(len(rows), count))]
+        self._occupants = dict(enumerate(self._occupants.values()))
+        self._free = [*range(count, self._runner.num_rows), *reversed(range(len(rows), count))]
 
     def tokens_left(self) -> float:
         """Tokens that a row may still generate, for all requests that will occupy it from now on."""
-        running = [one.left for _, one in self._occupied]
+        running = [one.left for one in self._occupants.values()]
         return (sum(running) + self._tokens_waiting) / max(len(running), 1)
 
     def _reserve_next(self) -> bool:
@@ -370,9 +362,10 @@ class Run:
     def reserve(self, ahead: int) -> bool:
         """Reserve memory for `ahead` tokens of each row beyond those that are read; returns whether there is enough."""
         nodes, committed = self._runner.state.most_nodes, self._runner.memory.committed_slots
-        if all([one.length + ahead + nodes <= committed[row] for row, one in self._occupied]):
+        if all([one.length + ahead + nodes <= committed[row] for row, one in self._occupants.items()]):
             return True
-        return self._reserve({row: min(one.length + ahead, one.longest) + nodes for row, one in self._occupied})
+        lengths = {row: min(one.length + ahead, one.longest) + nodes for row, one in self._occupants.items()}
+        return self._reserve(lengths)
 
     def _reserve(self, lengths: Mapping[int, int], sources: Collection[int] = ()) -> bool:
         """Reserve memory for texts of `lengths`, by row; if need be, free rows other than `sources` are emptied."""
@@ -383,8 +376,10 @@ class Run:
             self._empty([row])
             if self._runner.reserve(lengths):
                 return True
-        self._runner.free_others()
-        return self._runner.reserve(lengths)
+        while self._runner.free_others():
+            if self._runner.reserve(lengths):
+                return True
+        return False
 
     def _empty(self, rows: Sequence[int]) -> None:
         self._prefixes.leave(rows)
@@ -395,9 +390,8 @@ class Run:
         """Preempt the most recently admitted request and requeue it; if it is the only one, end it with an error."""
         if self._is_empty:
             return
-        _, row = max((one.lifespan[0], row) for row, one in self._occupied)
-        request = self._occupants[row]
-        if len(self._occupied) == 1 and not self._entering:
+        row, request = max(self._occupants.items(), key=lambda item: (item[1].lifespan[0], item[0]))
+        if len(self._occupants) == 1 and not self._entering:
             self._withdraw(request, _no_memory(request))
             return
         self._clear([row])
@@ -414,9 +408,8 @@ class Run:
 
     def _launch(self) -> None:
         runner, last = self._runner, self._last
-        occupied = self._occupied
         # Slots up to the tokens of the rounds that are not read yet, and up to the drafts of this one.
-        before = max([one.length for _, one in occupied], default=1) + self._tokens_in_flight()
+        before = max([one.length for one in self._occupants.values()], default=1) + self._tokens_in_flight()
         num_captures = runner.target.num_captures
         while True:
             drafted = runner.lease.allowed(runner.drafts.next(self.tokens_left))
@@ -430,7 +423,7 @@ class Run:
         output = runner.lease.run_round(drafted)
         end = self._clock.mark()
         report = runner.report(output)
-        self._launched.append(_Launched(occupied, report, drafted, is_typical, start, end))
+        self._launched.append(_Launched(dict(self._occupants), report, drafted, is_typical, start, end))
         self._last = drafted, end
         self._withdraw_failed()
 
@@ -439,51 +432,64 @@ class Run:
         while len(self._launched) > rounds_ahead:
             one = self._launched.popleft()
             self._take(one)
-            if one.start is not None:
+            if one.drafted is not None:
                 milliseconds = self._clock.milliseconds(one.start, one.end)
                 self._runner.drafts.ran(one.drafted, milliseconds, one.is_typical)
 
     def _take(self, launched: _Launched) -> None:
         """Add the tokens of a round, or first tokens, to their requests, and retire the rows that have ended."""
-        tokens, accepted, committed, rejected = launched.report.read()
-        is_first = launched.start is None
+        report, drafted, transcript = launched.report, launched.drafted, self.transcript
+        tokens, accepted, committed, rejected = report.read()
         # Preempted requests have their first token already.
-        running = [(row, one) for row, one in launched.occupied if not (one.is_over or (is_first and one.tokens))]
-        if not is_first:
-            self.rounds_by_shape[launched.drafted] += 1
-            num_drafts, num_nodes = launched.drafted
-            counts = []
-            for row, request in running:
-                request.num_settled = len(request.tokens)
-                drafted = min(request.left, num_drafts)
-                counts.append((request.index, accepted[row], committed[row], drafted))
-                request.num_drafted += drafted
-                request.num_accepted += min(accepted[row], drafted)
-            self._counters.count(counts, None if rejected is None else [rejected[row] for row, _ in running], num_nodes)
-        report, transcript = launched.report, self.transcript
-        self._add([(row, one, tokens[row][: committed[row]]) for row, one in running], report.logprobs)
+        running = {
+            row: one for row, one in launched.occupants.items() if not (one.is_over or (drafted is None and one.tokens))
+        }
+        if drafted is not None:
+            self.rounds_by_shape[drafted] += 1
+            num_drafts, num_nodes = drafted
+            counted = self._count(running, num_drafts, accepted, committed)
+            self._counters.count(counted, None if rejected is None else [rejected[row] for row in running], num_nodes)
+        self._add(running, tokens, committed, report.logprobs)
         if transcript is None:
             return
         counts = [0] * len(transcript.stopped)
-        for row, _ in running:
+        for row in running:
             counts[row] = committed[row]
         transcript.add(tokens[: len(counts)], counts, **report.records, **report.logprobs)
         for one in self._cut:
             if not transcript.stopped[one.index] and transcript.steps >= one.remaining:
                 raise ValueError(no_positions(f"Row {one.index} of the batch", one))
         is_complete = transcript.is_complete
-        ended = [(row, one) for row, one in running if (is_complete or transcript.done[row]) and not one.is_over]
+        ended = {row: one for row, one in running.items() if (is_complete or transcript.done[row]) and not one.is_over}
         if ended:
-            self._runner.finish([row for row, _ in ended])
-            for row, one in ended:
+            self._runner.finish(list(ended))
+            for row, one in ended.items():
                 self._retire(row, one, time.perf_counter())
 
-    def _add(self, found: list[tuple[int, Request, list[int]]], logprobs: Mapping[str, torch.Tensor]) -> None:
+    def _count(
+        self, running: Mapping[int, Request], num_drafts: int, accepted: Sequence[int], committed: Sequence[int]
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Count the drafts of each request; yields what `Counters.count` takes."""
+        for row, request in running.items():
+            request.num_settled = len(request.tokens)
+            drafted = min(request.left, num_drafts)
+            request.num_drafted += drafted
+            request.num_accepted += min(accepted[row], drafted)
+            yield request.index, accepted[row], committed[row], drafted
+
+    def _add(
+        self,
+        running: Mapping[int, Request],
+        tokens: Sequence[list[int]],
+        committed: Sequence[int],
+        logprobs: Mapping[str, torch.Tensor],
+    ) -> None:
         """Add new tokens, and log-probabilities if asked for, to the requests of rows; requests that end retire."""
         now, going_on, stopped = time.perf_counter(), [], []
-        asked = {one.return_logprobs for _, one, _ in found} - {None} if logprobs else ()
+        asked = {one.return_logprobs for one in running.values()} - {None} if logprobs else ()
         of_rows = {name: logprobs[name].tolist() for name in asked}
-        for row, request, new in found:
+        for row, request in running.items():
+            new = tokens[row][: committed[row]]
             has_failed = bool(new) and new[-1] == NO_TOKEN
             if not request.tokens:
                 request.first_token = now
@@ -515,8 +521,8 @@ class Run:
             return
         request.error = error
         now = time.perf_counter()
-        if request in self._occupants:
-            row = self._occupants.index(request)
+        row = next((row for row, one in self._occupants.items() if one is request), None)
+        if row is not None:
             self._runner.finish([row])
             self._retire(row, request, now)
         else:
@@ -527,7 +533,7 @@ class Run:
     def _withdraw_failed(self) -> None:
         """End the requests whose logits processors failed in the last launch."""
         for row, error in self._runner.take_failed().items():
-            if self._occupants[row] is not None:
+            if row in self._occupants:
                 self._withdraw(self._occupants[row], error)
 
     def _retire(self, row: int, request: Request, now: float) -> None:
@@ -537,7 +543,7 @@ class Run:
         end(request, now, self._settings)
 
     def _free_row(self, row: int) -> None:
-        self._occupants[row] = None
+        self._occupants.pop(row, None)
         self._free.append(row)
         self._runner.retire(row)
 

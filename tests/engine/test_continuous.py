@@ -512,8 +512,8 @@ def test_admission():
     def finish(*which):
         committed = [1 if row in which else 0 for row in range(4)]
         report = SimpleNamespace(read=lambda: ([[END[0], 0]] * 4, [0] * 4, committed, None), logprobs={})
-        occupied = [(row, one) for row, one in rows._occupied if row in which]
-        rows._take(run._Launched(occupied, report, drafted=RoundShape(1), start=0.0, end=0.0))
+        occupants = {row: one for row, one in rows._occupants.items() if row in which}
+        rows._take(run._Launched(occupants, report, drafted=RoundShape(1), start=0.0, end=0.0))
         rows.admit()
         return [[one.index for one in group] for _, group in entered]
 

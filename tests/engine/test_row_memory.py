@@ -433,7 +433,7 @@ class SimulatedRows(Runner):
             self.held[row] = self.held[row][:length]
 
     def free_others(self):
-        pass
+        return False
 
     def observe(self, row, request):
         pass
@@ -498,7 +498,7 @@ def test_thousands_of_requests_lose_nothing(monkeypatch):
         def __call__(self, is_idle, leave_target):
             most = chance.choice([0, 0, 1, 3, 20]) if not is_idle else 1
             new = [arriving.popleft() for _ in range(min(most, len(arriving)))]
-            there = [one for _, one in rows._occupied] if chance.random() < 0.01 else []
+            there = list(rows._occupants.values()) if chance.random() < 0.01 else []
             return Arrived(new, [(one, "withdrawn") for one in there[:1]], bool(arriving))
 
     setting = ContinuousBatching(arrivals=Script(), on_finished=ended.append)
@@ -515,14 +515,14 @@ def test_thousands_of_requests_lose_nothing(monkeypatch):
             waits += 1
             continue
         committed = [0] * 16
-        for row, one in rows._occupied:
+        for row, one in rows._occupants.items():
             committed[row] = min(chance.randrange(1, 5), one.left)
             assert row not in place.finished
             assert place.memory.committed_slots[row] >= min(one.length + 4, one.longest)
             assert len(place.held[row]) <= one.length
             place.held[row] = [*one.prompt_ids, *one.tokens]
         report = Reported([[7, 7, 7, 7]] * 16, [0] * 16, committed)
-        rows._take(_Launched(rows._occupied, report, drafted=RoundShape(3), start=0.0, end=0.0))
+        rows._take(_Launched(dict(rows._occupants), report, drafted=RoundShape(3), start=0.0, end=0.0))
     assert len(ended) == len({id(one) for one in ended}) == count
     assert waits > num_cases(100, 30) and pages.num_aliased > num_cases(1000, 250)
     for one in requests:
