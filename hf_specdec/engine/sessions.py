@@ -132,11 +132,19 @@ class Session:
         return cache
 
     def acquire(self) -> None:
-        """Make the buffers ready for another call: wait for the last one, and copy its cache if that is still lent."""
+        """Make the buffers ready for other texts: wait for the last call, copy its cache if that is still lent, and let
+        no rows share memory."""
         self.fence.wait()
         borrower = self._borrower()
         if borrower is not None:
             borrower.take_over()
+        memory = self.state.cache.row_memory
+        rows = () if memory is None else range(len(self.state.lengths))
+        shared = [row for row in rows if memory.is_shared(row, 0)]
+        if shared:
+            self.fence.synchronize()
+        for row in shared:
+            memory.unshare(row, 0)
 
 
 class SessionPool:

@@ -13,6 +13,7 @@ import bulk
 import pytest
 import torch
 from adapters import with_adapters
+from aliasing_pages import use_aliasing_pages
 from case_counts import cases, num_cases
 from graph_stand_ins import replay_on_cpu, tape_on_cpu
 from hypothesis import given, settings
@@ -33,6 +34,7 @@ from hf_specdec.engine.continuous import ContinuousRunner
 from hf_specdec.engine.lease import SessionLease
 from hf_specdec.engine.run import Run
 from hf_specdec.graphs import buckets
+from hf_specdec.memory import virtual_memory
 from hf_specdec.memory.virtual_memory import allocating
 from hf_specdec.serving import manager_requests, manager_thread
 from hf_specdec.serving.manager import SpeculativeBatchingManager
@@ -571,6 +573,46 @@ def test_rows_and_slots_grow_with_the_requests(running, monkeypatch, grows):
     manager.stop()
     hinted = running(target, NoDrafter(target), hints=WorkloadHints(max_prompt_length=50, max_generated_length=50))
     assert texts_of(hinted, [hinted.add_request(prompts()[0])]) == [alone(0)] and made == [(1, 256 if grows else 100)]
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_rows_that_have_shared_memory_get_other_texts(running, monkeypatch, is_later):
+    """Rows move to a session that they have left, or that an earlier run has left, where rows share a beginning."""
+    replay_on_cpu(monkeypatch)
+    pages, sizes, move = use_aliasing_pages(monkeypatch), [], ContinuousRunner.move
+    monkeypatch.setattr(manager_thread, "LINGER", 0.1)
+    monkeypatch.setattr(virtual_memory, "STEP_SLOTS", 8)
+    monkeypatch.setattr(virtual_memory, "_MOST_PIECE", 4096)
+    monkeypatch.setattr(buckets, "ROWS_TO_FEWER", 2)
+    monkeypatch.setattr(buckets, "FEWEST_CAPTURED_ROWS", 1)
+    monkeypatch.setattr(ContinuousRunner, "_is_worth_moving", lambda *args: True)
+
+    def noting(self, rows, *args):
+        count = move(self, rows, *args)
+        sizes.append((self.num_rows, len(rows)))
+        return count
+
+    monkeypatch.setattr(ContinuousRunner, "move", noting)
+    target = tiny_target("llama")
+    manager = running(target, NoDrafter(target), rows=16, eos_token_id=-1)
+    beginning, *long = bulk.prompts_of((300, 290, 280, 270))
+    with manager.pause():
+        short = manager.add_requests([beginning + one for one in bulk.prompts_of(range(1, 10))], max_new_tokens=4)
+        names = [] if is_later else manager.add_requests(long, max_new_tokens=200)
+    assert [len(one) for one in texts_of(manager, short)] == [4] * 9 and pages.num_aliased
+    if is_later:
+        time.sleep(0.5)  # the run ends
+        sizes.clear()
+        names = manager.add_requests(long, max_new_tokens=200, streaming=True)
+        for name in names:
+            next(manager.request_id_iter(name))
+    while not is_later and not sizes:
+        time.sleep(0.001)
+    others = manager.add_requests(prompts()[:12], max_new_tokens=20)
+    found = [list(manager.request_id_iter(name))[-1].generated_tokens for name in names]
+    assert found == [bulk.alone("llama", tuple(one), 200, ()) for one in long]
+    assert texts_of(manager, others) == [alone(index, new=20, end=()) for index in range(12)]
+    assert 16 in [size for size, _ in sizes]
 
 
 @pytest.mark.parametrize("grows", [False, True])
