@@ -224,12 +224,14 @@ class SessionLease:
     def drafts(self, acceptance: Acceptance, first: RoundShape | None = None) -> Drafts:
         """What chooses the drafts of each round, beginning with `first`; None stands for `first_drafts`."""
         call, most = self._call, RoundShape(self.shape.num_draft_tokens, self.shape.num_nodes)
-        if not call.is_auto:
-            return FixedDrafts(most, self.session.round_times)
+        split = None if tensor_parallel_group(call.model) is None else call.model
+        if not call.is_auto and split is not None:  # ranks do not agree on times
+            return FixedDrafts(most, RoundTimes())
         times = round_times(call, self._target, self.shape)
+        if not call.is_auto:
+            return FixedDrafts(most, times)
         if first is None:
             first = first_drafts(call, self.shape, times)
-        split = None if tensor_parallel_group(call.model) is None else call.model
         return AutoDrafts(most, first, acceptance, times, self._price, split)
 
     def allowed(self, drafted: RoundShape) -> RoundShape:

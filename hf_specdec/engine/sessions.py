@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from ..auto_k.auto_drafts import Acceptance, RoundTimes
+from ..auto_k.auto_drafts import Acceptance
 from ..auto_k.round_costs import CostTable
 from ..cache.key_layout import KeyLayout
 from ..calls.kv_transfer import DeferredCache
@@ -87,7 +87,6 @@ class Session:
             `RaggedCache.kernel_span`.
         catch_ups: captured `catch_up`, by width and `RaggedCache.kernel_span`.
         prefills: captured chunks of prefills, by width.
-        round_times: times of its rounds in calls with a fixed K, which ranks of one model do not share.
         capture_seconds: time of all its captures, with the kernels that were built for them.
         patches: patches of the targets that the graphs were captured of; graphs read their tables.
         num_tensor_bytes: GPU memory that its tensors have taken, without what graphs share.
@@ -99,7 +98,6 @@ class Session:
         self.rounds, self.catch_ups, self.prefills = Captures(), Captures(), Captures()
         self.prompts = PromptBuffers(state)
         self.graph_pool = GraphPool()
-        self.round_times = RoundTimes()
         self.capture_seconds = 0.0
         self.patches: list[Sequence[Patch]] = []
         self.num_tensor_bytes = 0
