@@ -243,6 +243,7 @@ class RoundTimes:
         total, unsaved: milliseconds of all rounds, and of those that are not on disk yet.
         spent: milliseconds that trials have cost; those on record have cost their share of `total`.
         alone: milliseconds of calls without the drafter since the last call with it.
+        since_trial: rounds of all calls since the last trial.
     """
 
     def __init__(self, known: Mapping[RoundShape, float] | None = None, total: float = 0.0) -> None:
@@ -252,6 +253,7 @@ class RoundTimes:
         self._medians = dict(known or {})
         self._measured: set[RoundShape] = set()
         self.total, self.unsaved, self.spent, self.alone = total, 0.0, _BUDGET * total, 0.0
+        self.since_trial = 0
 
     def measured(self) -> tuple[dict[RoundShape, float], float]:
         """Milliseconds of a round, by drafts, of rounds that have run in this process; and `unsaved`."""
@@ -398,7 +400,6 @@ class AutoDrafts:
         self._plan: deque[RoundShape] = deque()
         # Candidates on trial whose times have not arrived yet.
         self._waiting: set[RoundShape] = set()
-        self._since_try = 0
         self._is_upwards = False
 
     def next(self, tokens_left: Callable[[], float]) -> RoundShape:
@@ -408,9 +409,9 @@ class AutoDrafts:
             self._choose(tokens_left)
             self._plan.extend(self._tries(tokens_left))
         if self._plan:
-            self._since_try = 0
+            self.times.since_trial = 0
             return self._plan.popleft()
-        self._since_try += 1
+        self.times.since_trial += 1
         return self.current
 
     def refuse(self, drafted: RoundShape) -> None:
@@ -481,7 +482,7 @@ class AutoDrafts:
             if share > _HYSTERESIS and self._pays(found, _ROUNDS_TO_TRY, rate, share * tokens_left() / rate):
                 self._waiting.add(found)
                 return [found] * _ROUNDS_TO_TRY
-        if self._since_try < _ROUNDS_BETWEEN:
+        if self.times.since_trial < _ROUNDS_BETWEEN:
             return ()
         self._waiting.clear()  # none of their rounds was typical
         # Known times change with the text; neighbours are tried again first.

@@ -190,14 +190,15 @@ def test_rounds_that_change():
     assert again.next(lambda: 100) == fewer.drafts.current == RoundShape(7)
 
 
-def test_short_calls_correct_a_wrong_time():
-    one, shares = Simulation(8), SHARES["never"]  # where no other number is nearly as good as the best
+@pytest.mark.parametrize("name", ["never", "good"])  # where no other number is nearly as good as the best
+def test_short_calls_correct_a_wrong_time(name):
+    one, shares = Simulation(8), SHARES[name]
     for num_drafts in CANDIDATES:
         one.times.add(RoundShape(num_drafts), cost(8, num_drafts), True)
     best = max(CANDIDATES, key=lambda k: expected_tokens(shares, k) / cost(8, k))
     for _ in range(9):
         one.times.add(RoundShape(best), 1.5 * cost(8, best), True)
-    for _ in range(60):
+    for _ in range(150):
         one.drafts = AutoDrafts(RoundShape(7), RoundShape(3), one.acceptance, one.times)
         one.chosen.clear()
         one.run(shares, tokens=128)
