@@ -15,7 +15,6 @@ from ..device_policy import policy_of
 from ..host.caches import given_cache, is_of_caller
 from ..host.modeling import attention_of
 from ..modules.patch import DTYPES
-from ..modules.signature import fact
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.linear import computed_by_libraries
 from ..patching.mask_rules import why_not_kept
@@ -56,17 +55,11 @@ def why_not_static(
     )
 
 
-@fact
-def _scaling_floor(model: PreTrainedModel) -> int | None:
-    """The number of cached tokens, padding included, from which on they scale the queries of `model`; None if never."""
-    text = model.config.get_text_config()
-    floor = text.floor_scale if getattr(text, "attn_temperature_tuning", False) else None
-    return getattr(text, "log_scaling_n_floor", floor)
-
-
 def _why_not_length(model: PreTrainedModel, config: GenerationConfig, prompts: Prompts) -> str | None:
     """The reason why it is not known what tokens are run with in texts as long as the call's; None if it is known."""
-    floor = _scaling_floor(model)
+    text = model.config.get_text_config()
+    floor = text.floor_scale if getattr(text, "attn_temperature_tuning", False) else None
+    floor = getattr(text, "log_scaling_n_floor", floor)
     if floor is not None and config.max_length > floor:
         return (
             f"queries are scaled by the number of cached tokens from {floor} tokens on, padding included, and a text "

@@ -184,14 +184,8 @@ def why_not_equivalent(
     """
 
     def why_not(is_padded: bool) -> str | None:
-        def find() -> str | None:
-            checked = without_hooks(model)
-            obstacle = _compare(checked, engine, prompts_by_target, is_padded)
-            if obstacle is not None or engine == "stock":
-                return obstacle
-            return why_not_rules(checked, not prompts_by_target)
-
-        return outcome_of(model, (engine, prompts_by_target, is_padded), find)
+        case = engine, prompts_by_target, is_padded
+        return outcome_of(model, case, lambda: _compare(without_hooks(model), *case))
 
     outcome = why_not(True)
     if outcome is None or is_padded or engine == "stock" or why_not_separate_rows(model) is None:
@@ -235,8 +229,11 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
             return f"its logits for {what} of a few tokens differ there from plain generate()'s by {difference:.2g}"
     if engine == "stock":
         return _why_not_steps(model)
-    obstacle = first_reason(part.why_not_same(model, limit) for part in parts(model))
-    return obstacle or (None if uses_attention_interface(model) else why_not_masked(model, limit))
+    return (
+        first_reason(part.why_not_same(model, limit) for part in parts(model))
+        or (None if uses_attention_interface(model) else why_not_masked(model, limit))
+        or why_not_rules(model, is_causal=not prompts_by_target)
+    )
 
 
 def _why_not_steps(model: PreTrainedModel) -> str | None:
