@@ -86,9 +86,7 @@ class SpeculativeBatchingManager:
         self._factory = RequestFactory(model, config, settings, self._queue.is_in_use)
         self.num_positions = self._factory.num_positions
         self._call = ManagedCall(model, drafter, config, settings, longest, self._queue, attachment, tree)
-        self._rounds = RoundThread(self._call)
-        if tensor_parallel_group(model) is not None:
-            self._rounds = SplitRoundThread(self._call, settings.cpu_group_timeout)
+        self._rounds = (RoundThread if tensor_parallel_group(model) is None else SplitRoundThread)(self._call)
         self.background_thread_status = self._rounds.status
         self._is_warming_up = False
         self._call.check()

@@ -38,7 +38,7 @@ from ..ops import row_seeds
 from ..patching.support import stated_positions
 from ..sampling.logits import PenaltyLogitsProcessor
 from .answers import AnswerLogprobs, StopStringQueue, join, join_streams, without_stops
-from .bodies import CHAT, COMPLETION, RESPONSE, ParsedBody, RefusedRequest, read_body
+from .bodies import ParsedBody, RefusedRequest, read_body
 from .delivery import event_builder, without_queues
 from .manager import SpeculativeBatchingManager
 
@@ -65,13 +65,6 @@ LONGEST = 2047
 
 # Seconds for which streams may continue after the server was asked to stop.
 SHUTDOWN_TIMEOUT = 10
-
-# Handlers of transformers' server, and their kinds of requests.
-_HANDLERS = {
-    serving_parts.CHAT_HANDLER: CHAT,
-    serving_parts.COMPLETION_HANDLER: COMPLETION,
-    serving_parts.RESPONSE_HANDLER: RESPONSE,
-}
 
 # Of the current task's request: its seed, its body, the keywords of `add_request`, and the log-probabilities of its
 # answer if it asks for them.
@@ -109,13 +102,13 @@ class ServeSettings:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}; expected at least {bound}.")
 
     def manager_for(
-        self, model: PreTrainedModel, config: GenerationConfig, settings: ContinuousBatchingConfig | None
+        self, model: PreTrainedModel, settings: ContinuousBatchingConfig | None
     ) -> SpeculativeBatchingManager:
-        """A running manager."""
+        """A running manager, with the generation config of `model`, not of the first request."""
         for name, place in self.adapters.items():
             model.load_adapter(place, adapter_name=name)
         manager = model.init_continuous_batching(
-            generation_config=config,
+            generation_config=model.generation_config,
             continuous_batching_config=replace(
                 settings or ContinuousBatchingConfig(),
                 per_request_processors=True,
@@ -210,8 +203,7 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
 
         def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
             if self._cb is None:
-                # With the model's generation config, not the first request's.
-                self._cb = _OptionsManager(settings.manager_for(model, model.generation_config, self._cb_config))
+                self._cb = _OptionsManager(settings.manager_for(model, self._cb_config))
 
         def generate_streaming(self, model, processor, inputs, gen_config, request_id, **kwargs):
             with self._request(model, processor, inputs, gen_config, request_id) as parsed:
@@ -398,8 +390,8 @@ def _build_server(
 
     adapters, target = list(settings.adapters), model_manager.force_model
     for one in (*args, *kwargs.values()):
-        kind = _HANDLERS.get(type(one).__name__)
-        if kind is not None:
+        kind = type(one).__name__
+        if kind in (serving_parts.CHAT, serving_parts.COMPLETION, serving_parts.RESPONSE):
             one.handle_request = _checking_handler(one.handle_request, kind, adapters, target)
             if hasattr(one, serving_parts.EVENT_BUILDER):
                 setattr(one, serving_parts.EVENT_BUILDER, event_builder(getattr(one, serving_parts.EVENT_BUILDER)))
