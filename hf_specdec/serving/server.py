@@ -184,7 +184,7 @@ def serving(settings: ServeSettings) -> Iterator[None]:
     changed = {
         (utils, "CBGenerateManager"): _generate_manager(utils, settings),
         (utils, "set_torch_seed"): _SEED.set,
-        (server, "build_server"): functools.partial(_build_server, server.build_server, utils.split_model_id, settings),
+        (server, "build_server"): functools.partial(_build_server, server.build_server, settings),
         # The timeout ends streams that still continue.
         (uvicorn, "Config"): functools.partial(uvicorn.Config, timeout_graceful_shutdown=settings.shutdown_timeout),
     }
@@ -236,7 +236,7 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
             self._check_alive(request_id)
             if self._cb.is_active(request_id):
                 raise RefusedRequest(f"The request {request_id} is not over; expected another X-Request-ID.")
-            _fit(settings, model, self._cb.num_positions, gen_config, length, parsed)
+            _fit(settings.max_length, self._cb, gen_config, length, parsed)
             if (logprobs := _LOGPROBS.get()) is not None:
                 logprobs.tokenizer = getattr(processor, "tokenizer", processor)
             before = _OPTIONS.set(_options_of(gen_config, self._cb.generation_config, processor, parsed, length))
@@ -258,20 +258,15 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
 
 
 def _fit(
-    settings: ServeSettings,
-    model: PreTrainedModel,
-    positions: int | None,
-    config: GenerationConfig,
-    length: int,
-    parsed: ParsedBody,
+    most: int | None, manager: SpeculativeBatchingManager, config: GenerationConfig, length: int, parsed: ParsedBody
 ) -> None:
-    """Limit the answer to a prompt of `length` tokens to the room for it. Raises `RefusedRequest` if there is no room,
-    or less than was asked for although the target could have more. `positions` are the target's `num_positions`."""
-    most = settings.max_length
+    """Limit the answer to a prompt of `length` tokens to the room for it, in texts of at most `most` tokens. Raises
+    `RefusedRequest` if there is no room, or less than was asked for although the target could have more."""
+    positions = manager.num_positions
     if positions is not None:  # the last token of a text is not embedded
         most = min(positions + 1, most or positions + 1)
     elif most is None:
-        most = stated_positions(model)
+        most = stated_positions(manager.model)
     if most is None:
         return
     room = most - length
@@ -374,15 +369,7 @@ def _checking_handler(
     return handle_request
 
 
-def _build_server(
-    build_server: Callable,
-    split_model_id: Callable,
-    settings: ServeSettings,
-    model_manager: Any,
-    *args: Any,
-    generation_state: Any,
-    **kwargs: Any,
-) -> Any:
+def _build_server(build: Callable, settings: ServeSettings, model_manager: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' `build_server`, which also makes the manager before the server takes requests."""
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse, PlainTextResponse
@@ -400,7 +387,7 @@ def _build_server(
         listed[1:] = [one | {"parent": target} for one in listed[1:]]
         for name in serving_parts.MODEL_LISTS:
             setattr(model_manager, name, lambda: listed)
-    app = build_server(model_manager, *args, generation_state=generation_state, **kwargs)
+    app = build(model_manager, *args, **kwargs)
     app.user_middleware = without_queues(app.user_middleware)
 
     def refusal(status: int, message: str) -> JSONResponse:
@@ -424,7 +411,7 @@ def _build_server(
         text = "".join(one.metrics() for one in settings.managers[-1:])
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
-    timed = next(iter(model_manager.loaded_models.values()))
+    generation_state, timed = kwargs["generation_state"], next(iter(model_manager.loaded_models.values()))
     modality = model_manager.get_model_modality(timed.model, processor=timed.processor)
     if not generation_state.use_continuous_batching(timed.model, modality):
         raise ValueError(
@@ -432,7 +419,7 @@ def _build_server(
             "language model, and the option --continuous-batching."
         )
     setattr(timed, serving_parts.IDLE_TIMER, lambda: None)
-    name, _ = split_model_id(target)
+    name, _ = serving_parts.utils().split_model_id(target)
     manager = generation_state.get_manager(model_manager.process_model_name(name), use_cb=True)
     manager.init_cb(timed.model, timed.model.generation_config)
     return app
