@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
-from .parts import attribute, method, part, uses
+from .parts import attribute, method, named_in, part, uses
 
 _UTILS = "transformers.generation.utils"
 _MIXIN = f"{_UTILS}:GenerationMixin"
@@ -95,38 +88,12 @@ def stopping_criteria(
     return model._get_stopping_criteria(config, criteria or StoppingCriteriaList(), tokenizer)
 
 
-@uses(_MIXIN, "_get_logits_processor", why="logits processors of one request, as generate() has them")
-@uses(_MIXIN, "_eos_token_tensor", why="tokens that end its text, which some of them read")
-def logits_processors(
-    model: PreTrainedModel,
-    config: GenerationConfig,
-    prompt: torch.Tensor,
-    max_new_tokens: int,
-    ends: Collection[int],
-    processors: LogitsProcessorList | None,
-    prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None,
-) -> LogitsProcessorList:
-    """The logits processors of `generate()` for one prompt, in its order, on the device of the prompt.
-
-    Args:
-        config: with all defaults filled in; it is not changed.
-        prompt: `[length]` int64.
-        ends: tokens that end the text.
-        processors, prefix_allowed_tokens_fn: as in `generate()`.
-    """
-    config = copy.copy(config)
-    config.max_length, config.num_return_sequences = len(prompt) + max_new_tokens, 1
-    config._eos_token_tensor = torch.tensor(sorted(ends), device=prompt.device) if ends else None
-    return model._get_logits_processor(
-        generation_config=config,
-        input_ids_seq_length=len(prompt),
-        encoder_input_ids=prompt[None],
-        prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
-        logits_processor=processors,
-        device=prompt.device,
-    )
-
-
+# Takes a model and keywords, one a configuration with all defaults filled in; `ENDS` is its entry for the tokens that
+# end a text, a tensor or None.
+make_logits_processors = method(
+    _MIXIN, "_get_logits_processor", why="logits processors of one request, as generate() has them"
+)
+ENDS = named_in(_MIXIN, "_eos_token_tensor", why="tokens that end its text, which some of them read")
 # Takes a model: whether its `forward` has `logits_to_keep`.
 keeps_logits = method(_MIXIN, "_supports_logits_to_keep", why="computes the logits that are needed only")
 # Takes a model, prompts `[B, P]`, a configuration and prepared inputs; returns the model's output.

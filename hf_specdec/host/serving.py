@@ -20,28 +20,24 @@ utils = lazy_part(f"{_SERVER}.utils", why="module of the server's managers")
 command_line = lazy_part("transformers.cli.transformers", "app", why="starts the server")
 
 
-def _names_of(module: str, **why: str) -> tuple[str, ...]:
-    for name, one in why.items():
-        lazy_part(f"{_SERVER}.{module}", name, why=one)
-    return tuple(why)
-
-
-# Names in the server's modules that are replaced or called.
+# Names in the server's modules that are replaced or called, by module, and why.
 SERVER_NAMES = {
-    "utils": _names_of(
-        "utils",
-        CBGenerateManager="replaced: managers with a drafter, settings of each request",
-        CBWorkerDeadError="error of a manager that has ended",
-        set_torch_seed="replaced: a seed is the request's own",
-        split_model_id="name of the target",
-    ),
-    "server": _names_of("server", build_server="replaced: the manager is made before requests come"),
+    "utils": {
+        "CBGenerateManager": "replaced: managers with a drafter, settings of each request",
+        "CBWorkerDeadError": "error of a manager that has ended",
+        "set_torch_seed": "replaced: a seed is the request's own",
+        "split_model_id": "name of the target",
+    },
+    "server": {"build_server": "replaced: the manager is made before requests come"},
 }
+for _module, _names in SERVER_NAMES.items():
+    for _name, _why in _names.items():
+        lazy_part(f"{_SERVER}.{_module}", _name, why=_why)
 
-# Handlers whose requests are checked first, by what they read.
-CHAT_HANDLER = named_in(f"{_SERVER}.chat_completion", "ChatCompletionHandler", why=_HANDLER, is_needed=False)
-COMPLETION_HANDLER = named_in(f"{_SERVER}.completion", "CompletionHandler", why=_HANDLER, is_needed=False)
-RESPONSE_HANDLER = named_in(f"{_SERVER}.response", "ResponseHandler", why=_HANDLER, is_needed=False)
+# Kinds of requests that are checked first, named as their handlers.
+CHAT = named_in(f"{_SERVER}.chat_completion", "ChatCompletionHandler", why=_HANDLER, is_needed=False)
+COMPLETION = named_in(f"{_SERVER}.completion", "CompletionHandler", why=_HANDLER, is_needed=False)
+RESPONSE = named_in(f"{_SERVER}.response", "ResponseHandler", why=_HANDLER, is_needed=False)
 
 # The method that starts a thread with each request, to unload an idle model; a server's own target stays loaded.
 IDLE_TIMER = named_in(
@@ -56,7 +52,7 @@ REQUEST_ID_MIDDLEWARE = "request_id_middleware"
 
 # The handlers' method that makes an event of a stream.
 EVENT_BUILDER = named_in(
-    f"{_SERVER}.chat_completion:{CHAT_HANDLER}",
+    f"{_SERVER}.chat_completion:{CHAT}",
     "_build_chunk_sse",
     why="replaced: events of a stream take less time",
     is_needed=False,

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..cache.layer_kinds import Use, first_reason
 from ..calls.call import Call
 from ..calls.kv_transfer import why_not_readable
-from ..calls.prompts import Prompts
 from ..device_policy import policy_of
 from ..host.caches import given_cache, is_of_caller
 from ..host.modeling import attention_of
 from ..modules.patch import DTYPES
-from ..modules.signature import fact
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.linear import computed_by_libraries
 from ..patching.mask_rules import why_not_kept
@@ -37,36 +35,26 @@ _CACHES = frozenset({None, "dynamic", "dynamic_full", "static", "hybrid", "hybri
 _FLOAT8_CAPABILITY = (8, 9)
 
 
-def why_not_static(
-    model: PreTrainedModel,
-    config: GenerationConfig,
-    prompts: Prompts,
-    model_kwargs: dict[str, Any],
-    is_continuous: bool,
-) -> str | None:
-    """The reason why the static engine cannot run a call with `config` and `model_kwargs` as prepared by `generate()`;
-    None if it can. In continuous batching requests may have any length."""
+def why_not_static(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> str | None:
+    """The reason why the static engine cannot run a call with `model_kwargs` as prepared by `generate()`; None if it
+    can. In continuous batching requests may have any length."""
+    model = call.model
     return (
         why_not_supported(model)
         or _why_not_inputs(model)
         or why_not_known_attention(model)
-        or _why_not_call(model, config, prompts, model_kwargs)
-        or _why_not_length(model, config, prompts)
-        or why_not_kept(model, None if is_continuous else config.max_length - 1)
+        or _why_not_call(call, model_kwargs)
+        or _why_not_length(call)
+        or why_not_kept(model, None if is_continuous else call.config.max_length - 1)
     )
 
 
-@fact
-def _scaling_floor(model: PreTrainedModel) -> int | None:
-    """The number of cached tokens, padding included, from which on they scale the queries of `model`; None if never."""
+def _why_not_length(call: Call) -> str | None:
+    """The reason why it is not known what tokens are run with in texts as long as the call's; None if it is known."""
+    model, config, prompts = call.model, call.config, call.prompts
     text = model.config.get_text_config()
     floor = text.floor_scale if getattr(text, "attn_temperature_tuning", False) else None
-    return getattr(text, "log_scaling_n_floor", floor)
-
-
-def _why_not_length(model: PreTrainedModel, config: GenerationConfig, prompts: Prompts) -> str | None:
-    """The reason why it is not known what tokens are run with in texts as long as the call's; None if it is known."""
-    floor = _scaling_floor(model)
+    floor = getattr(text, "log_scaling_n_floor", floor)
     if floor is not None and config.max_length > floor:
         return (
             f"queries are scaled by the number of cached tokens from {floor} tokens on, padding included, and a text "
@@ -88,10 +76,12 @@ def _why_not_inputs(model: PreTrainedModel) -> str | None:
     return f"the target's inputs are prepared by a function that is not transformers' own ({place})"
 
 
-def empty_attentions(model: PreTrainedModel, config: GenerationConfig) -> tuple | None:
-    """The attention weights of a step that plain `generate()` returns if `model` computes none: empty tuples (only
-    eager attention computes weights). None if there are weights, or if the call does not ask for them. Raises
-    `ValueError` if it asks for weights beyond a sliding window, where those of single tokens cannot be separated."""
+def drop_empty_attentions(call: Call, model_kwargs: dict[str, Any]) -> tuple | None:
+    """The attention weights of a step that plain `generate()` returns if the target computes none: empty tuples (only
+    eager attention computes weights); the call then no longer asks for them. None if there are weights, or if it does
+    not ask for them. Raises `ValueError` if it asks for weights beyond a sliding window, where those of single tokens
+    cannot be separated."""
+    model, config = call.model, call.config
     if not (config.return_dict_in_generate and config.output_attentions):
         return None
     if attention_of(model.config.get_text_config()) != "eager":
@@ -100,6 +90,8 @@ def empty_attentions(model: PreTrainedModel, config: GenerationConfig) -> tuple 
             output = model(input_ids=token, use_cache=False, output_attentions=True, return_dict=True)
         attentions = getattr(output, "attentions", None) or ()
         if not any(isinstance(weights, torch.Tensor) for weights in attentions):
+            config.output_attentions = False
+            model_kwargs.pop("output_attentions", None)
             return attentions
     # Beyond a sliding window a block of tokens reads other numbers of keys than a single token, and transformers'
     # assisted generation, which splits the weights of a block into those of its tokens, takes wrong columns.
@@ -113,9 +105,8 @@ def empty_attentions(model: PreTrainedModel, config: GenerationConfig) -> tuple 
     return None
 
 
-def _why_not_call(
-    model: PreTrainedModel, config: GenerationConfig, prompts: Prompts, model_kwargs: dict[str, Any]
-) -> str | None:
+def _why_not_call(call: Call, model_kwargs: dict[str, Any]) -> str | None:
+    model, config, prompts = call.model, call.config, call.prompts
     if config.return_dict_in_generate and config.output_attentions:
         return "attention weights were asked for"
     cache = given_cache(model_kwargs)

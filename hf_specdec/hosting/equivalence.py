@@ -8,14 +8,13 @@ it generates a few tokens, with drafts that are partly wrong, and its logits are
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.layer_kinds import Use, first_reason
 from ..calls.call import Call
@@ -30,7 +29,7 @@ from ..errors import failure_of
 from ..graphs.buckets import useful_drafts
 from ..graphs.cuda_graphs import on_device
 from ..host.caches import OUTPUT_NAME, given_cache, is_of_caller
-from ..host.generation import GenerateOutput, mask_length
+from ..host.generation import mask_length
 from ..kernels.types import Proposal, VerificationResult
 from ..modules.module_hooks import hooks_of, without_hooks
 from ..modules.patch import engine as running_engine
@@ -117,46 +116,35 @@ class ScriptedDrafter(Drafter):
 def _generate(
     model: PreTrainedModel, inputs: Inputs, count: int, drafter: Drafter, engine: str, by_target: bool = False
 ) -> Generated:
-    """`generate_greedily` on an engine; with `by_target` the target itself runs prompts, see `first_pass`."""
-    return generate_greedily(model, inputs, count, custom_generate=functools.partial(_run, drafter, engine, by_target))
+    """`generate_greedily` on an engine, without the checks of a user's call; with `by_target` the target itself runs
+    prompts, see `first_pass`."""
 
+    def run(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor=None, **given):
+        given.pop("synced_gpus", None)
+        mask = given.get("attention_mask")
+        mask = None if mask is None else mask.cpu()
+        cache = given_cache(given) if configured_layers(model).knows_length else None
+        call = Call(
+            model=model,
+            drafter=drafter,
+            prompts=read_prompts(input_ids.long(), mask, mask_length(generation_config), cache),
+            processors=logits_processor,
+            criteria=stopping_criteria,
+            config=generation_config,
+            num_draft_tokens=drafter.num_own_draft_tokens,
+            randomness=Randomness(),
+            cache=cache if is_of_caller(cache) else None,
+            runs_once=True,
+        )
+        with on_device(model.device), running_engine(), looked_at_once():
+            if engine == "stock":
+                return assist(inputs_tensor, given, call)
+            prepared = for_static_engine(call, given, by_target)
+            if isinstance(prepared, str):
+                raise ValueError(prepared)
+            return decode(prepared[0])
 
-def _run(
-    drafter: Drafter,
-    engine: str,
-    by_target: bool,
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    inputs_tensor: torch.Tensor | None = None,
-    synced_gpus: bool = False,
-    **model_kwargs: Any,
-) -> GenerateOutput:
-    """A decoding method of `generate()`: the drafter on an engine, without the checks of a user's call."""
-    mask = model_kwargs.get("attention_mask")
-    mask = None if mask is None else mask.cpu()
-    cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
-    call = Call(
-        model=model,
-        drafter=drafter,
-        prompts=read_prompts(input_ids.long(), mask, mask_length(generation_config), cache),
-        processors=logits_processor,
-        criteria=stopping_criteria,
-        config=generation_config,
-        num_draft_tokens=drafter.num_own_draft_tokens,
-        randomness=Randomness(),
-        cache=cache if is_of_caller(cache) else None,
-        runs_once=True,
-    )
-    with on_device(model.device), running_engine(), looked_at_once():
-        if engine == "stock":
-            return assist(inputs_tensor, model_kwargs, call)
-        prepared = for_static_engine(call, model_kwargs, by_target)
-        if isinstance(prepared, str):
-            raise ValueError(prepared)
-        return decode(prepared[0])
+    return generate_greedily(model, inputs, count, custom_generate=run)
 
 
 def _difference(
@@ -184,14 +172,8 @@ def why_not_equivalent(
     """
 
     def why_not(is_padded: bool) -> str | None:
-        def find() -> str | None:
-            checked = without_hooks(model)
-            obstacle = _compare(checked, engine, prompts_by_target, is_padded)
-            if obstacle is not None or engine == "stock":
-                return obstacle
-            return why_not_rules(checked, not prompts_by_target)
-
-        return outcome_of(model, (engine, prompts_by_target, is_padded), find)
+        case = engine, prompts_by_target, is_padded
+        return outcome_of(model, case, lambda: _compare(without_hooks(model), *case))
 
     outcome = why_not(True)
     if outcome is None or is_padded or engine == "stock" or why_not_separate_rows(model) is None:
@@ -235,8 +217,11 @@ def _compare(model: PreTrainedModel, engine: str, prompts_by_target: bool, is_pa
             return f"its logits for {what} of a few tokens differ there from plain generate()'s by {difference:.2g}"
     if engine == "stock":
         return _why_not_steps(model)
-    obstacle = first_reason(part.why_not_same(model, limit) for part in parts(model))
-    return obstacle or (None if uses_attention_interface(model) else why_not_masked(model, limit))
+    return (
+        first_reason(part.why_not_same(model, limit) for part in parts(model))
+        or (None if uses_attention_interface(model) else why_not_masked(model, limit))
+        or why_not_rules(model, is_causal=not prompts_by_target)
+    )
 
 
 def _why_not_steps(model: PreTrainedModel) -> str | None:

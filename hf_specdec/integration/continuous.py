@@ -181,8 +181,8 @@ def call_of(
     criteria = make_criteria(model, config, stopping_criteria, tokenizer)
     config.max_length = width + limit
     padding = [width - len(one) for one in prompts]
-    columns = [torch.nn.functional.pad(one, (pad, 0)) for one, pad in zip(prompts, padding, strict=True)]
-    read = Prompts(torch.stack(columns).to(model.device), padding, width)
+    columns = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")
+    read = Prompts(columns.to(model.device), padding, width)
     model_kwargs = {}
     if any(padding):
         mask = (torch.arange(width) >= torch.tensor(padding)[:, None]).long()

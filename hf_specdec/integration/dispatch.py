@@ -32,7 +32,7 @@ from ..engine.static_engine import decode
 from ..graphs.cuda_graphs import on_device
 from ..host.caches import given_cache, is_of_caller
 from ..host.generation import BaseStreamer, GenerateOutput, make_cache, mask_length
-from ..hosting.eligibility import check_configured, empty_attentions, why_no_tree, why_not_static
+from ..hosting.eligibility import check_configured, drop_empty_attentions, why_no_tree, why_not_static
 from ..hosting.equivalence import check_stock, why_not_equivalent, why_not_equivalent_with
 from ..modules.adapters import names_in_hooks, names_of_rows, without_row_hooks
 from ..modules.evaluation import Evaluation
@@ -115,13 +115,12 @@ def row_adapters(model: PreTrainedModel, names: Sequence[str] | None, count: int
 
 def _with_present_hooks(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Call, str | None]:
     """`_fitted_to_static_engine` for a call that runs with the present hooks of modules."""
-    model, prompts = call.model, call.prompts
-    obstacle = why_not_static(model, call.config, prompts, model_kwargs, is_continuous)
+    obstacle = why_not_static(call, model_kwargs, is_continuous)
     if obstacle is not None:
         return call, obstacle
     # Padding that continuous batching adds is not the user's: each row must equal what it generates alone.
-    is_padded = not is_continuous and any(prompts.padding)
-    why_not = functools.partial(why_not_equivalent, model, "static", is_padded=is_padded)
+    is_padded = not is_continuous and any(call.prompts.padding)
+    why_not = functools.partial(why_not_equivalent, call.model, "static", is_padded=is_padded)
     obstacle = why_not()
     by_target = obstacle is not None and why_not(prompts_by_target=True) is None
     if obstacle is not None and not by_target:
@@ -221,7 +220,7 @@ def generate_with_drafter(
     )
     if logits_processor:
         check_rows_are_apart(logits_processor, prompts.input_ids, vocabulary_of(model))
-    attentions = _drop_empty_attentions(call, model_kwargs)
+    attentions = drop_empty_attentions(call, model_kwargs)
     call, engine = _choose_engine(call, model_kwargs, False)
     if engine == "stock" or call.inputs is not None:
         make_call_cache(model, generation_config, model_kwargs)
@@ -270,14 +269,21 @@ def new_call(
     tree: int | str | None = None,
     **others: Any,
 ) -> Call:
-    """A call of `generate()`, or of continuous batching, with its K and N; `others` are further fields of `Call`.
+    """A call of `generate()`, or of continuous batching, with its K and N; `others` are further fields of `Call`. Warns
+    about settings of `config` that have no effect.
 
     If one of `all_processors`, of the call and its requests, reads the text, drafts are chains, since a tree is not one
     text.
     """
     tree = drafter.check_tree(drafter.tree if tree is None else tree)
     readers = [type(one).__name__ for one in readers_of(all_processors)]
-    asked = _num_draft_tokens(drafter, config, randomness, is_continuous)
+    given = getattr(config, "_asked", {})
+    for setting, why in UNUSED_SETTINGS.items():
+        if given.get(setting) not in (None, _NEUTRAL.get(setting)):
+            logger.warning_once("hf_specdec: %s has no effect: %s.", f"{setting}={given[setting]!r}", why)
+    # Sampled texts depend on K, which "auto" chooses by time, but a call with seeds should be repeatable.
+    is_free = is_continuous and not (config.do_sample and randomness.is_given)
+    asked = drafter.num_draft_tokens(given.get("num_assistant_tokens"), is_free)
     limit = drafter.most_draft_tokens
     most = max(one for one in CANDIDATES if limit is None or one <= limit) if asked == AUTO else asked
     # Trees are not verified by rejection sampling; where chains are, the call keeps to chains.
@@ -332,15 +338,6 @@ def generate_continuously(
     return requests
 
 
-def _drop_empty_attentions(call: Call, model_kwargs: dict[str, Any]) -> tuple | None:
-    """The attention weights of a step that plain `generate()` returns if the target computes none; else None."""
-    attentions = empty_attentions(call.model, call.config)
-    if attentions is not None:
-        call.config.output_attentions = False
-        model_kwargs.pop("output_attentions", None)
-    return attentions
-
-
 def _check_engine(call: Call, engine: str, prompts: Sequence[torch.Tensor] | None) -> None:
     """Check that `engine` can run the call now, on all ranks of the target; `prompts` as in `_call_of`."""
     model, drafter = call.model, call.drafter
@@ -363,7 +360,7 @@ def make_call_cache(model: PreTrainedModel, config: GenerationConfig, model_kwar
 def on_static_engine(call: Call, model_kwargs: dict[str, Any], prompts: Sequence[torch.Tensor] | None) -> Call:
     """`call` prepared for the static engine, for a pass over several texts. Raises `ValueError` if that cannot run it.
     `prompts` as in `_call_of`."""
-    _drop_empty_attentions(call, model_kwargs)
+    drop_empty_attentions(call, model_kwargs)
     call, engine = _choose_engine(call, model_kwargs, True)
     if engine != "static":
         raise ValueError(
@@ -378,16 +375,3 @@ def on_static_engine(call: Call, model_kwargs: dict[str, Any], prompts: Sequence
         )
     _check_engine(call, engine, prompts)
     return call
-
-
-def _num_draft_tokens(
-    drafter: Drafter, config: GenerationConfig, randomness: Randomness, is_continuous: bool
-) -> int | str:
-    """K of a call with the settings `config`, or `AUTO`; warns about settings that have no effect."""
-    asked = getattr(config, "_asked", {})
-    for setting, why in UNUSED_SETTINGS.items():
-        if asked.get(setting) not in (None, _NEUTRAL.get(setting)):
-            logger.warning_once("hf_specdec: %s has no effect: %s.", f"{setting}={asked[setting]!r}", why)
-    # Sampled texts depend on K, which "auto" chooses by time, but a call with seeds should be repeatable.
-    is_free = is_continuous and not (config.do_sample and randomness.is_given)
-    return drafter.num_draft_tokens(asked.get("num_assistant_tokens"), is_free)

@@ -8,25 +8,23 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TopHLogitsWarper
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ..config import check_type
 from ..errors import first_line
-from ..host.generation import logits_processors
-from ..kernels.types import RowRules
-from ..sampling.logits import PenaltyLogitsProcessor
-from ..sampling.processors import check_processors, rules_at_once
+from ..host.generation import ENDS, make_logits_processors
+from ..sampling.processors import check_processors
 from .validation import vocabulary_of
 
 # Sampling settings that each request may have if `per_request_processors` is set.
 SAMPLING_OPTIONS = ("do_sample", "temperature", "top_k", "top_p")
 
 # Settings that are `RowRules`.
-_RULE_OPTIONS = ("min_length", "min_new_tokens", "repetition_penalty")
+RULE_OPTIONS = ("min_length", "min_new_tokens", "repetition_penalty")
 
 # Other settings of logits processors that each request may have then: numbers, and others.
 _NUMBERS = (
-    *_RULE_OPTIONS,
+    *RULE_OPTIONS,
     "encoder_no_repeat_ngram_size",
     "encoder_repetition_penalty",
     "epsilon_cutoff",
@@ -67,8 +65,19 @@ def processors_of_prompt(
     """
     for name in ("temperature", "top_k", "top_p", *_NUMBERS):
         check_type(name, getattr(config, name, None), Real | None)
+    own = copy.copy(config)
+    own.max_length, own.num_return_sequences = len(prompt) + max_new_tokens, 1
+    vars(own)[ENDS] = torch.tensor(sorted(ends), device=prompt.device) if ends else None
     try:
-        found = logits_processors(model, config, prompt, max_new_tokens, ends, processors, prefix_allowed_tokens_fn)
+        found = make_logits_processors(
+            model,
+            generation_config=own,
+            input_ids_seq_length=len(prompt),
+            encoder_input_ids=prompt[None],
+            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+            logits_processor=processors,
+            device=prompt.device,
+        )
     except (TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(
             f"transformers makes no logits processors of the settings ({first_line(error)}); expected settings of the "
@@ -99,37 +108,3 @@ def _integers_in(value: Any) -> Iterator[int]:
     elif isinstance(value, Iterable):
         for one in value:
             yield from _integers_in(one)
-
-
-def own_processing(
-    model: PreTrainedModel,
-    config: GenerationConfig,
-    options: dict[str, Any],
-    prompt: torch.Tensor,
-    max_new_tokens: int,
-    ends: Collection[int],
-    samples_each: bool,
-    processors: LogitsProcessorList | None = None,
-) -> GenerationConfig | RowRules:
-    """The settings of a request whose scores are processed separately; its rules if they are processed with all rows.
-
-    Its `options` replace settings of `config`. With `samples_each` rows have their own `SAMPLING_OPTIONS`. The
-    `prompt` is on the host.
-    """
-    config = copy.copy(config)
-    for name, value in options.items():
-        if isinstance(value, Real) and not isinstance(value, bool):  # NumPy's; transformers requires Python's
-            value = int(value) if isinstance(value, Integral) else float(value)
-        if value is not None:
-            setattr(config, name, value)
-    if config.do_sample and config.temperature == 0:
-        config.do_sample = False
-    found = processors_of_prompt(model, config, prompt, max_new_tokens, ends, processors)
-    rules = rules_at_once(found, ends, prompt[None], [0])
-    is_by_rules = rules is not None and not set(options) - {*SAMPLING_OPTIONS, *_RULE_OPTIONS}
-    is_by_rules &= all(type(one) is PenaltyLogitsProcessor for one in processors or ())
-    # `RowSampling` runs before all other warpers; transformers runs top-h between temperature and top-k.
-    if is_by_rules and not (samples_each and any(type(one) is TopHLogitsWarper for one in found)):
-        return rules[0] if rules else RowRules()
-    config.max_new_tokens = max_new_tokens
-    return config

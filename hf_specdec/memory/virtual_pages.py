@@ -11,6 +11,7 @@ import functools
 import importlib
 import mmap
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,19 +78,6 @@ class HostPages:
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=start).untyped_storage()
 
 
-class _Region:
-    """Addresses of a GPU for `torch.as_tensor`. It keeps them reserved."""
-
-    def __init__(self, pages: DevicePages, start: int):
-        self._pages = pages
-        self.__cuda_array_interface__ = {
-            "shape": (pages.size - start,),
-            "typestr": "|u1",
-            "data": (pages.base + start, False),
-            "version": 3,
-        }
-
-
 def _allocation_kind(driver: Any, device: torch.device) -> Any:
     kind = driver.CUmemAllocationProp()
     kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -151,8 +139,10 @@ class DevicePages:
         _checked(driver, driver.cuMemRelease(handle))
 
     def storage(self, start: int) -> torch.UntypedStorage:
+        interface = {"shape": (self.size - start,), "typestr": "|u1", "data": (self.base + start, False), "version": 3}
         with torch.cuda.device(self._device):
-            return torch.as_tensor(_Region(self, start), device=self._device).untyped_storage()
+            region = SimpleNamespace(__cuda_array_interface__=interface, pages=self)  # keeps the addresses reserved
+            return torch.as_tensor(region, device=self._device).untyped_storage()
 
 
 def granularity_on(device: torch.device) -> int:

@@ -87,17 +87,14 @@ def _for_engines(interface: Any, implementation: Callable[..., torch.Tensor]) ->
     """`implementation` if an engine runs the experts; that of `interface` that they had before if other code does."""
 
     def forward(module: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-        return (implementation if runs_engine() else _original_experts(interface, module))(module, *args)
+        if runs_engine():
+            return implementation(module, *args)
+        # "eager" is the forward of the class itself, which transformers' decorator wraps: of FP8 once for each layer.
+        forwards = (vars(cls).get("forward") for cls in type(module).__mro__)
+        eager = inspect.unwrap(next(one for one in forwards if hasattr(one, "__wrapped__")))
+        return interface.get_interface(original(module.config, EXPERTS_ENTRY), eager)(module, *args)
 
     return forward
-
-
-def _original_experts(interface: Any, module: nn.Module) -> Callable[..., torch.Tensor]:
-    # "eager" is the forward of the class itself, which transformers' decorator wraps: that of FP8 once for each layer.
-    wrapper = next(
-        vars(cls)["forward"] for cls in type(module).__mro__ if hasattr(vars(cls).get("forward"), "__wrapped__")
-    )
-    return interface.get_interface(original(module.config, EXPERTS_ENTRY), inspect.unwrap(wrapper))
 
 
 for _interface in filter(None, (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS)):

@@ -33,6 +33,7 @@ GROUPS = (
 )
 
 
+@dataclass(eq=False)
 class FusedLinear:
     """Several linear layers of one input as one matmul; a call of a layer returns its slice of the output.
 
@@ -41,18 +42,13 @@ class FusedLinear:
     are the output sizes; under tensor parallelism those of this rank's shards.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[nn.Linear],
-        weight: torch.Tensor | StoredWeight,
-        bias: torch.Tensor | None,
-        sizes: Sequence[int],
-    ):
-        self.layers = layers
-        self.weight, self.bias, self._sizes = weight, bias, sizes
-        self.updates: LowRankUpdates | None = None  # of all layers
-        # A single attribute, so that a thread never pairs the input of one call with the outputs of another's.
-        self._last: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = None, ()
+    layers: Sequence[nn.Linear]
+    weight: torch.Tensor | StoredWeight
+    bias: torch.Tensor | None
+    sizes: Sequence[int]
+    updates: LowRankUpdates | None = None  # of all layers
+    # A single attribute, so that a thread never pairs the input of one call with the outputs of another's.
+    _last: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = (None, ())
 
     def forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
         layer = self.layers[index]
@@ -79,7 +75,7 @@ class FusedLinear:
             out = self.updates.applied(inputs, self.weight, self.bias, self._without_updates)
         else:
             out = self._without_updates(inputs)
-        return out.split(self._sizes, -1)
+        return out.split(self.sizes, -1)
 
     def _without_updates(self, inputs: torch.Tensor) -> torch.Tensor:
         if computes(inputs, self.weight):
@@ -88,7 +84,7 @@ class FusedLinear:
 
     def computes(self, *layers: nn.Module) -> bool:
         """Whether its layers are `layers`, in that order, with equal sizes."""
-        return len(set(self._sizes)) == 1 and list(map(id, self.layers)) == list(map(id, layers))
+        return len(set(self.sizes)) == 1 and list(map(id, self.layers)) == list(map(id, layers))
 
 
 def fused_parameters(
@@ -284,13 +280,11 @@ class _Group:
         if any(one is None for one in found):
             return None
         bias = found.pop() if self.names[-1] == "bias" else None
-        return FusedLinear(layers, self._weight(found), bias, self.sizes)
-
-    def _weight(self, found: list[torch.Tensor]) -> torch.Tensor | StoredWeight:
         if self.form is None:
-            return found[0]
+            return FusedLinear(layers, *found, bias, self.sizes)
         parts = zip(_memory_of(self.form).items(), found, strict=True)
-        return self.form._replace(**{name: one.view(part.dtype).view(-1, part.shape[1]) for (name, part), one in parts})
+        views = {name: one.view(part.dtype).view(-1, part.shape[1]) for (name, part), one in parts}
+        return FusedLinear(layers, self.form._replace(**views), bias, self.sizes)
 
 
 class fused_linears(Patch):

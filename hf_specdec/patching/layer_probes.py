@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from .. import ops
 from ..kernels.types import AnglesKind, NormKind
@@ -246,24 +245,19 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.dtype == expected.dtype and torch.equal(found, expected)
 
 
-class RandomLinear(nn.Module):
-    """A linear layer with random weights `[out, in]` on a CPU."""
-
-    def __init__(self, in_features: int, out_features: int, weight: torch.Tensor | None = None):
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        weight = torch.randn(out_features, in_features, device="cpu") if weight is None else weight
-        self.weight = weight * in_features**-0.5
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return F.linear(inputs, self.weight)
+def linear_with(weight: torch.Tensor) -> nn.Linear:
+    """A linear layer with random numbers `[out, in]`, scaled by their width, as its weight."""
+    size_out, size_in = weight.shape
+    layer = nn.Linear(size_in, size_out, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight * size_in**-0.5, requires_grad=False)
+    return layer
 
 
 def _find_gated_mlp(module: nn.Module, sizes: dict[str, tuple[int, int]]) -> GatedMlp | None:
     stubs = {}
     for seed, name in enumerate(sizes, start=1):
         size = 2 * _WIDTH if _computes_both(name, sizes) else _WIDTH
-        stubs[name] = RandomLinear(_WIDTH, size, _draw(size, _WIDTH, seed=seed))
+        stubs[name] = linear_with(_draw(size, _WIDTH, seed=seed))
     inputs = _draw(len(_MLP_SCALES), _WIDTH, seed=0) * _column(_MLP_SCALES, torch.bfloat16)
     found = copied(module, _modules={**module._modules, **stubs})(inputs)
     if not isinstance(found, torch.Tensor):

@@ -71,7 +71,7 @@ class low_rank_updates(Patch):
         if key not in self._tables:
             factors = torch.tensor(scales, dtype=torch.float32, device=empty.device)
             self._tables[key] = ops.low_rank_places(down, up).to(empty.device), factors
-        return LowRankUpdates(self.rows, down, up, self._tables[key], sizes)
+        return LowRankUpdates(self.rows, down, up, *self._tables[key], sizes)
 
 
 def _groups(layers: dict[int, nn.Module]) -> Iterator[tuple[Any, list[nn.Module]]]:

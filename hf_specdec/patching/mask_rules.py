@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..errors import failure_of
@@ -66,13 +67,10 @@ def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:
 
 def ordinary_prompts(model: PreTrainedModel, lengths: Sequence[int] = PROMPT_LENGTHS) -> dict[str, torch.Tensor]:
     """Left-padded prompts of ordinary tokens, with their `attention_mask`: both `[rows, longest]` int64."""
-    width, tokens = max(lengths), iter(ordinary_tokens(model, sum(lengths)))
-    ids = torch.zeros(len(lengths), width, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, length in enumerate(lengths):
-        ids[row, -length:] = torch.tensor(list(itertools.islice(tokens, length)))
-        mask[row, -length:] = 1
-    return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+    texts = torch.tensor(ordinary_tokens(model, sum(lengths)), device=model.device).split(list(lengths))
+    masks = [torch.ones_like(one) for one in texts]
+    rows = {"input_ids": texts, "attention_mask": masks}
+    return {name: pad_sequence(some, batch_first=True, padding_side="left") for name, some in rows.items()}
 
 
 class _Mask(NamedTuple):

@@ -44,22 +44,14 @@ STATELESS = frozenset(RECURRENCES["mamba"][:1])
 
 
 class _Running(threading.local):
-    """The state of the running layer, or None, for functions that get no state, and how many have taken it."""
+    """The state of the running layer, for functions that get no state, and how many of them, one a head, have taken it;
+    None outside of a `RaggedCache`."""
 
     state: RecurrentState | None = None
     calls: int = 0
 
 
 _running = _Running()
-
-
-def _next_state() -> RecurrentState | None:
-    """The state for a function that gets none, of the next head of the layer; None outside of a `RaggedCache`."""
-    state, head = _running.state, _running.calls
-    if state is None:
-        return None
-    _running.calls = head + 1
-    return state[:, head]
 
 
 @functools.cache
@@ -176,8 +168,10 @@ def _state_space(state, hidden_states, steps, A, B, C, D, chunked=None):
 
 def _mamba_scan(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Mamba-1 (arXiv 2312.00752) over several tokens, from the state of the running layer, as in mamba_ssm."""
-    state = _next_state()
-    return function(*args, **kwargs) if state is None else _scan(state, *args, **kwargs)
+    if _running.state is None:
+        return function(*args, **kwargs)
+    _running.calls += 1
+    return _scan(_running.state[:, _running.calls - 1], *args, **kwargs)
 
 
 def _scan(state, hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, **rest):

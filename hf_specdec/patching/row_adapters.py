@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -39,17 +40,11 @@ class RowAdapters:
 
 
 class LowRankUpdates:
-    """The low-rank updates of layers with the same inputs, by the adapters of the rows."""
+    """The low-rank updates of layers with the same inputs, by the adapters of the rows; `weights` are the arguments of
+    `ops.add_low_rank` from `down` on."""
 
-    def __init__(
-        self,
-        rows: RowAdapters,
-        down: list[torch.Tensor],
-        up: list[torch.Tensor],
-        tables: tuple[torch.Tensor, torch.Tensor],
-        sizes: list[int],
-    ):
-        self._rows, self._args, self._rank = rows, (down, up, *tables, sizes), max(map(len, down))
+    def __init__(self, rows: RowAdapters, *weights: Any):
+        self._rows, self._args, self._rank = rows, weights, max(map(len, weights[0]))
 
     @property
     def is_in_pass(self) -> bool:

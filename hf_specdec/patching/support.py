@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -174,21 +173,16 @@ def why_not_known_attention(model: PreTrainedModel) -> str | None:
     functions may compute something else for longer texts, which a short text does not show."""
     signature = signature_of(model)
     names = {original(config, ATTENTION_ENTRY) for config in signature.configs}
-    chosen = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in names if isinstance(name, str)}
-    for name, function in chosen.items():
-        if function is not None and not _is_of(function, "transformers"):
-            return _not_own(name, function)
+    found = [(name, ALL_ATTENTION_FUNCTIONS.get(name), "transformers") for name in names if isinstance(name, str)]
     if "eager" in names:
-        for file in files_of(set(map(type, signature.modules))):
-            function = original(file, _EAGER)
-            if function is not None and not _is_of(function, "transformers", file.__name__):
-                return _not_own("eager", function)
+        files = files_of(set(map(type, signature.modules)))
+        found += [("eager", original(file, _EAGER), file.__name__) for file in files]
+    for name, function, owner in found:
+        file = _file_of(function)
+        if function is not None and not f"{file}.".startswith(("transformers.", f"{owner}.")):
+            place = f"{file}.{getattr(function, '__qualname__', type(function).__name__)}"
+            return f"the target's attention ({name!r}) is a function that is not transformers' own ({place})"
     return None
-
-
-def _not_own(name: str, function: Callable) -> str:
-    place = f"{_file_of(function)}.{getattr(function, '__qualname__', type(function).__name__)}"
-    return f"the target's attention ({name!r}) is a function that is not transformers' own ({place})"
 
 
 def _file_of(function: Any) -> str:
@@ -196,11 +190,6 @@ def _file_of(function: Any) -> str:
         function = function.func
     # Decorators copy `__module__`, but not globals.
     return getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or "unknown"
-
-
-def _is_of(function: Any, *places: str) -> bool:
-    file = _file_of(function)
-    return any(file == place or file.startswith(f"{place}.") for place in places)
 
 
 def registered_attention(model: PreTrainedModel, name: str) -> Replacements:

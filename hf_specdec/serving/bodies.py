@@ -17,9 +17,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..errors import first_line
-
-# Kinds of requests: each has a handler in transformers' server.
-CHAT, COMPLETION, RESPONSE = "chat", "completion", "response"
+from ..host.serving import CHAT, COMPLETION, RESPONSE
 
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 

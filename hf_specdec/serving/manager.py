@@ -83,12 +83,10 @@ class SpeculativeBatchingManager:
         self._queue = RequestQueue(settings)
         longest = 1 if hints is None else max(hints.max_prompt_length + hints.max_generated_length, 1)
         config = self.generation_config
-        self._factory = RequestFactory(model, config, settings, self._queue.is_in_use)
-        self.num_positions = self._factory.num_positions
         self._call = ManagedCall(model, drafter, config, settings, longest, self._queue, attachment, tree)
-        self._rounds = RoundThread(self._call)
-        if tensor_parallel_group(model) is not None:
-            self._rounds = SplitRoundThread(self._call, settings.cpu_group_timeout)
+        self._factory = RequestFactory(self._call)
+        self.num_positions = self._factory.num_positions
+        self._rounds = (RoundThread if tensor_parallel_group(model) is None else SplitRoundThread)(self._call)
         self.background_thread_status = self._rounds.status
         self._is_warming_up = False
         self._call.check()

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TopHLogitsWarper,
+)
 
 from ..calls.request import Arrivals, Arrived, ContinuousBatching, Request
+from ..config import is_integer
 from ..device_policy import policy_of
 from ..drafters.attachment import Attachment
 from ..drafters.base import Drafter
 from ..engine.groups import GROUP_SIZES
-from ..graphs.buckets import PACKED_TOKENS, row_sizes
+from ..graphs.buckets import PACKED_TOKENS, next_power_of_two, row_sizes
 from ..host.generation import prepared_config
 from ..integration.continuous import asked_logprobs, call_of
 from ..integration.dispatch import generate_continuously
-from ..integration.request_processors import own_processing, processors_of_prompt
+from ..integration.request_processors import RULE_OPTIONS, SAMPLING_OPTIONS, processors_of_prompt
 from ..kernels.types import RowRules
 from ..modules.evaluation import Evaluation
 from ..modules.locks import lock_of
 from ..modules.module_hooks import hooks_of
 from ..modules.patch import on_host
 from ..modules.signature import Fingerprint, Signature
-from ..sampling.logits import RowSampling
+from ..sampling.logits import PenaltyLogitsProcessor, RowSampling
+from ..sampling.processors import rules_at_once
 from .manager_queue import RequestQueue
-from .manager_requests import end_tokens
 
 # Tokens of the prompts and answers of `warm_up`: prompts are longer than a captured chunk of a prefill.
 _WARMUP_PROMPT, _WARMUP_ANSWER = 161, 2
@@ -58,16 +68,54 @@ class ManagedCall:
     evaluation: Evaluation = field(default_factory=Evaluation)
 
     @property
-    def _samples_each(self) -> bool:
+    def samples_each(self) -> bool:
+        """Whether requests may have their own `SAMPLING_OPTIONS` and `PROCESSOR_OPTIONS`."""
         return bool(self.settings.per_request_processors)
+
+    def end_tokens(self, eos_token_id: int | list[int] | None = None) -> frozenset[int]:
+        """End-of-sequence tokens of a request: `eos_token_id`, or those of the call if None. Raises `ValueError` if
+        they are no token ids, or too many."""
+        own = self.config.eos_token_id
+        asked = own if eos_token_id is None else eos_token_id
+        tokens = [] if asked is None else asked if isinstance(asked, (list, tuple)) else [asked]
+        if not all(is_integer(one) and one < 2**63 for one in tokens):
+            raise ValueError(f"eos_token_id is {asked!r}; expected a token id or a list of them.")
+        ends = frozenset(int(one) for one in tokens if one >= 0)
+        most = next_power_of_two(max(8, len(own) if isinstance(own, list) else 1))
+        if len(ends) > most:
+            raise ValueError(f"eos_token_id has {len(ends)} tokens; expected at most {most}.")
+        return ends
+
+    def own_processing(
+        self, options: dict[str, Any], prompt: torch.Tensor, limit: int, ends: Collection[int], processors: list | None
+    ) -> GenerationConfig | RowRules:
+        """The settings of a request whose scores are processed separately; its rules if they are processed with all
+        rows. Its `options` replace settings of the call. The `prompt` is on the host; `limit` is of its new tokens."""
+        config = copy.copy(self.config)
+        for name, value in options.items():
+            if isinstance(value, Real) and not isinstance(value, bool):  # NumPy's; transformers requires Python's
+                value = int(value) if isinstance(value, Integral) else float(value)
+            if value is not None:
+                setattr(config, name, value)
+        if config.do_sample and config.temperature == 0:
+            config.do_sample = False
+        found = processors_of_prompt(self.model, config, prompt, limit, ends, processors)
+        rules = rules_at_once(found, ends, prompt[None], [0])
+        is_by_rules = rules is not None and not set(options) - {*SAMPLING_OPTIONS, *RULE_OPTIONS}
+        is_by_rules &= all(type(one) is PenaltyLogitsProcessor for one in processors or ())
+        # `RowSampling` runs before all other warpers; transformers runs top-h between temperature and top-k.
+        if is_by_rules and not (self.samples_each and any(type(one) is TopHLogitsWarper for one in found)):
+            return rules[0] if rules else RowRules()
+        config.max_new_tokens = limit
+        return config
 
     def run(self, arrivals: Arrivals) -> None:
         """Run the requests of `arrivals`."""
         (config, _), processors = prepared_config(self.model, self.config), LogitsProcessorList()
-        if self._samples_each:
+        if self.samples_each:
             config.do_sample, config.temperature, config.top_k, config.top_p = True, 1.0, 0, 1.0
             processors.append(RowSampling())
-        ends = sorted(end_tokens(self.config, None))
+        ends = sorted(self.end_tokens())
         config.eos_token_id, config.num_return_sequences, config.stop_strings = ends or None, 1, None
         if config.pad_token_id is None:
             config.pad_token_id = (ends or [0])[0]
@@ -122,9 +170,9 @@ class ManagedCall:
             return []
         most = self.settings.max_requests_per_batch or policy.max_rows
         counts = {min(count, most) for count in (*row_sizes(most, is_captured=True), *GROUP_SIZES)}
-        prompt, ends = torch.zeros(1, dtype=torch.int64), end_tokens(self.config, None)
-        own = own_processing(self.model, self.config, {}, prompt, _WARMUP_ANSWER, ends, self._samples_each)
-        every = (own, _WITH_RULES) if self._samples_each and own == RowRules() else (own,)
+        ends = self.end_tokens()
+        own = self.own_processing({}, torch.zeros(1, dtype=torch.int64), _WARMUP_ANSWER, ends, None)
+        every = (own, _WITH_RULES) if self.samples_each and own == RowRules() else (own,)
         return [
             [
                 Request(

@@ -48,11 +48,10 @@ class _News:
 
 
 class SplitRoundThread(RoundThread):
-    """The `RoundThread` of a process of a split target; `timeout` is that of `RankAgreement`."""
+    """The `RoundThread` of a process of a split target."""
 
-    def __init__(self, call: ManagedCall, timeout: float | None):
+    def __init__(self, call: ManagedCall):
         super().__init__(call)
-        self._timeout = timeout
         self._ranks: RankAgreement | None = None
         # Changes that the first process has not sent to the others yet.
         self._news = _News()
@@ -69,7 +68,7 @@ class SplitRoundThread(RoundThread):
             return False
         self._is_told, self._news = False, _News()
         self._expected.clear()
-        self._ranks = RankAgreement(self._call.model, self._timeout)
+        self._ranks = RankAgreement(self._call.model, self._call.settings.cpu_group_timeout)
         lock_of(self._call.model).guard = self._check_caller
         return super().start()
 

@@ -5,32 +5,26 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 from numbers import Real
 from typing import Any
 
 import torch
-from transformers import (
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    PreTrainedModel,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import StoppingCriteriaList, StopStringCriteria
 
 from ..calls.call import fitting_tokens, why_too_long
 from ..calls.request import Request
 from ..config import check_int, check_type, is_integer
-from ..graphs.buckets import next_power_of_two
 from ..integration.continuous import asked_logprobs, tokens_of
-from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS, own_processing
+from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS
 from ..integration.validation import check_tokens
 from ..kernels.types import NO_TOP_K, RowRules, SamplingSettings
 from ..modules.adapters import check_adapters
 from ..modules.patch import on_host
 from ..ops import row_seeds
 from ..patching.support import num_positions, stated_positions
+from .manager_call import ManagedCall
 
 # Options of a request that are not settings of a generation config.
 _OWN_OPTIONS = ("seed", "stop_strings", "tokenizer", "logits_processor", "adapter_name", "return_logprobs")
@@ -63,23 +57,13 @@ class StopStrings(StopStringCriteria):
 
 
 class RequestFactory:
-    """Makes requests; several threads may use it at once. `settings` have the defaults of `seed` and `return_logprobs`,
-    and determine whether requests may have their own `SAMPLING_OPTIONS` and `PROCESSOR_OPTIONS`. A new request does not
-    get an id that `is_in_use`."""
+    """Makes requests of `call`, whose settings have the defaults of `seed` and `return_logprobs`; several threads may
+    use it at once. A new request does not get an id that is in use."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        generation_config: GenerationConfig,
-        settings: ContinuousBatchingConfig,
-        is_in_use: Callable[[str], bool],
-    ):
-        self._model, self._config, self._is_in_use = model, generation_config, is_in_use
-        self._samples_each = bool(settings.per_request_processors)
-        self._return_logprobs = settings.return_logprobs
-        self.num_positions = num_positions(model)
-        self._seeds = torch.Generator()
-        seed = settings.seed
+    def __init__(self, call: ManagedCall):
+        self._call, self._model, self._config = call, call.model, call.config
+        self.num_positions = num_positions(call.model)
+        self._seeds, seed = torch.Generator(), call.settings.seed
         with on_host():
             self._seeds.manual_seed(int(torch.randint(0, 2**63 - 1, (1,))) if seed is None else seed)
         self._lock = threading.Lock()
@@ -114,11 +98,12 @@ class RequestFactory:
         limit = self._limit(max_new_tokens, len(prompt))
         remaining = fitting_tokens(len(prompt), limit, self.num_positions)
         count = check_int("num_return_sequences", self._config.num_return_sequences or 1, 1)
-        seeds, prompt_ids, ends = self._seeds_of(seed, count), prompt.tolist(), end_tokens(self._config, eos_token_id)
+        seeds, prompt_ids, ends = self._seeds_of(seed, count), prompt.tolist(), self._call.end_tokens(eos_token_id)
         sampling = self._sampling(options)
-        own = own_processing(self._model, self._config, options, prompt, limit, ends, self._samples_each, processors)
+        own = self._call.own_processing(options, prompt, limit, ends, processors)
+        logprobs = asked_logprobs(self._call.settings.return_logprobs if logprobs is None else logprobs)
         if request_id is None:
-            request_id = next(name for name in self._names if not self._is_in_use(name))
+            request_id = next(name for name in self._names if not self._call.requests.is_in_use(name))
         return [
             Request(
                 index=0,
@@ -139,7 +124,7 @@ class RequestFactory:
                 prompt_ids=prompt_ids,
                 streaming=streaming,
                 adapter=adapter,
-                return_logprobs=asked_logprobs(self._return_logprobs if logprobs is None else logprobs),
+                return_logprobs=logprobs,
             )
             for number in range(count)
         ]
@@ -191,14 +176,14 @@ class RequestFactory:
         if processors is not None and not isinstance(processors, list):
             raise ValueError(f"logits_processor is a {type(processors).__name__}; expected a LogitsProcessorList.")
         asked = sorted(options) + ["logits_processor"] * (processors is not None)
-        if asked and not self._samples_each:
+        if asked and not self._call.samples_each:
             raise ValueError(
                 f"{', '.join(asked)} was set for a request, but the manager samples all requests alike; expected "
                 "ContinuousBatchingConfig(per_request_processors=True), or no such setting."
             )
 
     def _sampling(self, options: dict[str, Any]) -> SamplingSettings:
-        if not self._samples_each:
+        if not self._call.samples_each:
             return SamplingSettings()
         do_sample, temperature, top_k, top_p = (
             getattr(self._config, name) if options.get(name) is None else options[name] for name in SAMPLING_OPTIONS
@@ -221,18 +206,3 @@ def check_request_id(request_id: Any) -> None:
         hash(request_id)
     except TypeError as error:
         raise ValueError(f"request_id is {request_id!r:.80}; expected a str, or None for a new one.") from error
-
-
-def end_tokens(config: GenerationConfig, eos_token_id: int | list[int] | None) -> frozenset[int]:
-    """End-of-sequence tokens of a request: `eos_token_id`, or those of `config` if None. Raises `ValueError` if they
-    are no token ids, or too many."""
-    asked = config.eos_token_id if eos_token_id is None else eos_token_id
-    tokens = [] if asked is None else asked if isinstance(asked, (list, tuple)) else [asked]
-    if not all(is_integer(one) and one < 2**63 for one in tokens):
-        raise ValueError(f"eos_token_id is {asked!r}; expected a token id or a list of them.")
-    ends = frozenset(int(one) for one in tokens if one >= 0)
-    own = config.eos_token_id
-    most = next_power_of_two(max(8, len(own) if isinstance(own, list) else 1))
-    if len(ends) > most:
-        raise ValueError(f"eos_token_id has {len(ends)} tokens; expected at most {most}.")
-    return ends

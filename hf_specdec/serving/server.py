@@ -38,7 +38,7 @@ from ..ops import row_seeds
 from ..patching.support import stated_positions
 from ..sampling.logits import PenaltyLogitsProcessor
 from .answers import AnswerLogprobs, StopStringQueue, join, join_streams, without_stops
-from .bodies import CHAT, COMPLETION, RESPONSE, ParsedBody, RefusedRequest, read_body
+from .bodies import ParsedBody, RefusedRequest, read_body
 from .delivery import event_builder, without_queues
 from .manager import SpeculativeBatchingManager
 
@@ -65,13 +65,6 @@ LONGEST = 2047
 
 # Seconds for which streams may continue after the server was asked to stop.
 SHUTDOWN_TIMEOUT = 10
-
-# Handlers of transformers' server, and their kinds of requests.
-_HANDLERS = {
-    serving_parts.CHAT_HANDLER: CHAT,
-    serving_parts.COMPLETION_HANDLER: COMPLETION,
-    serving_parts.RESPONSE_HANDLER: RESPONSE,
-}
 
 # Of the current task's request: its seed, its body, the keywords of `add_request`, and the log-probabilities of its
 # answer if it asks for them.
@@ -109,13 +102,13 @@ class ServeSettings:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}; expected at least {bound}.")
 
     def manager_for(
-        self, model: PreTrainedModel, config: GenerationConfig, settings: ContinuousBatchingConfig | None
+        self, model: PreTrainedModel, settings: ContinuousBatchingConfig | None
     ) -> SpeculativeBatchingManager:
-        """A running manager."""
+        """A running manager, with the generation config of `model`, not of the first request."""
         for name, place in self.adapters.items():
             model.load_adapter(place, adapter_name=name)
         manager = model.init_continuous_batching(
-            generation_config=config,
+            generation_config=model.generation_config,
             continuous_batching_config=replace(
                 settings or ContinuousBatchingConfig(),
                 per_request_processors=True,
@@ -191,7 +184,7 @@ def serving(settings: ServeSettings) -> Iterator[None]:
     changed = {
         (utils, "CBGenerateManager"): _generate_manager(utils, settings),
         (utils, "set_torch_seed"): _SEED.set,
-        (server, "build_server"): functools.partial(_build_server, server.build_server, utils.split_model_id, settings),
+        (server, "build_server"): functools.partial(_build_server, server.build_server, settings),
         # The timeout ends streams that still continue.
         (uvicorn, "Config"): functools.partial(uvicorn.Config, timeout_graceful_shutdown=settings.shutdown_timeout),
     }
@@ -210,8 +203,7 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
 
         def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
             if self._cb is None:
-                # With the model's generation config, not the first request's.
-                self._cb = _OptionsManager(settings.manager_for(model, model.generation_config, self._cb_config))
+                self._cb = _OptionsManager(settings.manager_for(model, self._cb_config))
 
         def generate_streaming(self, model, processor, inputs, gen_config, request_id, **kwargs):
             with self._request(model, processor, inputs, gen_config, request_id) as parsed:
@@ -244,7 +236,7 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
             self._check_alive(request_id)
             if self._cb.is_active(request_id):
                 raise RefusedRequest(f"The request {request_id} is not over; expected another X-Request-ID.")
-            _fit(settings, model, self._cb.num_positions, gen_config, length, parsed)
+            _fit(settings.max_length, self._cb, gen_config, length, parsed)
             if (logprobs := _LOGPROBS.get()) is not None:
                 logprobs.tokenizer = getattr(processor, "tokenizer", processor)
             before = _OPTIONS.set(_options_of(gen_config, self._cb.generation_config, processor, parsed, length))
@@ -266,20 +258,15 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
 
 
 def _fit(
-    settings: ServeSettings,
-    model: PreTrainedModel,
-    positions: int | None,
-    config: GenerationConfig,
-    length: int,
-    parsed: ParsedBody,
+    most: int | None, manager: SpeculativeBatchingManager, config: GenerationConfig, length: int, parsed: ParsedBody
 ) -> None:
-    """Limit the answer to a prompt of `length` tokens to the room for it. Raises `RefusedRequest` if there is no room,
-    or less than was asked for although the target could have more. `positions` are the target's `num_positions`."""
-    most = settings.max_length
+    """Limit the answer to a prompt of `length` tokens to the room for it, in texts of at most `most` tokens. Raises
+    `RefusedRequest` if there is no room, or less than was asked for although the target could have more."""
+    positions = manager.num_positions
     if positions is not None:  # the last token of a text is not embedded
         most = min(positions + 1, most or positions + 1)
     elif most is None:
-        most = stated_positions(model)
+        most = stated_positions(manager.model)
     if most is None:
         return
     room = most - length
@@ -382,15 +369,7 @@ def _checking_handler(
     return handle_request
 
 
-def _build_server(
-    build_server: Callable,
-    split_model_id: Callable,
-    settings: ServeSettings,
-    model_manager: Any,
-    *args: Any,
-    generation_state: Any,
-    **kwargs: Any,
-) -> Any:
+def _build_server(build: Callable, settings: ServeSettings, model_manager: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' `build_server`, which also makes the manager before the server takes requests."""
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse, PlainTextResponse
@@ -398,8 +377,8 @@ def _build_server(
 
     adapters, target = list(settings.adapters), model_manager.force_model
     for one in (*args, *kwargs.values()):
-        kind = _HANDLERS.get(type(one).__name__)
-        if kind is not None:
+        kind = type(one).__name__
+        if kind in (serving_parts.CHAT, serving_parts.COMPLETION, serving_parts.RESPONSE):
             one.handle_request = _checking_handler(one.handle_request, kind, adapters, target)
             if hasattr(one, serving_parts.EVENT_BUILDER):
                 setattr(one, serving_parts.EVENT_BUILDER, event_builder(getattr(one, serving_parts.EVENT_BUILDER)))
@@ -408,7 +387,7 @@ def _build_server(
         listed[1:] = [one | {"parent": target} for one in listed[1:]]
         for name in serving_parts.MODEL_LISTS:
             setattr(model_manager, name, lambda: listed)
-    app = build_server(model_manager, *args, generation_state=generation_state, **kwargs)
+    app = build(model_manager, *args, **kwargs)
     app.user_middleware = without_queues(app.user_middleware)
 
     def refusal(status: int, message: str) -> JSONResponse:
@@ -432,7 +411,7 @@ def _build_server(
         text = "".join(one.metrics() for one in settings.managers[-1:])
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
-    timed = next(iter(model_manager.loaded_models.values()))
+    generation_state, timed = kwargs["generation_state"], next(iter(model_manager.loaded_models.values()))
     modality = model_manager.get_model_modality(timed.model, processor=timed.processor)
     if not generation_state.use_continuous_batching(timed.model, modality):
         raise ValueError(
@@ -440,7 +419,7 @@ def _build_server(
             "language model, and the option --continuous-batching."
         )
     setattr(timed, serving_parts.IDLE_TIMER, lambda: None)
-    name, _ = split_model_id(target)
+    name, _ = serving_parts.utils().split_model_id(target)
     manager = generation_state.get_manager(model_manager.process_model_name(name), use_cb=True)
     manager.init_cb(timed.model, timed.model.generation_config)
     return app

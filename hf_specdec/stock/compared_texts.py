@@ -99,12 +99,10 @@ class Generated(NamedTuple):
 
 def generate_greedily(model: PreTrainedModel, inputs: dict[str, Any], count: int, **options: Any) -> Generated:
     """`count` greedy tokens of `model`, whatever its own generation settings are."""
-    names = [name for name in vars(model.generation_config) if not name.startswith("_")]
-    names = [name for name in names if "assistant" not in name and "lookbehind" not in name]
-    settings = dict.fromkeys(names) | {
-        name: value for name, value in default_settings(model.generation_config).items() if name in names
-    }
-    settings |= {
+    own, defaults = model.generation_config, default_settings(model.generation_config)
+    kept = ("assistant", "lookbehind", "transformers_version")
+    names = [name for name in vars(own) if not name.startswith("_") and all(one not in name for one in kept)]
+    settings = {name: defaults.get(name) for name in names} | {
         "max_length": None,
         "do_sample": False,
         "max_new_tokens": count,
@@ -113,7 +111,6 @@ def generate_greedily(model: PreTrainedModel, inputs: dict[str, Any], count: int
         "use_cache": True,
         "disable_compile": True,
     }
-    settings.pop("transformers_version", None)
     out = GenerationMixin.generate(model, **inputs, **settings, **options)
     return Generated(out.sequences[:, inputs["input_ids"].shape[1] :], torch.stack(out.logits))
 

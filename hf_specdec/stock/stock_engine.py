@@ -74,7 +74,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
     ):
         self._call, self._row, self._drafter = call, row, call.drafter
         self._recorder, self._criteria, self._counters = recorder, criteria, counters
-        self._padding, self._num_draft_tokens = call.prompts.padding[0], call.num_draft_tokens
+        self._padding = call.prompts.padding[0]
         self.model_kwargs_overrides: dict[str, Any] = {"logits_to_keep": 0} if recorder.misses_positions else {}
         self._state: DecodeState | None = None
         self._num_candidates = 0
@@ -128,7 +128,7 @@ class DrafterCandidateGenerator(CandidateGenerator):
 
     def _begin(self, input_ids: torch.Tensor) -> None:
         # The hidden states of tokens in the caller's cache are not known, so the drafter starts after these tokens.
-        aux_hidden_states = self._aux_hidden_states()
+        call, aux_hidden_states = self._call, self._aux_hidden_states()
         length = input_ids.shape[1] - self._padding
         num_seen = length - 1
         if aux_hidden_states is not None:
@@ -136,19 +136,12 @@ class DrafterCandidateGenerator(CandidateGenerator):
             aux_hidden_states = aux_hidden_states[:, -num_seen:]
         tokens = input_ids[0, -num_seen - 1 :].to(self._drafter.device)
         self._counters.rows[self._row].unread_tokens = length - len(tokens)
-        remaining = self._call.config.max_length - input_ids.shape[1]
-        self._num_draft_tokens = min(self._call.num_draft_tokens, remaining)
-        max_new_tokens = remaining + self._num_draft_tokens + 1
-        shape = Shape(
-            batch=1,
-            slots=len(tokens) + max_new_tokens + 1,
-            num_draft_tokens=self._num_draft_tokens,
-            is_sampling=self._call.temperature is not None,
-            draft_probs=self._call.draft_probs,
-            num_ends=0,
-        )
+        remaining = call.config.max_length - input_ids.shape[1]
+        self._num_draft_tokens = min(call.num_draft_tokens, remaining)
+        max_new_tokens, is_sampling = remaining + self._num_draft_tokens + 1, call.temperature is not None
+        slots = len(tokens) + max_new_tokens + 1
+        shape = Shape(1, slots, self._num_draft_tokens, is_sampling, call.draft_probs, num_ends=0)
         self._state = state = self._drafter.new_state(shape, layers=LayerKinds(), device=tokens.device)
-        call = self._call
         state.set_temperature(call.temperature)
         state.admit(range(1), [tokens], [max_new_tokens], call.seeds.tolist())
         if call.row_temperatures is not None:

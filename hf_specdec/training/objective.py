@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -393,31 +394,25 @@ def rows_per_chunk(vocab_size: int) -> int:
 RowLosses = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _cross_entropies(logits: torch.Tensor, probs: torch.Tensor) -> RowLosses:
-    """Cross-entropies of `logits` and `probs`, both `[n, V_d]`, their gradients with respect to `logits`, the best
-    tokens, and the acceptance probabilities of drawn tokens, 1 - |q - p| / 2, where q is the softmax of `logits`."""
+def _row_losses(logits: torch.Tensor, probs: torch.Tensor, is_dspark: bool = False) -> RowLosses:
+    """Cross-entropies of `logits` and `probs`, both `[n, V_d]`, or DSpark's losses (arXiv 2607.05147); their gradients
+    with respect to `logits`, the best tokens, and the acceptance probabilities of drawn tokens, 1 - |q - p| / 2.
+
+    q is the softmax of `logits`. DSpark's loss is 0.1 cross-entropy + 0.9 |q - p|.
+    """
     scores, probs = logits.float(), probs.float()
     norm = scores.logsumexp(dim=-1, keepdim=True)
     losses, apart = (probs * (norm - scores)).sum(dim=-1), (scores - norm).exp() - probs
-    return losses, apart.to(logits.dtype), logits.argmax(dim=-1), 1 - apart.abs().sum(dim=-1) / 2
-
-
-def _dspark_losses(logits: torch.Tensor, probs: torch.Tensor) -> RowLosses:
-    """As `_cross_entropies`, for DSpark's loss (arXiv 2607.05147): 0.1 cross-entropy + 0.9 |q - p|, where q is the
-    softmax of `logits`. |q - p| is twice the probability that a draft drawn from q is rejected."""
-    scores, probs = logits.float(), probs.float()
-    norm = scores.logsumexp(dim=-1, keepdim=True)
-    drafted = (scores - norm).exp()
-    apart = drafted - probs
-    distances = apart.abs().sum(dim=-1)
-    losses = 0.1 * (probs * (norm - scores)).sum(dim=-1) + 0.9 * distances
-    signs = apart.sign()
-    grad = 0.1 * apart + 0.9 * drafted * (signs - (drafted * signs).sum(dim=-1, keepdim=True))
+    distances, grad = apart.abs().sum(dim=-1), apart
+    if is_dspark:
+        signs, drafted = apart.sign(), (scores - norm).exp()
+        losses = 0.1 * losses + 0.9 * distances
+        grad = 0.1 * apart + 0.9 * drafted * (signs - (drafted * signs).sum(dim=-1, keepdim=True))
     return losses, grad.to(logits.dtype), logits.argmax(dim=-1), 1 - distances / 2
 
 
 # Losses of drafts, by name.
-LOSSES = {"cross-entropy": _cross_entropies, "dspark": _dspark_losses}
+LOSSES = {"cross-entropy": _row_losses, "dspark": functools.partial(_row_losses, is_dspark=True)}
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -77,7 +77,7 @@ def time_batch(model: PreTrainedModel, drafter: Drafter, args: argparse.Namespac
 
 def time_server(model: PreTrainedModel, drafter: Drafter, args: argparse.Namespace) -> dict[str, float]:
     start = time.perf_counter()
-    manager = ServeSettings(lambda _: drafter).manager_for(model, model.generation_config, None)
+    manager = ServeSettings(lambda _: drafter).manager_for(model, None)
     found, rng = {"ready": time.perf_counter() - start}, random.Random(0)
     for suffix in ("", "_again"):
         asked = time.perf_counter()

@@ -23,7 +23,7 @@ from ...host.modeling import LAYER_TYPES, UPDATE_INDEXER
 from ...modules.hidden_states import modules_of
 from ...modules.patch import Replacements, bound, is_unpatched
 from ...modules.signature import PLAIN_VALUES, names_in
-from ..layer_probes import RandomLinear, copied, tried
+from ..layer_probes import copied, linear_with, tried
 from .pooled_indexers import Form, PooledIndexer, indexer_forward, kind_of, visible_slots
 
 # Pools of the text, and of the budget. More than half a pool of the text's last tokens is not in a complete pool.
@@ -66,7 +66,7 @@ def _random_copy(module: nn.Module, kind: PooledIndexer) -> nn.Module:
     """An indexer like `module`, with random weights in float32 on a CPU and a budget of a few pools."""
     size = getattr(module, kind.size)
     children = {
-        name: RandomLinear(one.in_features, one.out_features)
+        name: linear_with(torch.randn(one.out_features, one.in_features, device="cpu"))
         if hasattr(one, "in_features")
         else _with_random_parameters(one)
         for name, one in module._modules.items()
