@@ -291,8 +291,8 @@ class Bench:
             rounds = drafter.stats.num_rounds if drafter is not None else out.shape[1] - prompt - 1
             run.tokens += sum(counts)
             run.rounds += rounds
-            run.timed_seconds += clock.last - clock.first
-            run.to_first.append(clock.first - start)
+            run.timed_seconds += clock.times[-1] - clock.times[1]
+            run.to_first.append(clock.times[1] - start)
             lengths = inputs["attention_mask"].sum(dim=1).tolist()
             run.lengths += [length + count / 2 for length, count in zip(lengths, counts, strict=True)]
             if drafter is not None:
