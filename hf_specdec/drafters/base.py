@@ -571,9 +571,7 @@ class Drafter(PreTrainedModel):
         if self._bound_vocab_size is None:
             return
         self.check_bound_to(target)
-        places = {"embedding": target.get_input_embeddings, "head": target.get_output_embeddings}
-        modules = {what: places[what]() for what in self._shared_weights}
-        changes = [shared.how_changed(modules[what]) for what, shared in self._shared_weights.items()]
+        changes = [shared.how_changed(target) for shared in self._shared_weights.values()]
         vocab_size = target.config.get_text_config().vocab_size
         if vocab_size != self._bound_vocab_size:
             changes.append(f"its vocabulary had {self._bound_vocab_size} tokens and has {vocab_size}")
@@ -581,8 +579,8 @@ class Drafter(PreTrainedModel):
             changes.append(f"it had {self._bound_num_layers} decoder layers and has {num_layers}")
         changes = [change for change in changes if change is not None]
         if not changes:
-            for what, shared in self._shared_weights.items():
-                shared.refresh(modules[what])
+            for shared in self._shared_weights.values():
+                shared.refresh(target)
             return
         found = f"{type(target).__name__} has changed since the drafter was bound to it: {', '.join(changes)}"
         try:

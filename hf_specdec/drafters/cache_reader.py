@@ -134,7 +134,7 @@ class CacheReaderDrafter(CachedDrafter):
         layers_read = _layers_read(target, list(dict.fromkeys(text.layer_types)), name)
         _check_heads(self.model, target, layers_read, name)
         embedding = target.get_input_embeddings()
-        shared = SharedWeight(embedding, "embedding", own.backbone_hidden_size, name)
+        shared = SharedWeight(target, "embedding", own.backbone_hidden_size, name)
         self.embedding_scale = _scale_of(embedding, shared.weight, name).to(self.device)
         self._shared_weights = {"embedding": shared}
         self._layers_read = layers_read

@@ -156,11 +156,8 @@ class MtpDrafter(CachedDrafter):
     def _fit(self, target: PreTrainedModel) -> None:
         config, name = self.config, self.title
         config.check_fit(target.config, 0, name)
-        shared = {}
-        if not config.own_embedding:
-            shared["embedding"] = SharedWeight(target.get_input_embeddings(), "embedding", config.hidden_size, name)
-        if not config.own_head:
-            shared["head"] = SharedWeight(target.get_output_embeddings(), "head", config.hidden_size, name)
+        lacking = [what for what in ("embedding", "head") if not getattr(config, f"own_{what}")]
+        shared = {what: SharedWeight(target, what, config.hidden_size, name) for what in lacking}
         check_aux_hidden_states(target, [], True, config.hidden_size, name)
         self._check_layers(name)
         if switches_experts(self.decoder):
