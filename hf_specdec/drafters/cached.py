@@ -62,6 +62,9 @@ class CachedDrafter(Drafter):
     # Whether a pass over a tree reads the output of the pass before at the slot before, as chained MTP modules do. If
     # not, a node keeps the hidden state that it was drafted with.
     chains_passes = False
+    # Whether `extend_cache` can run the nodes of a tree, see `RaggedCache.nodes`. The last `num_logits` nodes are new;
+    # the others have run before.
+    grows_trees = False
     # Factor on the products of `unroll`'s outputs with `head_weight`, which gives the logits.
     logit_scale = 1.0
 
@@ -87,12 +90,6 @@ class CachedDrafter(Drafter):
     @property
     def drafts_trees(self) -> bool:
         return self.config.parallel_drafting or self.grows_trees
-
-    @property
-    def grows_trees(self) -> bool:
-        """Whether `extend_cache` can run the nodes of a tree, see `RaggedCache.nodes`. The last `num_logits` nodes are
-        new; the others have run before."""
-        return False
 
     def num_masks(self, num_draft_tokens: int) -> int:
         """Number of mask tokens in the first pass of a round of `num_draft_tokens`."""

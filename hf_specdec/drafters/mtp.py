@@ -216,17 +216,8 @@ class MtpDrafter(CachedDrafter):
         if columns.ancestors is None:
             columns, nodes = columns._replace(places=slots, positions=self.position_ids(state, slots)), None
         with cache.running(nodes):
-            return self._run_module(
-                index,
-                columns.tokens,
-                columns.places,
-                columns.positions,
-                columns.hidden,
-                embeds,
-                attention_mask=cache.attention_mask(slots),
-                **{self._cache_name: cache},
-                use_cache=True,
-            )
+            attention = {"attention_mask": cache.attention_mask(slots), self._cache_name: cache, "use_cache": True}
+            return self._run_module(index, columns, embeds, **attention)
 
     def position_ids(self, state: DecodeState, slots: torch.Tensor) -> torch.Tensor:
         """Position ids `[B, n]` int64 of `slots`; `[sections, B, n]` with M-RoPE."""
@@ -240,30 +231,29 @@ class MtpDrafter(CachedDrafter):
         return logits, feedback if self.chains_passes else feedback[:, -max(num_logits, 1) :]
 
     def _run_module(
-        self,
-        index: int,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        embeds: torch.Tensor | None = None,
-        **attention: Any,
+        self, index: int, columns: Columns, embeds: torch.Tensor | None = None, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run module `index` over `[B, n]` slots, see `run`; `attention` has arguments of its decoder layer."""
+        """Run module `index` over columns with places, see `run`; `attention` has arguments of its decoder layer."""
         frame = self.frames[index]
         weight = self._shared_weights["embedding"].weight if frame.embed_tokens is None else frame.embed_tokens.weight
-        embeds = embed(tokens, weight, self.dtype) if embeds is None else embeds.to(self.dtype)
+        embeds = embed(columns.tokens, weight, self.dtype) if embeds is None else embeds.to(self.dtype)
         if self.config.zero_first_embedding:
-            embeds = torch.where(slots[..., None] == 0, 0.0, embeds)
-        inputs = frame(embeds, hidden)
-        output = self._run_layer(index, inputs, positions, **attention)
+            embeds = torch.where(columns.places[..., None] == 0, 0.0, embeds)
+        output = self._run_layer(index, frame(embeds, columns.hidden), columns.positions, **attention)
         normed = frame.final_norm(output)
         return normed, normed if self.config.norm_output else output
 
     def _run_layer(self, index: int, inputs: torch.Tensor, positions: torch.Tensor, **attention: Any) -> torch.Tensor:
-        """Run the decoder layer of module `index`, `[B, n, H]` to `[B, n, H]`, see `_run_module`."""
-        rotary = self._rotary(index, inputs, positions)
-        return self.decoder.layers[index](inputs, position_ids=positions, position_embeddings=rotary, **attention)
+        """Run the decoder layer of module `index`, `[B, n, H]` to `[B, n, H]`, see `_run_module`. Positions are
+        `[B, n]`, or `[sections, B, n]` with M-RoPE."""
+        rotary, rotated_to = self.decoder.rotary_emb, positions
+        if hasattr(rotary, "mrope_section"):  # tokens of text have the same position in all three sections
+            rotated_to = positions.expand(3, -1, -1)
+        elif positions.dim() == 3:
+            rotated_to = positions[0]
+        of_layer = {} if self._layer_types is None else {"layer_type": self._layer_types[index]}
+        angles = rotary(inputs, rotated_to, **of_layer)
+        return self.decoder.layers[index](inputs, position_ids=positions, position_embeddings=angles, **attention)
 
     @torch.no_grad()
     def _check_layers(self, name: str) -> None:
@@ -290,16 +280,6 @@ class MtpDrafter(CachedDrafter):
             if not isinstance(found, torch.Tensor) or found.shape != inputs.shape:
                 shape = list(inputs.shape)
                 raise unfit(f"over {NUM_PROBE_TOKENS} tokens they return no hidden states of shape {shape}")
-
-    def _rotary(self, index: int, inputs: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of module `index` for positions `[B, n]`, or `[sections, B, n]` with M-RoPE."""
-        rotary = self.decoder.rotary_emb
-        if positions.dim() == 3 and not hasattr(rotary, "mrope_section"):
-            positions = positions[0]
-        if self._layer_types is not None:
-            return rotary(inputs, positions, layer_type=self._layer_types[index])
-        # M-RoPE: tokens of text have the same position in all three sections.
-        return rotary(inputs, positions.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else positions)
 
     def logits(self, step: int, normed: torch.Tensor) -> torch.Tensor:
         """Logits `[..., V]` of `[..., H]` after the final norm, by the head of the step's module."""
@@ -341,8 +321,8 @@ class MtpDrafter(CachedDrafter):
                 # A module first runs the earlier steps that its keys still lack.
                 for ahead in range(max(len(inputs) - self.config.num_modules, 0), len(inputs)):
                     places, (ids, states) = slots + ahead, inputs[ahead]
-                    attention = {"attention_mask": None, "attend": attend}
-                    normed, hidden = self._run_module(index, ids, places, places, states, **attention)
+                    columns = Columns(ids, places=places, positions=places, hidden=states)
+                    normed, hidden = self._run_module(index, columns, attention_mask=None, attend=attend)
                 outputs.append(normed[:, first:])
         return outputs
 
