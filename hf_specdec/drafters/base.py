@@ -333,7 +333,7 @@ class Drafter(PreTrainedModel):
             )
         unexpected = [name for name in info["unexpected_keys"] if not is_ignored(name, config)]
         checkpoint.check_not_quantised(names.get(name, name) for name in unexpected)
-        checkpoint.check_loaded({**info, "unexpected_keys": unexpected})
+        checkpoint.check_differences(info["missing_keys"], unexpected, info["mismatched_keys"], info["error_msgs"])
         return drafter
 
     def configure(

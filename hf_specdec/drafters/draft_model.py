@@ -49,14 +49,13 @@ def load_language_model(
     model, info = auto_class(config.model_config).from_pretrained(
         checkpoint.folder,
         variant=checkpoint.variant,
-        use_safetensors=checkpoint.uses_safetensors,
         output_loading_info=True,
         trust_remote_code=False,
         **stored_options(checkpoint.config) | options,
     )
     unexpected = set(info["unexpected_keys"])
-    ignored = module_names(checkpoint.config, unexpected) | set(ignored)
-    checkpoint.check_loaded({**info, "unexpected_keys": unexpected - ignored})
+    unexpected -= module_names(checkpoint.config, unexpected) | set(ignored)
+    checkpoint.check_differences(info["missing_keys"], unexpected, info["mismatched_keys"], info["error_msgs"])
     return model
 
 

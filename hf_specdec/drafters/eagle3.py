@@ -65,7 +65,7 @@ class Eagle3Drafter(DraftLayersDrafter):
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attend: Attend,
-        num_outputs: int | None = None,
+        num_outputs: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass of the layers over `[B, n]` slots.
 
@@ -73,8 +73,8 @@ class Eagle3Drafter(DraftLayersDrafter):
             tokens: `[B, n]` int64, the token after each slot's position.
             hidden: `[B, n, H]` from `combine_hidden_states`, or the previous step's feedback.
             positions: `[B, n]` or `[1, n]` int64 for RoPE.
-            num_outputs: number of last slots whose outputs are needed; None for all. For other slots the last layer
-                computes only keys and values.
+            num_outputs: number of last slots whose outputs are needed. For others the last layer computes only keys and
+                values.
 
         Returns:
             inputs of the head and of the next draft step (feedback), both `[B, num_outputs, H]`.
@@ -82,9 +82,8 @@ class Eagle3Drafter(DraftLayersDrafter):
         embeds = self.embed(tokens)
         rotary = self.rotary_emb(embeds, positions)
         for index, layer in enumerate(self.layers, start=1):
-            is_last = index == len(self.layers)
-            layer_outputs = num_outputs if is_last and num_outputs is not None else tokens.shape[1]
-            hidden = layer(embeds, hidden, rotary, attend, layer_outputs)
+            count = num_outputs if index == len(self.layers) else tokens.shape[1]
+            hidden = layer(embeds, hidden, rotary, attend, count)
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 
@@ -97,7 +96,7 @@ class Eagle3Drafter(DraftLayersDrafter):
         cache.advance(columns.slots, state.live)
         attend = cached_attend(cache, columns.slots)
         count = max(num_logits, 1)
-        num_outputs = count if cache.nodes is None else None  # attention over a tree takes all nodes
+        num_outputs = count if cache.nodes is None else columns.tokens.shape[1]  # attention over a tree takes all nodes
         normed, feedback = self.run(columns.tokens, columns.hidden, columns.positions, attend, num_outputs)
         return self.logits(normed[:, -count:]) if num_logits else None, feedback[:, -count:]
 

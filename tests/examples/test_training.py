@@ -521,7 +521,7 @@ def test_unrolled_logits_equal_drafting_step_by_step(options):
         for step in range(4):
             end = slot + step + 1
             positions = torch.arange(end)[None]
-            normed, feedback = drafter.run(tokens[:, 1 : end + 1], hidden, positions, UnrolledAttention())
+            normed, feedback = drafter.run(tokens[:, 1 : end + 1], hidden, positions, UnrolledAttention(), end)
             torch.testing.assert_close(unrolled[step][:, slot], drafter.logits(normed[:, -1]), rtol=1e-4, atol=1e-4)
             hidden = torch.cat([hidden, feedback[:, -1:]], dim=1)
 
@@ -570,7 +570,7 @@ def test_unrolled_masks_equal_one_pass_under_an_explicit_mask(dtype):
     read = torch.cat([F.pad(tokens[:, 1:], (0, 1)), masks], dim=1)
     stand_in = drafter.combine_hidden_states(drafter.mask_hidden.expand(2, masks.shape[1], -1))
     hidden = torch.cat([drafter.combine_hidden_states(aux_hidden_states), stand_in], dim=1)
-    expected, _ = drafter.run(read, hidden, (anchor + depth)[None], attend)
+    expected, _ = drafter.run(read, hidden, (anchor + depth)[None], attend, steps * length)
     unrolled = drafter.unroll(tokens, aux_hidden_states, steps)
     tolerance = 1e-10 if dtype is torch.float64 else 1e-4
     torch.testing.assert_close(torch.cat(unrolled, dim=1), expected, rtol=tolerance, atol=tolerance)
