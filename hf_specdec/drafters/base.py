@@ -81,8 +81,8 @@ class Drafter(PreTrainedModel):
     _supports_sdpa = True
     # Regular expressions in the names of published tensors, and their replacements in the drafter's own names.
     key_mapping = KEY_MAPPING
-    # The implementation of `score`; `integration.scoring` sets it, because this module cannot import the engine.
-    _score: ClassVar[Callable[..., torch.Tensor]]
+    # `integration.scoring.score`, which is set there, because this module cannot import the engine.
+    score: ClassVar[Callable[..., torch.Tensor]]
     # Whether `propose` drafts any number of tokens up to `state.most_draft_tokens` in each round, 0 included.
     varies_num_draft_tokens = False
     # The largest K that `"auto"` tries, the K that the drafter was trained for; None for no limit.
@@ -447,33 +447,6 @@ class Drafter(PreTrainedModel):
                 "rounds of a call; expected a number, or a family that sets varies_num_draft_tokens."
             )
         return requested
-
-    def score(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        temperature: float = 1.0,
-    ) -> torch.Tensor:
-        """Log-probabilities that `model` gives to the tokens of texts, computed by the passes that generate.
-
-        With `batch_invariant=True` they are the same bits as in calls with this drafter (`return_logprobs="raw"`, at a
-        temperature of 1), whatever the batch and the pass of a token.
-
-        Args:
-            model: the target. It runs without gradients, on the static engine.
-            input_ids: `[B, n]` int64, padded before or after the texts.
-            attention_mask: `[B, n]`, 0 for padding; None for texts without padding.
-            temperature: the number that logits are divided by.
-
-        Returns:
-            `[B, n]` float32 on the model's device: the log-probability of each token given the tokens before it; 0 for
-            the first token of a text and for padding.
-
-        Raises:
-            ValueError: the static engine cannot run the model, or an argument is wrong.
-        """
-        return self._score(model, input_ids, attention_mask, temperature)
 
     @torch.inference_mode(False)  # tensors that the drafter keeps are created outside of it
     def bind(self, target: PreTrainedModel) -> None:
