@@ -47,7 +47,6 @@ def _number_or_text(text: str) -> int | str:
 
 
 def add_bench(subparsers: argparse._SubParsersAction) -> None:
-    """Add the subcommand to the command line."""
     parser = subparsers.add_parser(
         "bench",
         help="measure how fast a target generates with drafters and without",
@@ -195,7 +194,6 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def check_measured(cases: list[Case], arguments: argparse.Namespace) -> None:
-    """Raise `ValueError` if no case could be measured, or no case with a drafter."""
     if all(case.error is not None for case in cases):
         raise ValueError("No case could be measured.")
     drafted = [case for case in cases if case.name in arguments.drafter]
@@ -308,7 +306,6 @@ def drafter_cases(name: str, arguments: argparse.Namespace) -> list[Case]:
 
 
 def measure_all(bench: Bench, arguments: argparse.Namespace) -> Iterator[Case]:
-    """Measure all cases, one after the other, and yield each."""
     for setting in settings(arguments):
         for name in BASELINES:
             if name in arguments.baselines:
@@ -318,7 +315,6 @@ def measure_all(bench: Bench, arguments: argparse.Namespace) -> Iterator[Case]:
 
 
 def configured(drafter: Drafter, arguments: argparse.Namespace) -> Drafter:
-    """`drafter`, configured as the command line says."""
     return drafter.configure(
         compile_rounds=bool(arguments.compile),
         batch_invariant=arguments.batch_invariant,

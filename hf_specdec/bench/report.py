@@ -113,7 +113,6 @@ def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
 
 
 def check_matplotlib() -> None:
-    """Raise `ValueError` if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             "--plots draws with matplotlib, which is not installed. Install it (pip install 'hf-specdec[bench]'), or "

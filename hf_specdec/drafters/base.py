@@ -267,7 +267,6 @@ class Drafter(PreTrainedModel):
 
     @property
     def is_bound(self) -> bool:
-        """Whether the drafter was bound to a target."""
         return self._target_config is not None
 
     @classmethod

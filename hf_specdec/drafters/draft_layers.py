@@ -90,7 +90,6 @@ class DraftLayersDrafter(CachedDrafter):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """Weight `[V_d, H]` of the draft head: its own or rows of the target's."""
         return self.lm_head.weight if self.lm_head is not None else self._shared_weights["head"].weight
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,6 @@ class SelfCheck:
 
     @property
     def conclusion(self) -> str:
-        """The result in one sentence."""
         if not self.conclusive:
             stated = ", ".join(f"{name}={value}" for name, value in self.current.items())
             return f"the current interpretation stands ({stated}): no other is clearly better."

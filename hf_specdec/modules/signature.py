@@ -98,7 +98,6 @@ def watch_optimizers(is_on: bool) -> None:
 
 
 def note_step(*_: Any) -> None:
-    """Note that an optimizer has made a step."""
     global _last_step
     _last_step = next(_step_numbers)
 
@@ -218,7 +217,6 @@ class Signature:
 
     @property
     def configs(self) -> list[PreTrainedConfig]:
-        """The configurations of modules, each once."""
         values = [one["config"] for one in self.attributes if "config" in one]
         found = {id(config): config for config in values}
         return [config for config in found.values() if isinstance(config, PreTrainedConfig)]
