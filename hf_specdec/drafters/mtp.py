@@ -19,12 +19,12 @@ from ..config import MtpConfig
 from ..errors import first_line
 from ..host.caches import cache_parameter
 from ..host.modeling import switches_experts
-from ..kernels.types import WORD_BITS, Columns, DraftInputs, Proposal, VerificationResult
+from ..kernels.types import WORD_BITS, Columns, Proposal, VerificationResult
 from ..modules.hidden_states import NUM_PROBE_TOKENS, check_aux_hidden_states
 from ..patching.experts import original_experts_implementation
 from ..patching.support import registered_attention
 from ..state import DecodeState
-from .cached import CachedDrafter, DraftMemory
+from .cached import CachedDrafter, DraftMemory, Outputs
 from .mtp_layers import MtpFrame, build_decoder
 from .none import no_drafts
 from .shared_weights import SharedWeight, embed, score
@@ -223,9 +223,7 @@ class MtpDrafter(CachedDrafter):
         """Position ids `[B, n]` int64 of `slots`; `[sections, B, n]` with M-RoPE."""
         return state.position_ids(slots, sections=True)
 
-    def run_nodes(
-        self, state: DecodeState, step: int, columns: Columns, num_logits: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def run_nodes(self, state: DecodeState, step: int, columns: Columns, num_logits: int) -> Outputs:
         normed, feedback = self.run(state, step, columns)
         logits = self.logits(step, normed[:, -num_logits:]) if num_logits else None
         return logits, feedback if self.chains_passes else feedback[:, -max(num_logits, 1) :]
@@ -354,40 +352,40 @@ class MtpDrafter(CachedDrafter):
         memory.append(aux_hidden_states, result.committed, state.lengths - 1)
         width = (memory.hidden if self.chains_passes else result.tokens).shape[1]
         inputs = self.prepare_inputs(state, memory.num_columns, state.limits, width, num_masks=0)
+        columns = Columns(inputs.tokens, slots=inputs.slots, hidden=memory.hidden[:, -width:])
         if state.num_nodes and state.num_draft_tokens:
-            return self._draft_tree(state, inputs)
-        drafts = self._draft_by_modules(state, inputs) if self.chains_passes else self._draft_by_target(state, inputs)
+            return self._draft_tree(state, columns)
+        drafts = self._draft_by_modules(state, columns) if self.chains_passes else self._draft_by_target(state, columns)
         return self.join(state, drafts) if drafts else no_drafts(state)
 
-    def _draft_tree(self, state: DecodeState, inputs: DraftInputs) -> Proposal:
-        tokens, hidden = inputs.tokens, state.memory.hidden[:, -inputs.tokens.shape[1] :]
-        normed, feedback = self.run(state, 0, Columns(tokens, slots=inputs.slots, hidden=hidden))
+    def _draft_tree(self, state: DecodeState, columns: Columns) -> Proposal:
+        normed, feedback = self.run(state, 0, columns)
         logits = self.logits(0, normed[:, -1:])
         if self.chains_passes:
-            return self._grow(state, logits, feedback, tokens, hidden, state.most_draft_tokens)
+            return self._grow(state, logits, feedback, columns, state.most_draft_tokens)
         # The caches of later modules lack the slots that the last round added.
         num_runs = min(state.most_draft_tokens, self.config.num_modules)
-        window = slice(-1 if num_runs == 1 else 0, None)
-        return self._grow(state, logits, feedback[:, -1:], tokens[:, window], hidden[:, window], num_runs)
+        first = -1 if num_runs == 1 else 0
+        window = Columns(columns.tokens[:, first:], hidden=columns.hidden[:, first:])
+        return self._grow(state, logits, feedback[:, -1:], window, num_runs)
 
-    def _draft_by_modules(self, state: DecodeState, inputs: DraftInputs) -> list[Proposal]:
-        tokens, slots, hidden = inputs.tokens, inputs.slots, state.memory.hidden
+    def _draft_by_modules(self, state: DecodeState, columns: Columns) -> list[Proposal]:
         drafts = []
         # Steps that draft nothing in this round run to fill their caches; the next round runs them over missing tokens.
         for step in range(state.most_draft_tokens):
-            normed, hidden = self.run(state, step, Columns(tokens, slots=slots, hidden=hidden))
+            normed, hidden = self.run(state, step, columns)
             if step < state.num_draft_tokens:
                 drafts.append(self.draw(state, self.logits(step, normed[:, -1:]), first=step))
-            following = drafts[-1].tokens if step < state.num_draft_tokens else torch.zeros_like(tokens[:, :1])
-            tokens = torch.cat([tokens[:, 1:], following], dim=1)
+            following = drafts[-1].tokens if step < state.num_draft_tokens else torch.zeros_like(columns.tokens[:, :1])
+            columns = columns._replace(tokens=torch.cat([columns.tokens[:, 1:], following], dim=1), hidden=hidden)
         return drafts
 
-    def _draft_by_target(self, state: DecodeState, inputs: DraftInputs) -> list[Proposal]:
-        tokens, slots, hidden = inputs.tokens, inputs.slots, state.memory.hidden[:, -inputs.tokens.shape[1] :]
+    def _draft_by_target(self, state: DecodeState, columns: Columns) -> list[Proposal]:
+        tokens, slots, hidden = columns.tokens, columns.slots, columns.hidden
         width, num_modules = tokens.shape[1], self.config.num_modules
         # Modules that draft nothing in this round run to fill their caches.
         for step in range(state.num_draft_tokens, min(state.most_draft_tokens, num_modules)):
-            self.run(state, step, Columns(tokens, slots=slots, hidden=hidden))
+            self.run(state, step, columns)
         drafts = []
         for step in range(state.num_draft_tokens):
             # A module that has run in this round runs only the slots added since; another module runs all slots.

@@ -42,7 +42,6 @@ class Pard2Drafter(DraftModelDrafter):
             device=weight.device,
             dtype=self.model.dtype,
         )
-        self.reads_last_hidden_state = False
         # For each hidden state that `target_proj` reads, its index among the hidden states of ascending layers.
         self._order: list[int] = []
 

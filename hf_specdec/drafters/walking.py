@@ -13,6 +13,9 @@ from ..state import DecodeState
 from .dflash import DFlashDrafter
 from .trees import MOST_CHILDREN, GrowingTree, likeliest_tokens, tree_of_pairs
 
+# Logits of drafts, or inputs of the head, and the memory of the next step if a family has one.
+Step = tuple[torch.Tensor, torch.Tensor | None]
+
 
 class Places(NamedTuple):
     """n consecutive drafts of a block, as the pass over the block gives them.
@@ -60,7 +63,7 @@ class WalkingDrafter(DFlashDrafter):
         """Number of likeliest tokens by the head from which a draft is chosen; None for all."""
         return getattr(self.config, "selector_top_k", None)
 
-    def begin(self, anchors: torch.Tensor, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def begin(self, anchors: torch.Tensor, normed: torch.Tensor) -> Step:
         """The columns of `normed` `[..., n, H]`, see `num_read`, that draft a token, and the memory of the first step,
         given `anchors` `[..., 1]`."""
         return normed, None
@@ -69,9 +72,7 @@ class WalkingDrafter(DFlashDrafter):
         """Values for `follow` from the inputs of the head, computed once for all drafts; see `Places.read`."""
         return (normed,)
 
-    def follow(
-        self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def follow(self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None) -> Step:
         """Logits of n drafts, each given P possible tokens before it.
 
         Args:
