@@ -386,8 +386,14 @@ class Drafter(PreTrainedModel):
         for name, value in given.items():
             if value is not None:
                 setattr(self, name, value)
-        if draft_window_size is not None:
-            self.draft_window_size = self._checked_window(draft_window_size)
+        if draft_window_size == ALL:
+            self.draft_window_size = None
+        elif draft_window_size is not None:
+            size = check_int("draft_window_size", draft_window_size, LEAST_WINDOW, f', or "{ALL}"')
+            if type(self).limit_attention is Drafter.limit_attention:
+                found = f"draft_window_size is {size}, but {type(self).__name__} has no key/value cache of its own"
+                raise ValueError(f'{found}; expected "{ALL}".')
+            self.draft_window_size = size if size < 2**31 else None  # no text is longer
         if tree is not None:
             self.tree = self.check_tree(tree)
         return self
@@ -402,15 +408,6 @@ class Drafter(PreTrainedModel):
                 "model of attention layers."
             )
         return tree
-
-    def _checked_window(self, size: int | str) -> int | None:
-        if size == ALL:
-            return None
-        size = check_int("draft_window_size", size, LEAST_WINDOW, f', or "{ALL}"')
-        if type(self).limit_attention is Drafter.limit_attention:
-            found = f"draft_window_size is {size}, but {type(self).__name__} has no key/value cache of its own"
-            raise ValueError(f'{found}; expected "{ALL}".')
-        return size if size < 2**31 else None  # no text is longer
 
     def limit_attention(self, state: DecodeState, window: int | None) -> None:
         """Let drafting attend to the last `window` tokens of each text only; to the whole text if None."""
@@ -544,12 +541,12 @@ class Drafter(PreTrainedModel):
             return
         self.check_bound_to(target)
         changes = [shared.how_changed(target) for shared in self._shared_weights.values()]
+        changes = [change for change in changes if change is not None]
         vocab_size = target.config.get_text_config().vocab_size
         if vocab_size != self._bound_vocab_size:
             changes.append(f"its vocabulary had {self._bound_vocab_size} tokens and has {vocab_size}")
         if (num_layers := num_decoder_layers(target)) != self._bound_num_layers:
             changes.append(f"it had {self._bound_num_layers} decoder layers and has {num_layers}")
-        changes = [change for change in changes if change is not None]
         if not changes:
             for shared in self._shared_weights.values():
                 shared.refresh(target)

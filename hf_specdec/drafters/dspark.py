@@ -107,10 +107,8 @@ class DSparkDrafter(WalkingDrafter):
         normed, memory = self.begin(before[..., :1], normed)
         inputs, weight = DFlashDrafter.head_inputs(self, normed, before)
         features = []
-        for step in range(normed.shape[-2]):
-            column = slice(step, step + 1)
-            hidden = normed[..., column, None, :]
-            found, memory = self.markov_head.features(before[..., column, None], hidden, memory)
+        for hidden, token in zip(normed.split(1, dim=-2), before.split(1, dim=-1), strict=True):
+            found, memory = self.markov_head.features(token[..., None], hidden[..., None, :], memory)
             features.append(found[..., 0, :])
         inputs = torch.cat([inputs, torch.cat(features, dim=-2)], dim=-1)
         return inputs, torch.cat([weight, self.markov_head.markov_w2.weight], dim=1)
