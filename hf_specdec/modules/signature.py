@@ -63,7 +63,7 @@ MOST_KEPT = 256
 
 # What was found out about models, by `Signature.kind`.
 _facts: dict[Hashable, dict[Hashable, Any]] = {}
-_keeping = threading.Lock()
+_keeping = threading.RLock()
 
 
 class _Thread(threading.local):
@@ -267,11 +267,8 @@ class Signature:
     @cached_property
     def facts(self) -> dict[Hashable, Any]:
         """What was found out about models of the same `kind`; add to it with `keep`."""
-        with _keeping:
-            facts = _facts[self.kind] = _facts.pop(self.kind, {})  # the least recently used kinds are dropped
-            while len(_facts) > MOST_KEPT:
-                del _facts[next(iter(_facts))]
-        return facts
+        with _keeping:  # the least recently used kinds are dropped
+            return keep(_facts, self.kind, _facts.pop(self.kind, {}))
 
     @property
     def behaviour(self) -> tuple:
