@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import cycle, islice
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -40,7 +41,5 @@ def random_batches(
 
 
 def _full_batches(items: Sequence, size: int) -> list[list]:
-    return [
-        [items[(size * batch + row) % len(items)] for row in range(size)]
-        for batch in range(math.ceil(len(items) / size))
-    ]
+    repeated = cycle(items)
+    return [list(islice(repeated, size)) for _ in range(math.ceil(len(items) / size))]

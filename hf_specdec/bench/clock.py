@@ -20,21 +20,15 @@ def synchronize(device: torch.device) -> None:
 
 
 class Clock(BaseStreamer):
-    """A streamer that records when the `first` and the `last` tokens of a call reach the host, by
-    `time.perf_counter()`; None before."""
+    """A streamer that records the `times` at which the prompt of a call, and then tokens, reach the host, by
+    `time.perf_counter()`."""
 
     def __init__(self) -> None:
-        self._has_prompt = False
-        self.first: float | None = None
-        self.last: float | None = None
+        self.times: list[float] = []
 
     def put(self, value: Any) -> None:
-        if not self._has_prompt:
-            self._has_prompt = True
-            return
-        self.last = time.perf_counter()
-        if self.first is None:
-            self.first = self.last
+        self.times.append(time.perf_counter())
+        if len(self.times) == 2:
             self.on_first()
 
     def on_first(self) -> None:
@@ -59,8 +53,7 @@ class GpuClock(Clock):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
+        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
 
     def on_first(self) -> None:
         synchronize(self._device)  # the first round's drafting may still be running
@@ -69,7 +62,7 @@ class GpuClock(Clock):
     def busy_seconds(self) -> float:
         """Seconds of kernels and copies since the first tokens, with gaps of up to `SHORT_GAP` between them. To be
         called once, after `generate()`."""
-        if self.first is None:
+        if len(self.times) < 2:
             return 0.0
         self._profiler.stop()
         # Launches are excluded: they are host events that also report the time of their kernel.

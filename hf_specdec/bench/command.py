@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -46,7 +47,6 @@ def _number_or_text(text: str) -> int | str:
 
 
 def add_bench(subparsers: argparse._SubParsersAction) -> None:
-    """Add the subcommand to the command line."""
     parser = subparsers.add_parser(
         "bench",
         help="measure how fast a target generates with drafters and without",
@@ -176,7 +176,7 @@ def measure(arguments: argparse.Namespace) -> None:
         report = {
             "environment": environment(device)
             | {"dtype": str(dtype).removeprefix("torch."), "processes": num_processes()},
-            "arguments": stated_arguments(arguments),
+            "arguments": {name: one for name, one in vars(arguments).items() if name not in ("run", "command")},
             "copy_bandwidth": bandwidth,
             "drift": None,
         }
@@ -187,14 +187,13 @@ def measure(arguments: argparse.Namespace) -> None:
         report["drift"] = drift = measure_drift(bench, cases, arguments)
     save(report, cases, arguments.output)
     if is_first_process():
-        print(json.dumps(report, indent=1) if arguments.json else table(cases, drift))
+        print(json.dumps(report, indent=1, default=os.fspath) if arguments.json else table(cases, drift))
     check_measured(cases, arguments)
     if arguments.plots is not None:
         draw(cases, caption(report), arguments.plots)
 
 
 def check_measured(cases: list[Case], arguments: argparse.Namespace) -> None:
-    """Raise `ValueError` if no case could be measured, or no case with a drafter."""
     if all(case.error is not None for case in cases):
         raise ValueError("No case could be measured.")
     drafted = [case for case in cases if case.name in arguments.drafter]
@@ -208,7 +207,7 @@ def save(report: dict[str, Any], cases: list[Case], output: Path | None) -> None
     compare(cases)
     report["cases"] = [asdict(case) for case in cases]
     if output is not None:
-        output.write_text(json.dumps(report, indent=1), encoding="utf-8")
+        output.write_text(json.dumps(report, indent=1, default=os.fspath), encoding="utf-8")
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
@@ -307,7 +306,6 @@ def drafter_cases(name: str, arguments: argparse.Namespace) -> list[Case]:
 
 
 def measure_all(bench: Bench, arguments: argparse.Namespace) -> Iterator[Case]:
-    """Measure all cases, one after the other, and yield each."""
     for setting in settings(arguments):
         for name in BASELINES:
             if name in arguments.baselines:
@@ -317,7 +315,6 @@ def measure_all(bench: Bench, arguments: argparse.Namespace) -> Iterator[Case]:
 
 
 def configured(drafter: Drafter, arguments: argparse.Namespace) -> Drafter:
-    """`drafter`, configured as the command line says."""
     return drafter.configure(
         compile_rounds=bool(arguments.compile),
         batch_invariant=arguments.batch_invariant,
@@ -398,12 +395,3 @@ def count_passes(arguments: argparse.Namespace) -> int:
     baselines = len(arguments.baselines) * len(settings(arguments)) + bool(arguments.baselines)
     drafted = sum(len(drafter_cases(name, arguments)) for name in arguments.drafter)
     return (baselines + drafted) * (arguments.runs + 1)
-
-
-def stated_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The arguments as JSON values."""
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(arguments).items()
-        if name not in ("run", "command")
-    }

@@ -88,8 +88,6 @@ class Case:
         name: `"dynamic"` or `"static"` for plain `generate()` with that cache, `"engine"` for the static engine without
             a drafter, else the drafter's name.
         k: draft tokens a round, or "auto"; None for plain `generate()`, 0 for the engine alone.
-        batch_size: rows.
-        temperature: sampling temperature; 0 for greedy decoding.
         prompt_length: number of tokens of every prompt if prompts are random; None for texts.
         draft_probs: `"on"`, `"off"` or `"auto"` (see `Drafter.configure`); None without a drafter, and in greedy
             decoding and with trees, where it has no effect.
@@ -187,7 +185,6 @@ class Bench:
     """Measures the cases of a target.
 
     Attributes:
-        target: the model that generates.
         batches: makes the inputs of a case's `generate()` calls.
         options: options of every `generate()` call; a case adds those of sampling.
         runs: measured passes over the batches of a case, after one warm-up pass.
@@ -291,8 +288,8 @@ class Bench:
             rounds = drafter.stats.num_rounds if drafter is not None else out.shape[1] - prompt - 1
             run.tokens += sum(counts)
             run.rounds += rounds
-            run.timed_seconds += clock.last - clock.first
-            run.to_first.append(clock.first - start)
+            run.timed_seconds += clock.times[-1] - clock.times[1]
+            run.to_first.append(clock.times[1] - start)
             lengths = inputs["attention_mask"].sum(dim=1).tolist()
             run.lengths += [length + count / 2 for length, count in zip(lengths, counts, strict=True)]
             if drafter is not None:
@@ -301,7 +298,11 @@ class Bench:
 
     def _run_requests(self, batches: list[Batch], drafter: Drafter, options: dict[str, Any]) -> Run:
         """Run the prompts of all batches as requests. Rounds are not timed, because prefill runs between them."""
-        prompts = _prompts_of(batches)
+        prompts = [
+            row[mask.bool()].tolist()  # without padding
+            for inputs in batches
+            for row, mask in zip(inputs["input_ids"].cpu(), inputs["attention_mask"].cpu(), strict=True)
+        ]
         config = ContinuousBatchingConfig(max_requests_per_batch=len(batches[0]["input_ids"]))
         torch.manual_seed(0)
         if self.serve:
@@ -386,15 +387,6 @@ class Bench:
         rounds = drafter.stats.num_rounds if drafter is not None else out.shape[1] - inputs["input_ids"].shape[1] - 1
         seconds = clock.busy_seconds()
         return 1e3 * seconds / rounds if rounds > 0 else None
-
-
-def _prompts_of(batches: list[Batch]) -> list[list[int]]:
-    """The prompts of all batches, without padding."""
-    return [
-        row[mask.bool()].tolist()
-        for inputs in batches
-        for row, mask in zip(inputs["input_ids"].cpu(), inputs["attention_mask"].cpu(), strict=True)
-    ]
 
 
 def count_tokens(new: torch.Tensor, eos: int | list[int] | None) -> list[int]:

@@ -46,6 +46,7 @@ def _share(value: float) -> str:
 
 # Titles of columns that are shown only if their values vary.
 VARIED = ("prompt", "T", "draft probs")
+LEFT_ALIGNED = ("case", "per position")
 
 # Titles of columns, their attributes of `Case`, and formats; None and empty lists are shown as `MISSING`.
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -75,11 +76,6 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 
 
-def _shown(case: Case) -> list[str]:
-    values = ((getattr(case, name), show) for _, name, show in COLUMNS)
-    return [MISSING if value is None or value == [] else show(value) for value, show in values]
-
-
 def _variant(case: Case) -> str:
     tree = f", tree {case.tree}" if case.tree else ""
     return tree if case.draft_probs in (None, "auto") else f"{tree}, draft probs {case.draft_probs}"
@@ -96,24 +92,14 @@ def _lines(drafted: list[Case]) -> list[tuple[str, list[Case]]]:
 def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
     """The cases as aligned text, a line each, without empty columns and without `VARIED` columns that do not vary; then
     the errors of failed cases, and the machine's drift."""
-    measured = [case for case in cases if case.error is None]
-    rows = [_shown(case) for case in measured]
-    kept = [
-        index
-        for index, (title, *_) in enumerate(COLUMNS)
-        if len({row[index] for row in rows} - {MISSING}) > (title in VARIED)
-    ]
-    lines = []
-    if rows:
-        grid = [[COLUMNS[index][0] for index in kept], *([row[index] for index in kept] for row in rows)]
-        widths = [max(len(row[column]) for row in grid) for column in range(len(kept))]
-        left = {COLUMNS.index(column) for column in COLUMNS if column[0] in ("case", "per position")}
-        for row in grid:
-            cells = (
-                cell.ljust(width) if index in left else cell.rjust(width)
-                for cell, width, index in zip(row, widths, kept, strict=True)
-            )
-            lines.append("  ".join(cells).rstrip())
+    columns = []
+    for title, name, show in COLUMNS:
+        values = [getattr(case, name) for case in cases if case.error is None]
+        cells = [MISSING if value is None or value == [] else show(value) for value in values]
+        if len({*cells} - {MISSING}) > (title in VARIED):
+            width, pad = max(map(len, (title, *cells))), str.ljust if title in LEFT_ALIGNED else str.rjust
+            columns.append([pad(cell, width) for cell in (title, *cells)])
+    lines = ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
     failed: dict[tuple[str, str], list[str]] = {}
     for case in cases:
         if case.error is not None:
@@ -127,7 +113,6 @@ def table(cases: list[Case], drift: dict[str, Any] | None = None) -> str:
 
 
 def check_matplotlib() -> None:
-    """Raise `ValueError` if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             "--plots draws with matplotlib, which is not installed. Install it (pip install 'hf-specdec[bench]'), or "
@@ -135,8 +120,8 @@ def check_matplotlib() -> None:
         )
 
 
-def draw(cases: list[Case], about: str, folder: Path) -> list[Path]:
-    """Plot tokens a second and time a round over K, and acceptance by position, into `folder`; returns the files."""
+def draw(cases: list[Case], about: str, folder: Path) -> None:
+    """Plot tokens a second and time a round over K, and acceptance by position, into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     measured = [case for case in cases if case.error is None]
     pictures = {
@@ -144,12 +129,9 @@ def draw(cases: list[Case], about: str, folder: Path) -> list[Path]:
         "round_time": _over_k(measured, "ms a round", "ms_per_round"),
         "acceptance": _over_positions(measured),
     }
-    paths = []
     for name, figure in pictures.items():
         figure.suptitle(about, fontsize=9)
-        paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1], dpi=120)
-    return paths
+        figure.savefig(folder / f"{name}.png", dpi=120)
 
 
 def _panels(cases: list[Case], ylabel: str, xlabel: str) -> tuple[Figure, list[tuple[Setting, Any]]]:

@@ -15,7 +15,7 @@ from transformers import logging as hf_logging
 
 from ..host.serving import cached_file, extract_commit_hash
 from .limits import check_settings
-from .weight_files import StoredTensor, read_headers, read_stored, with_parts
+from .weight_files import StoredTensor, read_header, read_stored, with_parts
 
 CONFIG_FILE = "config.json"
 # In the order in which transformers prefers them.
@@ -101,15 +101,6 @@ class Checkpoint:
             f"weight_global_scale, too. Use a checkpoint whose {what} are not quantised."
         )
 
-    def check_loaded(self, info: Mapping[str, Any]) -> None:
-        """Raise `ValueError` if transformers' loading `info` lists a tensor that was not loaded as it is."""
-        self.check_differences(
-            missing=info["missing_keys"],
-            unexpected=info["unexpected_keys"],
-            mismatched=info["mismatched_keys"],
-            errors=info["error_msgs"],
-        )
-
     def check_differences(
         self,
         missing: Iterable[str] = (),
@@ -134,12 +125,6 @@ class Checkpoint:
             problems += [f"{what}: {', '.join(names[:MAX_NAMED_TENSORS])}{more}"] if names else []
         if problems:
             raise ValueError(f"The weights of {self.name} do not fit its config.json: {'; '.join(problems)}.")
-
-    @property
-    def uses_safetensors(self) -> bool:
-        """Whether all weight files that transformers loads are safetensors files."""
-        files = {tensor.file for tensor in self.tensors.values() if tensor.file.name != PROJECTION_FILE}
-        return all(file.suffix == ".safetensors" for file in files)
 
 
 @contextmanager
@@ -168,7 +153,7 @@ def _one_line(error: Exception) -> str:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Context without transformers' progress bar and loading report, which `Checkpoint.check_loaded` replaces."""
+    """Context without transformers' progress bar and loading report, which `Checkpoint.check_differences` replaces."""
     was_shown, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
@@ -253,7 +238,8 @@ def open_checkpoint(
             raise
         weights = []
     projection = files.fetch(PROJECTION_FILE) if has_projection(config) else None
-    tensors = read_headers([*weights, *([projection] if projection is not None else [])])
+    headers = map(read_header, weights if projection is None else [*weights, projection])
+    tensors = {name: tensor for header in headers for name, tensor in header.items()}
     kept = set(selected(tensors.keys()))
     tensors = with_parts({key: tensors[key] for key in tensors if key in kept}, config)
     return Checkpoint(files.name, config_file.parent, config, tensors, variant)

@@ -42,11 +42,6 @@ def block_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: value for part in nested if isinstance(part, Mapping) for key, value in part.items()}
 
 
-def speculators_type(config: Mapping[str, Any]) -> str | None:
-    """`speculators_model_type`, vllm-project/speculators' name of the family; None for other publishers."""
-    return config.get("speculators_model_type")
-
-
 @dataclass(frozen=True)
 class Published:
     """What is known of a published checkpoint when its family is detected: config.json, the names of tensors as far as
@@ -60,7 +55,8 @@ class Published:
 
     @property
     def speculators(self) -> str | None:
-        return speculators_type(self.config)
+        """vllm-project/speculators' name of the family; None for other publishers."""
+        return self.config.get("speculators_model_type")
 
     @cached_property
     def names(self) -> str:

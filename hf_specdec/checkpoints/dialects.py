@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .detection import architectures, block_settings, eagle_settings, speculators_type
+from .detection import architectures, block_settings, eagle_settings
 
 SAFEAILAB, SPECFORGE, SPECULATORS, MODELOPT = "SafeAILab", "SpecForge", "speculators", "NVIDIA ModelOpt"
 AMAZON, AUTOMODEL = "Amazon", "NeMo Automodel"
@@ -47,7 +47,7 @@ _ARCHITECTURES = {
 
 
 def _known_publisher(config: Mapping[str, Any]) -> str | None:
-    if speculators_type(config) is not None:
+    if config.get("speculators_model_type") is not None:
         return SPECULATORS
     return next((_ARCHITECTURES[name] for name in architectures(config).split() if name in _ARCHITECTURES), None)
 

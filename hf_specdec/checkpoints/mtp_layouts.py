@@ -186,18 +186,15 @@ class ModuleTensor(NamedTuple):
                 yield f"decoder.layers.{index}.{self.part}"
 
 
-def own_copies(family: MtpFamily, given: Mapping[str, Any]) -> set[str]:
-    """Those of `"lm_head"` and `"embed_tokens"` that each module has of its own, by `given` overrides or its family."""
-    own_head = not given["share_head"] if "share_head" in given else family.own_head
-    own = {"lm_head": own_head, "embed_tokens": given.get("share_embedding") is False}
-    return {name for name, is_own in own.items() if is_own}
-
-
 def needed_tensors(config: Mapping[str, Any], names: Collection[str], given: Mapping[str, Any]) -> list[ModuleTensor]:
-    """`module_tensors` without copies that the target's tensors replace; see `own_copies`."""
-    found = module_tensors(config, names)
-    copies = {"lm_head", "embed_tokens"} - (own_copies(find_family(config), given) if found else set())
-    return [tensor for tensor in found if _FRAME_NAMES.get(tensor.part.rpartition(".")[0]) not in copies]
+    """`module_tensors` without copies of the target's embedding and head, unless by `given` overrides, or for the head
+    by its family, each module has its own."""
+    found, family = module_tensors(config, names), find_family(config)
+    is_shared = {
+        "embed_tokens": given.get("share_embedding", True),
+        "lm_head": given.get("share_head", family is None or not family.own_head),
+    }
+    return [one for one in found if not is_shared.get(_FRAME_NAMES.get(one.part.rpartition(".")[0]))]
 
 
 def module_tensors(config: Mapping[str, Any], names: Collection[str]) -> list[ModuleTensor]:
@@ -208,12 +205,9 @@ def module_tensors(config: Mapping[str, Any], names: Collection[str]) -> list[Mo
     first = 0
     if family.layout.is_appended and not is_apart(config, names):
         first = text_settings(config).get("num_hidden_layers", 0)
-    found = []
-    for name in names:
-        match = family.layout.pattern.fullmatch(name)
-        if match is None:
-            continue
-        index = None if match["index"] is None else int(match["index"]) - first
-        if index is None or index >= 0:
-            found.append(ModuleTensor(name, index, match["part"]))
-    return found
+    found = [
+        ModuleTensor(one[0], None if one["index"] is None else int(one["index"]) - first, one["part"])
+        for one in map(family.layout.pattern.fullmatch, names)
+        if one is not None
+    ]
+    return [tensor for tensor in found if tensor.index is None or tensor.index >= 0]

@@ -19,7 +19,7 @@ from ..config import (
 )
 from ..host.modeling import ACT2FN
 from .checkpoint import Checkpoint
-from .detection import architectures, block_settings, speculators_type
+from .detection import architectures, block_settings
 from .dialects import DEEPSPEC, SPECFORGE, SPECULATORS, TRANSFORMERS, detect_block_dialect, speculators_depth
 from .interpretation import Decisions
 from .read_layers import IDS, LayersReader
@@ -194,7 +194,7 @@ class DFlashReader(LayersReader):
         """Whether it is a DSpark drafter, by its name in config.json or by its Markov head, which it may lack."""
         return (
             self.config_class is DSparkConfig
-            or speculators_type(self.top) == "dspark"
+            or self.top.get("speculators_model_type") == "dspark"
             or self.nested.get("projector_type") == "dspark"
             or "dspark" in architectures(self.top)
         )
@@ -226,16 +226,14 @@ class DFlashReader(LayersReader):
         return self._decide("causal", windowed, rule, doubtful=any(windowed))
 
     def _layer_ids(self) -> list[int] | None:
-        stated = self._stated_ids(
-            (source, (key,), offset)
-            for key, source, offset in (
-                ("eagle_aux_hidden_state_layer_ids", self.top, 0),
-                (IDS, self.top, 0),
-                ("target_layer_ids", self.nested, 1),
-                ("target_layer_ids", self.top, 1),
-                ("layer_ids", self.nested, 1),
-            )
-        )
+        places = [
+            (self.top, ["eagle_aux_hidden_state_layer_ids"], 0),
+            (self.top, [IDS], 0),
+            (self.nested, ["target_layer_ids"], 1),
+            (self.top, ["target_layer_ids"], 1),
+            (self.nested, ["layer_ids"], 1),
+        ]
+        stated = self._stated_ids(places)
         if stated is not None:
             key, ids, offset = stated
             if ids != sorted(set(ids)):

@@ -196,8 +196,9 @@ class LayersReader:
         has_width = self.is_planned or (self.target is not None and self.target.hidden_size == layers["hidden_size"])
         if width is None and has_width:
             width = self.target.hidden_size
+        sizes = {"draft_vocab_size": draft_vocab_size, "target_hidden_size": width, "num_aux_hidden_states": None}
         if not self._has("fc.weight", self._reads_aux_hidden_states()):
-            return {"draft_vocab_size": draft_vocab_size, "target_hidden_size": width, "num_aux_hidden_states": None}
+            return sizes
         total = None if self.is_planned else self.tensors["fc.weight"].shape[1]
         count = len(layer_ids) if layer_ids is not None else self._num_aux_hidden_states(total, width)
         if total is not None and (total % count or (width is not None and total != count * width)):
@@ -206,11 +207,7 @@ class LayersReader:
                 f"states (layer ids {layer_ids}) of target_hidden_size "
                 f"{width or 'any size'}. Pass `aux_hidden_state_layer_ids=` if the target's default does not apply."
             )
-        return {
-            "draft_vocab_size": draft_vocab_size,
-            "target_hidden_size": width or total // count,
-            "num_aux_hidden_states": count,
-        }
+        return sizes | {"target_hidden_size": width or total // count, "num_aux_hidden_states": count}
 
     def _reads_aux_hidden_states(self) -> bool:
         return True

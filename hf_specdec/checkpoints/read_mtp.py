@@ -9,15 +9,7 @@ from ..config import MtpConfig, default_chaining, mtp_block_settings
 from .checkpoint import Checkpoint
 from .dialects import speculators_depth, speculators_target
 from .interpretation import Decisions
-from .mtp_layouts import (
-    MtpFamily,
-    find_family,
-    is_speculators_mtp,
-    module_tensors,
-    own_copies,
-    stated_count,
-    text_settings,
-)
+from .mtp_layouts import MtpFamily, find_family, is_speculators_mtp, module_tensors, stated_count, text_settings
 from .rope import rope_by_layer_type
 
 # Draft tokens a round of a single module, if config.json does not state for how many it was trained.
@@ -32,9 +24,9 @@ def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions:
     config, decide = checkpoint.config, decisions.decide
     family, num_modules = find_family(config), _count_modules(checkpoint)
     text = _text_config(checkpoint, family, decisions)
-    own, rule = own_copies(family, {}), f"as {family.title} publishes and runs them"
+    rule = f"as {family.title} publishes and runs them"
     output_rule = rule if family.norm_output else "as vLLM; transformers hands on the stream after the final norm"
-    heads = "each module has a trained head" if "lm_head" in own else "the modules have copies of the target's, or none"
+    heads = "each module has a trained head" if family.own_head else "the modules have copies of the target's, or none"
     copies = "the modules have copies of the target's"
     block, num_layers = mtp_block_settings(text, num_modules), text.num_hidden_layers
     # Lists with an entry for each layer and each module: keep the modules' entries.
@@ -47,8 +39,8 @@ def read_mtp(checkpoint: Checkpoint, target: PreTrainedConfig | None, decisions:
         hidden_first=decide("hidden_first", family.hidden_first, rule),
         norm_offset=decide("norm_offset", family.norm_offset, rule),
         norm_output=decide("norm_output", family.norm_output, output_rule),
-        own_embedding=not decide("share_embedding", "embed_tokens" not in own, copies),
-        own_head=not decide("share_head", "lm_head" not in own, heads),
+        own_embedding=not decide("share_embedding", True, copies),
+        own_head=not decide("share_head", not family.own_head, heads),
         chaining=decide("chaining", default_chaining(num_modules), f"{num_modules} module(s)"),
         zero_first_embedding=decide("zero_first_embedding", False, "as in training; vLLM zeroes it for some families"),
         num_assistant_tokens=speculators_depth(config) or (num_modules if num_modules > 1 else SINGLE_MODULE_DEPTH),

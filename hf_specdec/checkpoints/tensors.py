@@ -31,13 +31,9 @@ KEY_MAPPING = {
     r"^encoder\.fc\.": "fc.",
     r"^encoder\.output_norm_enc\.": "hidden_norm.",
     r"^logit_head\.": "",
-    r"^markov_w1\.": "markov_head.markov_w1.",
-    r"^markov_w2\.": "markov_head.markov_w2.",
-    r"^gate_proj\.": "markov_head.gate_proj.",
-    r"^joint_proj\.": "markov_head.joint_proj.",
+    r"^(markov_w1|markov_w2|gate_proj|joint_proj)\.": r"markov_head.\1.",
     r"^confidence_proj\.": "confidence_head.proj.",
-    r"^candidate_selector\.predecessor_codebook\.weight$": "candidate_selector.predecessor_codebook",
-    r"^candidate_selector\.successor_codebook\.weight$": "candidate_selector.successor_codebook",
+    r"^(candidate_selector\.(predecessor|successor)_codebook)\.weight$": r"\1",
 }
 
 # Tensors that drafting does not use: the training mask of the draft vocabulary, RoPE tables, the trainer's copy of the

@@ -11,7 +11,7 @@ import math
 import pickle
 import re
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,25 +82,17 @@ def read_stored(
     return found
 
 
-def read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
-    """The tensors of the files by name."""
-    tensors = {}
-    for file in files:
-        if file.suffix == ".safetensors":
-            tensors |= _safetensors_header(file)
-        else:
-            for name, tensor in _load_pickle(file).items():
-                tensors[name] = StoredTensor(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), file)
-    return tensors
-
-
-def _safetensors_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a weight file by name."""
+    if file.suffix != ".safetensors":
+        return {
+            name: StoredTensor(tuple(one.shape), str(one.dtype).removeprefix("torch."), file)
+            for name, one in _load_pickle(file).items()
+        }
     try:
         with safe_open(file, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {
-                name: StoredTensor(tuple(part.get_shape()), part.get_dtype(), file) for name, part in slices.items()
-            }
+            slices = ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118
+            return {name: StoredTensor(tuple(one.get_shape()), one.get_dtype(), file) for name, one in slices}
     except SafetensorError as error:
         raise ValueError(
             f"{file} is not a complete safetensors file ({error}): it is truncated or of another format. "

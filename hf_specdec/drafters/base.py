@@ -81,8 +81,8 @@ class Drafter(PreTrainedModel):
     _supports_sdpa = True
     # Regular expressions in the names of published tensors, and their replacements in the drafter's own names.
     key_mapping = KEY_MAPPING
-    # The implementation of `score`; `integration.scoring` sets it, because this module cannot import the engine.
-    _score: ClassVar[Callable[..., torch.Tensor]]
+    # `integration.scoring.score`, which is set there, because this module cannot import the engine.
+    score: ClassVar[Callable[..., torch.Tensor]]
     # Whether `propose` drafts any number of tokens up to `state.most_draft_tokens` in each round, 0 included.
     varies_num_draft_tokens = False
     # The largest K that `"auto"` tries, the K that the drafter was trained for; None for no limit.
@@ -267,7 +267,6 @@ class Drafter(PreTrainedModel):
 
     @property
     def is_bound(self) -> bool:
-        """Whether the drafter was bound to a target."""
         return self._target_config is not None
 
     @classmethod
@@ -333,7 +332,7 @@ class Drafter(PreTrainedModel):
             )
         unexpected = [name for name in info["unexpected_keys"] if not is_ignored(name, config)]
         checkpoint.check_not_quantised(names.get(name, name) for name in unexpected)
-        checkpoint.check_loaded({**info, "unexpected_keys": unexpected})
+        checkpoint.check_differences(info["missing_keys"], unexpected, info["mismatched_keys"], info["error_msgs"])
         return drafter
 
     def configure(
@@ -387,8 +386,14 @@ class Drafter(PreTrainedModel):
         for name, value in given.items():
             if value is not None:
                 setattr(self, name, value)
-        if draft_window_size is not None:
-            self.draft_window_size = self._checked_window(draft_window_size)
+        if draft_window_size == ALL:
+            self.draft_window_size = None
+        elif draft_window_size is not None:
+            size = check_int("draft_window_size", draft_window_size, LEAST_WINDOW, f', or "{ALL}"')
+            if type(self).limit_attention is Drafter.limit_attention:
+                found = f"draft_window_size is {size}, but {type(self).__name__} has no key/value cache of its own"
+                raise ValueError(f'{found}; expected "{ALL}".')
+            self.draft_window_size = size if size < 2**31 else None  # no text is longer
         if tree is not None:
             self.tree = self.check_tree(tree)
         return self
@@ -403,15 +408,6 @@ class Drafter(PreTrainedModel):
                 "model of attention layers."
             )
         return tree
-
-    def _checked_window(self, size: int | str) -> int | None:
-        if size == ALL:
-            return None
-        size = check_int("draft_window_size", size, LEAST_WINDOW, f', or "{ALL}"')
-        if type(self).limit_attention is Drafter.limit_attention:
-            found = f"draft_window_size is {size}, but {type(self).__name__} has no key/value cache of its own"
-            raise ValueError(f'{found}; expected "{ALL}".')
-        return size if size < 2**31 else None  # no text is longer
 
     def limit_attention(self, state: DecodeState, window: int | None) -> None:
         """Let drafting attend to the last `window` tokens of each text only; to the whole text if None."""
@@ -447,33 +443,6 @@ class Drafter(PreTrainedModel):
                 "rounds of a call; expected a number, or a family that sets varies_num_draft_tokens."
             )
         return requested
-
-    def score(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        temperature: float = 1.0,
-    ) -> torch.Tensor:
-        """Log-probabilities that `model` gives to the tokens of texts, computed by the passes that generate.
-
-        With `batch_invariant=True` they are the same bits as in calls with this drafter (`return_logprobs="raw"`, at a
-        temperature of 1), whatever the batch and the pass of a token.
-
-        Args:
-            model: the target. It runs without gradients, on the static engine.
-            input_ids: `[B, n]` int64, padded before or after the texts.
-            attention_mask: `[B, n]`, 0 for padding; None for texts without padding.
-            temperature: the number that logits are divided by.
-
-        Returns:
-            `[B, n]` float32 on the model's device: the log-probability of each token given the tokens before it; 0 for
-            the first token of a text and for padding.
-
-        Raises:
-            ValueError: the static engine cannot run the model, or an argument is wrong.
-        """
-        return self._score(model, input_ids, attention_mask, temperature)
 
     @torch.inference_mode(False)  # tensors that the drafter keeps are created outside of it
     def bind(self, target: PreTrainedModel) -> None:
@@ -571,18 +540,16 @@ class Drafter(PreTrainedModel):
         if self._bound_vocab_size is None:
             return
         self.check_bound_to(target)
-        places = {"embedding": target.get_input_embeddings, "head": target.get_output_embeddings}
-        modules = {what: places[what]() for what in self._shared_weights}
-        changes = [shared.how_changed(modules[what]) for what, shared in self._shared_weights.items()]
+        changes = [shared.how_changed(target) for shared in self._shared_weights.values()]
+        changes = [change for change in changes if change is not None]
         vocab_size = target.config.get_text_config().vocab_size
         if vocab_size != self._bound_vocab_size:
             changes.append(f"its vocabulary had {self._bound_vocab_size} tokens and has {vocab_size}")
         if (num_layers := num_decoder_layers(target)) != self._bound_num_layers:
             changes.append(f"it had {self._bound_num_layers} decoder layers and has {num_layers}")
-        changes = [change for change in changes if change is not None]
         if not changes:
-            for what, shared in self._shared_weights.items():
-                shared.refresh(modules[what])
+            for shared in self._shared_weights.values():
+                shared.refresh(target)
             return
         found = f"{type(target).__name__} has changed since the drafter was bound to it: {', '.join(changes)}"
         try:

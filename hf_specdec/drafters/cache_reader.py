@@ -24,7 +24,7 @@ from ..patching.mask_rules import MaskRule
 from ..patching.support import cache_layers
 from ..state import DecodeState
 from .base import Drafter
-from .cached import CachedDrafter
+from .cached import CachedDrafter, Outputs
 from .draft_model import WITHOUT_WEIGHTS, load_language_model
 from .none import no_drafts
 from .shared_weights import SharedWeight, score
@@ -134,7 +134,7 @@ class CacheReaderDrafter(CachedDrafter):
         layers_read = _layers_read(target, list(dict.fromkeys(text.layer_types)), name)
         _check_heads(self.model, target, layers_read, name)
         embedding = target.get_input_embeddings()
-        shared = SharedWeight(embedding, "embedding", own.backbone_hidden_size, name)
+        shared = SharedWeight(target, "embedding", own.backbone_hidden_size, name)
         self.embedding_scale = _scale_of(embedding, shared.weight, name).to(self.device)
         self._shared_weights = {"embedding": shared}
         self._layers_read = layers_read
@@ -145,9 +145,7 @@ class CacheReaderDrafter(CachedDrafter):
         embeds = F.embedding(tokens.to(weight.device), weight)
         return (embeds * self.embedding_scale.to(embeds)).to(self.embedding_scale.device, self.dtype)
 
-    def propose(
-        self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
-    ) -> Proposal:
+    def propose(self, state: DecodeState, aux_hidden_states: torch.Tensor, result: VerificationResult) -> Proposal:
         if state.num_draft_tokens == 0:
             return no_drafts(state)
         rows = torch.arange(len(state.lengths), device=state.lengths.device)
@@ -155,16 +153,14 @@ class CacheReaderDrafter(CachedDrafter):
         tokens, drafts = state.last_tokens(), []
         shown = self._shown(state)
         if state.num_nodes:
-            return self._grow(state, *self._read(shown, tokens, hidden), tokens, hidden)
+            return self._grow(state, *self._read(shown, tokens, hidden), Columns(tokens, hidden=hidden))
         for step in range(state.num_draft_tokens):
             logits, hidden = self._read(shown, tokens, hidden)
             drafts.append(self.draw(state, logits, first=step))
             tokens = drafts[-1].tokens
         return self.join(state, drafts)
 
-    def run_nodes(
-        self, state: DecodeState, step: int, columns: Columns, num_logits: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_nodes(self, state: DecodeState, step: int, columns: Columns, num_logits: int) -> Outputs:
         # Only the hidden states carry earlier drafts: no pass runs earlier nodes again.
         return self._read(self._shown(state), columns.tokens[:, -num_logits:], columns.hidden[:, -num_logits:])
 

@@ -20,6 +20,9 @@ from .none import no_drafts
 from .trees import MOST_CHILDREN, WIDEST_FRONT, GrowingTree, tree_of_independent
 from .unrolled import UnrolledAttention, shift_left
 
+# Logits of the last columns of a pass, and the hidden states that the next pass may read.
+Outputs = tuple[torch.Tensor | None, torch.Tensor | None]
+
 
 @dataclass
 class DraftMemory:
@@ -62,6 +65,9 @@ class CachedDrafter(Drafter):
     # Whether a pass over a tree reads the output of the pass before at the slot before, as chained MTP modules do. If
     # not, a node keeps the hidden state that it was drafted with.
     chains_passes = False
+    # Whether `extend_cache` can run the nodes of a tree, see `RaggedCache.nodes`. The last `num_logits` nodes are new;
+    # the others have run before.
+    grows_trees = False
     # Factor on the products of `unroll`'s outputs with `head_weight`, which gives the logits.
     logit_scale = 1.0
 
@@ -88,12 +94,6 @@ class CachedDrafter(Drafter):
     def drafts_trees(self) -> bool:
         return self.config.parallel_drafting or self.grows_trees
 
-    @property
-    def grows_trees(self) -> bool:
-        """Whether `extend_cache` can run the nodes of a tree, see `RaggedCache.nodes`. The last `num_logits` nodes are
-        new; the others have run before."""
-        return False
-
     def num_masks(self, num_draft_tokens: int) -> int:
         """Number of mask tokens in the first pass of a round of `num_draft_tokens`."""
         return max(num_draft_tokens - 1, 0) if self.config.parallel_drafting else 0
@@ -114,9 +114,7 @@ class CachedDrafter(Drafter):
         """`[B, W, H]`: `hidden` `[B, n, H]` at `sources` `[B, W]`; a mask token's hidden state at sources of -1."""
         return None
 
-    def extend_cache(
-        self, state: DecodeState, columns: Columns, num_logits: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def extend_cache(self, state: DecodeState, columns: Columns, num_logits: int) -> Outputs:
         """Run tokens through the layers, writing their keys and values into the cache.
 
         Args:
@@ -166,7 +164,8 @@ class CachedDrafter(Drafter):
         for step in range(num_steps):
             if rows is not None:
                 tokens, hidden = tokens[: rows[step]], None if hidden is None else hidden[: rows[step]]
-            normed, feedback = self.unroll_step(tokens, hidden, positions + step, attend, num_outputs)
+            columns = Columns(tokens, positions=positions + step, hidden=hidden)
+            normed, feedback = self.unroll_step(columns, attend, num_outputs)
             outputs.append(normed)
             if step == 0:  # later steps run only the slots that draft
                 tokens, positions = tokens[:, first:], positions[:, first:]
@@ -178,15 +177,10 @@ class CachedDrafter(Drafter):
         return outputs
 
     def unroll_step(
-        self,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor | None,
-        positions: torch.Tensor,
-        attend: UnrolledAttention,
-        num_outputs: int,
+        self, columns: Columns, attend: UnrolledAttention, num_outputs: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A step of `unroll` over `tokens` `[B, S]` int64, `hidden` `[B, S, H]` and `positions` `[1, S]` int64. It
-        returns the head's inputs and the next step's hidden states, `[B, num_outputs, H]`, of the last slots."""
+        """A step of `unroll` over columns with tokens, hidden states and positions `[1, S]`. It returns the head's
+        inputs and the next step's hidden states, `[B, num_outputs, H]`, of the last slots."""
         raise NotImplementedError(f"{type(self).__name__} does not implement unroll_step(), which training needs.")
 
     def unrolled_hidden_states(self, aux_hidden_states: torch.Tensor | None) -> torch.Tensor | None:
@@ -262,8 +256,8 @@ class CachedDrafter(Drafter):
         if state.num_draft_tokens == 0:
             return no_drafts(state)
         if state.num_nodes and not self.config.parallel_drafting:
-            hidden = None if hidden is None else hidden[:, -1:]
-            return self._grow(state, logits, feedback, inputs.tokens[:, -1:], hidden)
+            window = Columns(inputs.tokens[:, -1:], hidden=None if hidden is None else hidden[:, -1:])
+            return self._grow(state, logits, feedback, window)
         drafts = [self.draw(state, logits, first=0)]
         for step, slots, positions in zip(steps, inputs.step_slots, inputs.step_positions, strict=True):
             hidden = None if feedback is None else feedback[:, -1:]
@@ -277,8 +271,7 @@ class CachedDrafter(Drafter):
         state: DecodeState,
         logits: torch.Tensor,
         feedback: torch.Tensor | None,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor | None,
+        window: Columns,
         least_passes: int = 0,
     ) -> Proposal:
         """The tree of a round, grown by one pass for each depth.
@@ -291,19 +284,19 @@ class CachedDrafter(Drafter):
         With `chains_passes` each pass runs its nodes one slot earlier than the pass before, and a node reads the output
         of that pass at the node before it. The first columns lack such outputs, and nothing is written for them.
 
-        `logits`, of one column, and `feedback` are results of the first pass, see `run_nodes`; `tokens` `[B, w]` and
-        `hidden` `[B, w, H]` are inputs of its last columns. `least_passes` counts the first pass.
+        `logits`, of one column, and `feedback` are results of the first pass, see `run_nodes`; `window` has tokens and
+        hidden states of its last columns. `least_passes` counts the first pass.
         """
-        depth, window = min(state.num_draft_tokens, state.num_nodes), tokens.shape[1]
-        room = min(state.num_nodes, WORD_BITS * MOST_WORDS - window)
+        depth, num_before = min(state.num_draft_tokens, state.num_nodes), window.tokens.shape[1]
+        room = min(state.num_nodes, WORD_BITS * MOST_WORDS - num_before)
         width = min(WIDEST_FRONT, room // max(depth - 1, 1), logits.shape[-1])
         num_candidates = min(state.num_nodes, MOST_CHILDREN, logits.shape[-1])
-        tree = GrowingTree(width, Columns(tokens, hidden=hidden), depth, num_candidates)
+        tree = GrowingTree(width, window, depth, num_candidates)
         self._add_layer(tree, state, logits, 0)
         offsets = self.position_offsets(state)
         for step in range(1, max(depth, least_passes)):
             behind, has_front = step if self.chains_passes else 0, step < depth
-            first = -self.shift - window - behind
+            first = -self.shift - num_before - behind
             columns = tree.grow(feedback, state, offsets, first, behind, self.chains_passes, has_front)
             logits, feedback = self.run_nodes(state, step, columns, width if has_front else 0)
             if has_front:
@@ -314,9 +307,7 @@ class CachedDrafter(Drafter):
         """Add the likeliest tokens by logits `[B, n, V_d]`, which are all for draft `step` of the round."""
         ops.likeliest_tokens(self.add_noise(state, logits, step, True), self.target_ids, *tree.add_layer())
 
-    def run_nodes(
-        self, state: DecodeState, step: int, columns: Columns, num_logits: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def run_nodes(self, state: DecodeState, step: int, columns: Columns, num_logits: int) -> Outputs:
         """`extend_cache` over the nodes of a tree, in pass `step` of a round.
 
         Returns:

@@ -94,7 +94,7 @@ class DFlashDrafter(DraftLayersDrafter):
             hidden = layer(context, hidden, rotary, attend, block_length)
         return self.norm(hidden)
 
-    def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor | None, positions: torch.Tensor) -> None:
+    def prefill(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
         self._store(state, self.combine_hidden_states(aux_hidden_states), positions, state.position_ids(positions))
 
     def _store(self, state: DecodeState, context: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
@@ -105,9 +105,7 @@ class DFlashDrafter(DraftLayersDrafter):
         for index, layer in enumerate(self.layers):
             cache.update(*layer.self_attn.keys_and_values(context, rotary), index)
 
-    def propose(
-        self, state: DecodeState, aux_hidden_states: torch.Tensor | None, result: VerificationResult
-    ) -> Proposal:
+    def propose(self, state: DecodeState, aux_hidden_states: torch.Tensor, result: VerificationResult) -> Proposal:
         num_context = result.tokens.shape[1]
         num_tokens = self.num_masks(state.num_draft_tokens) if state.num_draft_tokens > 0 else 0
         # `prepare_inputs` assumes that slot p drafts the token at p + 2; here it drafts the token at p + 1, or at p.
@@ -167,7 +165,7 @@ class DFlashDrafter(DraftLayersDrafter):
         block = (anchors[..., None] + torch.arange(num_tokens, device=places.device)).flatten(1)
         tokens = torch.full((*anchors.shape, num_tokens), self.config.mask_token_id, device=places.device)
         tokens[..., 0] = input_ids.gather(1, anchors.clamp(max=length - 1))
-        attend = _BlocksAttention(places, block, num_tokens, self.config.causal)
+        attend = _attention_of_blocks(places, block, num_tokens, self.config.causal)
         positions = torch.cat([places.expand(batch, -1), block], dim=1)
         context = self.combine_hidden_states(aux_hidden_states)
         normed = self.run(context, tokens.flatten(1), positions, attend, num_tokens)
@@ -215,27 +213,22 @@ class DFlashDrafter(DraftLayersDrafter):
         return [None if is_causal else kinds[kind] for is_causal, kind in layers]
 
 
-class _BlocksAttention:
-    """`Attend` for blocks of `num_tokens` at positions `block` `[B, n]`. A block sees itself, and those of the context
+def _attention_of_blocks(places: torch.Tensor, block: torch.Tensor, num_tokens: int, causal: list[bool]) -> Attend:
+    """Attention for blocks of `num_tokens` at positions `block` `[B, n]`. A block sees itself, and those of the context
     positions `places` `[S]` that are before its anchor."""
-
-    def __init__(self, places: torch.Tensor, block: torch.Tensor, num_tokens: int, causal: list[bool]):
-        self._causal = causal
-        first = block.unflatten(1, (-1, num_tokens))[..., :1].expand(-1, -1, num_tokens).flatten(1)
-        number = torch.arange(block.shape[1], device=block.device) // num_tokens
-        is_own = (number[:, None] == number).expand(len(block), -1, -1)
-        self._distance = block[..., None] - torch.cat([places.expand(len(block), -1), block], dim=1)[:, None]
-        self._visible = torch.cat([places < first[..., None], is_own], dim=2)
+    first = block.unflatten(1, (-1, num_tokens))[..., :1].expand(-1, -1, num_tokens).flatten(1)
+    number = torch.arange(block.shape[1], device=block.device) // num_tokens
+    is_own = (number[:, None] == number).expand(len(block), -1, -1)
+    distance = block[..., None] - torch.cat([places.expand(len(block), -1), block], dim=1)[:, None]
+    everywhere = torch.cat([places < first[..., None], is_own], dim=2)
 
     @torch.compiler.disable
-    def __call__(
-        self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
-    ) -> torch.Tensor:
-        visible = self._visible
-        if self._causal[layer.layer_idx]:
-            visible = visible & (self._distance >= 0)
+    def attend(layer, query, key, value, window):
+        visible = everywhere & (distance >= 0) if causal[layer.layer_idx] else everywhere
         if window is not None:
-            visible = visible & (self._distance.abs() < window)
+            visible = visible & (distance.abs() < window)
         # No fused kernel takes a mask together with fewer key heads than query heads.
-        key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], dim=1) for states in (key, value))
+        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
         return scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None]).transpose(1, 2)
+
+    return attend

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..config import DFlash2Config
-from .walking import Places, WalkingDrafter
+from .walking import Places, Step, WalkingDrafter
 
 
 class CandidateSelector(nn.Module):
@@ -57,8 +57,6 @@ class DFlash2Drafter(WalkingDrafter):
     def read(self, normed: torch.Tensor, candidates: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         return (self.candidate_selector.hidden_projection(normed),)
 
-    def follow(
-        self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def follow(self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None) -> Step:
         added = self.candidate_selector(tokens, places.read[0][..., None, :], places.candidates[..., None, :])
         return places.logits[..., None, :] + added, None

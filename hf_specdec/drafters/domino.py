@@ -7,7 +7,7 @@ from torch import nn
 
 from ..config import DominoConfig
 from ..patching.linear import linear
-from .walking import Places, WalkingDrafter, project
+from .walking import Places, Step, WalkingDrafter, project
 
 
 class PrefixGRU(nn.Module):
@@ -59,9 +59,7 @@ class DominoDrafter(WalkingDrafter):
         )
         self.post_init()
 
-    def follow(
-        self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def follow(self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None) -> Step:
         state = self.prefix_gru(self.embed(tokens[..., 0, :])[..., None, :, :], memory)
         scores = places.logits[..., None, :]
         if places.first < self.config.pure_draft_prefix_len:

@@ -71,11 +71,9 @@ class DraftLayersDrafter(CachedDrafter):
         target_ids = None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
         shared = {}
         if self.embed_tokens is None:
-            shared["embedding"] = SharedWeight(target.get_input_embeddings(), "embedding", config.hidden_size, name)
+            shared["embedding"] = SharedWeight(target, "embedding", config.hidden_size, name)
         if self.lm_head is None:
-            shared["head"] = SharedWeight(
-                target.get_output_embeddings(), "head", config.hidden_size, name, rows=target_ids
-            )
+            shared["head"] = SharedWeight(target, "head", config.hidden_size, name, rows=target_ids)
         check_aux_hidden_states(target, layer_ids, self.reads_last_hidden_state, config.target_hidden_size, name)
         self._shared_weights = shared
         self.target_ids = target_ids
@@ -92,7 +90,6 @@ class DraftLayersDrafter(CachedDrafter):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """Weight `[V_d, H]` of the draft head: its own or rows of the target's."""
         return self.lm_head.weight if self.lm_head is not None else self._shared_weights["head"].weight
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:

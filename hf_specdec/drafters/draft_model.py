@@ -33,7 +33,7 @@ from ..patching.support import (
 )
 from ..state import DecodeState
 from .base import Reads
-from .cached import CachedDrafter
+from .cached import CachedDrafter, Outputs
 from .unrolled import UNROLLED_NAME, UnrolledAttention
 
 # Largest difference of logits, relative to their spread, if attention takes a mask; rounding in any dtype is below.
@@ -49,14 +49,13 @@ def load_language_model(
     model, info = auto_class(config.model_config).from_pretrained(
         checkpoint.folder,
         variant=checkpoint.variant,
-        use_safetensors=checkpoint.uses_safetensors,
         output_loading_info=True,
         trust_remote_code=False,
         **stored_options(checkpoint.config) | options,
     )
     unexpected = set(info["unexpected_keys"])
-    ignored = module_names(checkpoint.config, unexpected) | set(ignored)
-    checkpoint.check_loaded({**info, "unexpected_keys": unexpected - ignored})
+    unexpected -= module_names(checkpoint.config, unexpected) | set(ignored)
+    checkpoint.check_differences(info["missing_keys"], unexpected, info["mismatched_keys"], info["error_msgs"])
     return model
 
 
@@ -157,7 +156,7 @@ class DraftModelDrafter(CachedDrafter):
         """The model's inputs for `tokens` `[B, n]` int64 and, for PARD-2, their hidden states `[B, n, H]`."""
         return {"input_ids": tokens}
 
-    def extend_cache(self, state: DecodeState, columns: Columns, num_logits: int) -> tuple[torch.Tensor | None, None]:
+    def extend_cache(self, state: DecodeState, columns: Columns, num_logits: int) -> Outputs:
         cache = state.memory.cache
         cache.advance(columns.slots, state.live)
         positions = columns.positions
@@ -203,17 +202,10 @@ class DraftModelDrafter(CachedDrafter):
             raise ValueError(f"{type(self.model).__name__} cannot be trained in {num_steps} steps: it has {reason}.")
         return super().unroll(input_ids, aux_hidden_states, num_steps, *args, **kwargs)
 
-    def unroll_step(
-        self,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor | None,
-        positions: torch.Tensor,
-        attend: UnrolledAttention,
-        num_outputs: int,
-    ) -> tuple[torch.Tensor, None]:
+    def unroll_step(self, columns: Columns, attend: UnrolledAttention, num_outputs: int) -> tuple[torch.Tensor, None]:
         with registered_attention(self.model, UNROLLED_NAME):
-            inputs = self.model_inputs(tokens, hidden)
-            output = decoder_of(self.model)(**inputs, position_ids=positions, use_cache=False, attend=attend)
+            inputs = self.model_inputs(columns.tokens, columns.hidden)
+            output = decoder_of(self.model)(**inputs, position_ids=columns.positions, use_cache=False, attend=attend)
         return output.last_hidden_state[:, -num_outputs:], None
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:

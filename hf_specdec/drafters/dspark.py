@@ -7,7 +7,7 @@ from torch import nn
 
 from ..config import DSparkConfig
 from .dflash import DFlashDrafter
-from .walking import Places, WalkingDrafter, project
+from .walking import Places, Step, WalkingDrafter, project
 
 
 class MarkovHead(nn.Module):
@@ -31,9 +31,7 @@ class MarkovHead(nn.Module):
         if self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + config.hidden_size, 3 * rank)
 
-    def features(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, memory: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def features(self, tokens: torch.Tensor, hidden: torch.Tensor, memory: torch.Tensor | None) -> Step:
         """The input of `markov_w2`, whose output is the bias, and the next s.
 
         Args:
@@ -82,15 +80,13 @@ class DSparkDrafter(WalkingDrafter):
     def remembers(self) -> bool:
         return self.config.markov_type == "rnn"
 
-    def begin(self, anchors: torch.Tensor, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def begin(self, anchors: torch.Tensor, normed: torch.Tensor) -> Step:
         if self.num_read(1) == 1:
             return normed, None
         memory = self.markov_head.features(anchors, normed[..., :1, :], None)[1]
         return normed[..., 1:, :], memory[..., None, :]
 
-    def follow(
-        self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def follow(self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None) -> Step:
         hidden = places.read[0][..., None, :].expand(*tokens.shape, -1)
         features, memory = self.markov_head.features(tokens, hidden, memory)
         return places.logits[..., None, :] + project(features, self.markov_head.markov_w2, places.candidates), memory
@@ -111,10 +107,8 @@ class DSparkDrafter(WalkingDrafter):
         normed, memory = self.begin(before[..., :1], normed)
         inputs, weight = DFlashDrafter.head_inputs(self, normed, before)
         features = []
-        for step in range(normed.shape[-2]):
-            column = slice(step, step + 1)
-            hidden = normed[..., column, None, :]
-            found, memory = self.markov_head.features(before[..., column, None], hidden, memory)
+        for hidden, token in zip(normed.split(1, dim=-2), before.split(1, dim=-1), strict=True):
+            found, memory = self.markov_head.features(token[..., None], hidden[..., None, :], memory)
             features.append(found[..., 0, :])
         inputs = torch.cat([inputs, torch.cat(features, dim=-2)], dim=-1)
         return inputs, torch.cat([weight, self.markov_head.markov_w2.weight], dim=1)

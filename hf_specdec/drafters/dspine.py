@@ -10,7 +10,7 @@ from torch import nn
 from ..config import DSpineConfig
 from .dflash2 import widened
 from .layers import Attend
-from .walking import Places, WalkingDrafter
+from .walking import Places, Step, WalkingDrafter
 
 
 def _root_mean_square(values: torch.Tensor) -> torch.Tensor:
@@ -95,9 +95,7 @@ class DSpineDrafter(WalkingDrafter):
         hidden = normed[..., self.config.hidden_size :]
         return hidden, self.injection.features(hidden, -1), self.head_weight[candidates].to(normed.dtype)
 
-    def follow(
-        self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def follow(self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None) -> Step:
         hidden, features, weights = places.read
         refined = self.injection(hidden[..., None, :], features[..., None, :], self._codes(tokens), -1)
         return widened((weights @ self.norm(refined).mT).mT) * self.config.logit_scale, None

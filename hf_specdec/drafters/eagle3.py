@@ -11,6 +11,7 @@ from ..host.modeling import LlamaRMSNorm
 from ..kernels.types import Columns
 from ..patching.attention import cached_attend
 from ..state import DecodeState
+from .cached import Outputs
 from .draft_layers import DraftLayersDrafter
 from .layers import Attend, DraftDecoderLayer
 
@@ -59,46 +60,35 @@ class Eagle3Drafter(DraftLayersDrafter):
             aux_hidden_states = torch.cat(normed, dim=-1)
         return self.fc(aux_hidden_states)
 
-    def run(
-        self,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        num_outputs: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, columns: Columns, attend: Attend, num_outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass of the layers over `[B, n]` slots.
 
         Args:
-            tokens: `[B, n]` int64, the token after each slot's position.
-            hidden: `[B, n, H]` from `combine_hidden_states`, or the previous step's feedback.
-            positions: `[B, n]` or `[1, n]` int64 for RoPE.
-            num_outputs: number of last slots whose outputs are needed; None for all. For other slots the last layer
-                computes only keys and values.
+            columns: with the token after each slot's position, hidden states from `combine_hidden_states` or the
+                previous step's feedback, and positions `[B, n]` or `[1, n]` for RoPE.
+            num_outputs: number of last slots whose outputs are needed. For others the last layer computes only keys and
+                values.
 
         Returns:
             inputs of the head and of the next draft step (feedback), both `[B, num_outputs, H]`.
         """
-        embeds = self.embed(tokens)
-        rotary = self.rotary_emb(embeds, positions)
+        embeds, hidden = self.embed(columns.tokens), columns.hidden
+        rotary = self.rotary_emb(embeds, columns.positions)
         for index, layer in enumerate(self.layers, start=1):
-            is_last = index == len(self.layers)
-            layer_outputs = num_outputs if is_last and num_outputs is not None else tokens.shape[1]
-            hidden = layer(embeds, hidden, rotary, attend, layer_outputs)
+            count = num_outputs if index == len(self.layers) else columns.tokens.shape[1]
+            hidden = layer(embeds, hidden, rotary, attend, count)
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 
     unroll_step = run
 
-    def extend_cache(
-        self, state: DecodeState, columns: Columns, num_logits: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def extend_cache(self, state: DecodeState, columns: Columns, num_logits: int) -> Outputs:
         cache = state.memory.cache
         cache.advance(columns.slots, state.live)
         attend = cached_attend(cache, columns.slots)
         count = max(num_logits, 1)
-        num_outputs = count if cache.nodes is None else None  # attention over a tree takes all nodes
-        normed, feedback = self.run(columns.tokens, columns.hidden, columns.positions, attend, num_outputs)
+        num_outputs = count if cache.nodes is None else columns.tokens.shape[1]  # attention over a tree takes all nodes
+        normed, feedback = self.run(columns, attend, num_outputs)
         return self.logits(normed[:, -count:]) if num_logits else None, feedback[:, -count:]
 
     def forward(

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from ..config import DFlash2Config, DFlashConfig, DraftLayersConfig, Eagle3Config
 from ..host.modeling import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 from ..kernels.types import RotaryKind
-from ..modules.deferred import residual_stream, rotated
+from ..modules.deferred import Rotation, residual_stream
 from ..modules.patch import uses_layer_kernels
 from ..patching.layer_kernels import norms_side_by_side
 
@@ -56,7 +56,7 @@ def rotate(
     states = [key] if query is None else [query, key]
     if uses_layer_kernels(key):
         is_part = query is not None and num_queries < key.shape[2]
-        return rotated(cos, sin, states, RotaryKind(), num_queries if is_part else None)
+        return Rotation(cos, sin, states, RotaryKind(), num_queries if is_part else None).results()
     counts = [key.shape[2]] if query is None else [num_queries, key.shape[2]]
     columns = [(one[:, :, -n:], cos[:, None, -n:], sin[:, None, -n:]) for one, n in zip(states, counts, strict=True)]
     return [one * cos + rotate_half(one) * sin for one, cos, sin in columns]

@@ -19,12 +19,12 @@ from ..config import MtpConfig
 from ..errors import first_line
 from ..host.caches import cache_parameter
 from ..host.modeling import switches_experts
-from ..kernels.types import WORD_BITS, Columns, DraftInputs, Proposal, VerificationResult
+from ..kernels.types import WORD_BITS, Columns, Proposal, VerificationResult
 from ..modules.hidden_states import NUM_PROBE_TOKENS, check_aux_hidden_states
 from ..patching.experts import original_experts_implementation
 from ..patching.support import registered_attention
 from ..state import DecodeState
-from .cached import CachedDrafter, DraftMemory
+from .cached import CachedDrafter, DraftMemory, Outputs
 from .mtp_layers import MtpFrame, build_decoder
 from .none import no_drafts
 from .shared_weights import SharedWeight, embed, score
@@ -156,11 +156,8 @@ class MtpDrafter(CachedDrafter):
     def _fit(self, target: PreTrainedModel) -> None:
         config, name = self.config, self.title
         config.check_fit(target.config, 0, name)
-        shared = {}
-        if not config.own_embedding:
-            shared["embedding"] = SharedWeight(target.get_input_embeddings(), "embedding", config.hidden_size, name)
-        if not config.own_head:
-            shared["head"] = SharedWeight(target.get_output_embeddings(), "head", config.hidden_size, name)
+        lacking = [what for what in ("embedding", "head") if not getattr(config, f"own_{what}")]
+        shared = {what: SharedWeight(target, what, config.hidden_size, name) for what in lacking}
         check_aux_hidden_states(target, [], True, config.hidden_size, name)
         self._check_layers(name)
         if switches_experts(self.decoder):
@@ -219,54 +216,42 @@ class MtpDrafter(CachedDrafter):
         if columns.ancestors is None:
             columns, nodes = columns._replace(places=slots, positions=self.position_ids(state, slots)), None
         with cache.running(nodes):
-            return self._run_module(
-                index,
-                columns.tokens,
-                columns.places,
-                columns.positions,
-                columns.hidden,
-                embeds,
-                attention_mask=cache.attention_mask(slots),
-                **{self._cache_name: cache},
-                use_cache=True,
-            )
+            attention = {"attention_mask": cache.attention_mask(slots), self._cache_name: cache, "use_cache": True}
+            return self._run_module(index, columns, embeds, **attention)
 
     def position_ids(self, state: DecodeState, slots: torch.Tensor) -> torch.Tensor:
         """Position ids `[B, n]` int64 of `slots`; `[sections, B, n]` with M-RoPE."""
         return state.position_ids(slots, sections=True)
 
-    def run_nodes(
-        self, state: DecodeState, step: int, columns: Columns, num_logits: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def run_nodes(self, state: DecodeState, step: int, columns: Columns, num_logits: int) -> Outputs:
         normed, feedback = self.run(state, step, columns)
         logits = self.logits(step, normed[:, -num_logits:]) if num_logits else None
         return logits, feedback if self.chains_passes else feedback[:, -max(num_logits, 1) :]
 
     def _run_module(
-        self,
-        index: int,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        embeds: torch.Tensor | None = None,
-        **attention: Any,
+        self, index: int, columns: Columns, embeds: torch.Tensor | None = None, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run module `index` over `[B, n]` slots, see `run`; `attention` has arguments of its decoder layer."""
+        """Run module `index` over columns with places, see `run`; `attention` has arguments of its decoder layer."""
         frame = self.frames[index]
         weight = self._shared_weights["embedding"].weight if frame.embed_tokens is None else frame.embed_tokens.weight
-        embeds = embed(tokens, weight, self.dtype) if embeds is None else embeds.to(self.dtype)
+        embeds = embed(columns.tokens, weight, self.dtype) if embeds is None else embeds.to(self.dtype)
         if self.config.zero_first_embedding:
-            embeds = torch.where(slots[..., None] == 0, 0.0, embeds)
-        inputs = frame(embeds, hidden)
-        output = self._run_layer(index, inputs, positions, **attention)
+            embeds = torch.where(columns.places[..., None] == 0, 0.0, embeds)
+        output = self._run_layer(index, frame(embeds, columns.hidden), columns.positions, **attention)
         normed = frame.final_norm(output)
         return normed, normed if self.config.norm_output else output
 
     def _run_layer(self, index: int, inputs: torch.Tensor, positions: torch.Tensor, **attention: Any) -> torch.Tensor:
-        """Run the decoder layer of module `index`, `[B, n, H]` to `[B, n, H]`, see `_run_module`."""
-        rotary = self._rotary(index, inputs, positions)
-        return self.decoder.layers[index](inputs, position_ids=positions, position_embeddings=rotary, **attention)
+        """Run the decoder layer of module `index`, `[B, n, H]` to `[B, n, H]`, see `_run_module`. Positions are
+        `[B, n]`, or `[sections, B, n]` with M-RoPE."""
+        rotary, rotated_to = self.decoder.rotary_emb, positions
+        if hasattr(rotary, "mrope_section"):  # tokens of text have the same position in all three sections
+            rotated_to = positions.expand(3, -1, -1)
+        elif positions.dim() == 3:
+            rotated_to = positions[0]
+        of_layer = {} if self._layer_types is None else {"layer_type": self._layer_types[index]}
+        angles = rotary(inputs, rotated_to, **of_layer)
+        return self.decoder.layers[index](inputs, position_ids=positions, position_embeddings=angles, **attention)
 
     @torch.no_grad()
     def _check_layers(self, name: str) -> None:
@@ -293,16 +278,6 @@ class MtpDrafter(CachedDrafter):
             if not isinstance(found, torch.Tensor) or found.shape != inputs.shape:
                 shape = list(inputs.shape)
                 raise unfit(f"over {NUM_PROBE_TOKENS} tokens they return no hidden states of shape {shape}")
-
-    def _rotary(self, index: int, inputs: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of module `index` for positions `[B, n]`, or `[sections, B, n]` with M-RoPE."""
-        rotary = self.decoder.rotary_emb
-        if positions.dim() == 3 and not hasattr(rotary, "mrope_section"):
-            positions = positions[0]
-        if self._layer_types is not None:
-            return rotary(inputs, positions, layer_type=self._layer_types[index])
-        # M-RoPE: tokens of text have the same position in all three sections.
-        return rotary(inputs, positions.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else positions)
 
     def logits(self, step: int, normed: torch.Tensor) -> torch.Tensor:
         """Logits `[..., V]` of `[..., H]` after the final norm, by the head of the step's module."""
@@ -344,8 +319,8 @@ class MtpDrafter(CachedDrafter):
                 # A module first runs the earlier steps that its keys still lack.
                 for ahead in range(max(len(inputs) - self.config.num_modules, 0), len(inputs)):
                     places, (ids, states) = slots + ahead, inputs[ahead]
-                    attention = {"attention_mask": None, "attend": attend}
-                    normed, hidden = self._run_module(index, ids, places, places, states, **attention)
+                    columns = Columns(ids, places=places, positions=places, hidden=states)
+                    normed, hidden = self._run_module(index, columns, attention_mask=None, attend=attend)
                 outputs.append(normed[:, first:])
         return outputs
 
@@ -377,40 +352,40 @@ class MtpDrafter(CachedDrafter):
         memory.append(aux_hidden_states, result.committed, state.lengths - 1)
         width = (memory.hidden if self.chains_passes else result.tokens).shape[1]
         inputs = self.prepare_inputs(state, memory.num_columns, state.limits, width, num_masks=0)
+        columns = Columns(inputs.tokens, slots=inputs.slots, hidden=memory.hidden[:, -width:])
         if state.num_nodes and state.num_draft_tokens:
-            return self._draft_tree(state, inputs)
-        drafts = self._draft_by_modules(state, inputs) if self.chains_passes else self._draft_by_target(state, inputs)
+            return self._draft_tree(state, columns)
+        drafts = self._draft_by_modules(state, columns) if self.chains_passes else self._draft_by_target(state, columns)
         return self.join(state, drafts) if drafts else no_drafts(state)
 
-    def _draft_tree(self, state: DecodeState, inputs: DraftInputs) -> Proposal:
-        tokens, hidden = inputs.tokens, state.memory.hidden[:, -inputs.tokens.shape[1] :]
-        normed, feedback = self.run(state, 0, Columns(tokens, slots=inputs.slots, hidden=hidden))
+    def _draft_tree(self, state: DecodeState, columns: Columns) -> Proposal:
+        normed, feedback = self.run(state, 0, columns)
         logits = self.logits(0, normed[:, -1:])
         if self.chains_passes:
-            return self._grow(state, logits, feedback, tokens, hidden, state.most_draft_tokens)
+            return self._grow(state, logits, feedback, columns, state.most_draft_tokens)
         # The caches of later modules lack the slots that the last round added.
         num_runs = min(state.most_draft_tokens, self.config.num_modules)
-        window = slice(-1 if num_runs == 1 else 0, None)
-        return self._grow(state, logits, feedback[:, -1:], tokens[:, window], hidden[:, window], num_runs)
+        first = -1 if num_runs == 1 else 0
+        window = Columns(columns.tokens[:, first:], hidden=columns.hidden[:, first:])
+        return self._grow(state, logits, feedback[:, -1:], window, num_runs)
 
-    def _draft_by_modules(self, state: DecodeState, inputs: DraftInputs) -> list[Proposal]:
-        tokens, slots, hidden = inputs.tokens, inputs.slots, state.memory.hidden
+    def _draft_by_modules(self, state: DecodeState, columns: Columns) -> list[Proposal]:
         drafts = []
         # Steps that draft nothing in this round run to fill their caches; the next round runs them over missing tokens.
         for step in range(state.most_draft_tokens):
-            normed, hidden = self.run(state, step, Columns(tokens, slots=slots, hidden=hidden))
+            normed, hidden = self.run(state, step, columns)
             if step < state.num_draft_tokens:
                 drafts.append(self.draw(state, self.logits(step, normed[:, -1:]), first=step))
-            following = drafts[-1].tokens if step < state.num_draft_tokens else torch.zeros_like(tokens[:, :1])
-            tokens = torch.cat([tokens[:, 1:], following], dim=1)
+            following = drafts[-1].tokens if step < state.num_draft_tokens else torch.zeros_like(columns.tokens[:, :1])
+            columns = columns._replace(tokens=torch.cat([columns.tokens[:, 1:], following], dim=1), hidden=hidden)
         return drafts
 
-    def _draft_by_target(self, state: DecodeState, inputs: DraftInputs) -> list[Proposal]:
-        tokens, slots, hidden = inputs.tokens, inputs.slots, state.memory.hidden[:, -inputs.tokens.shape[1] :]
+    def _draft_by_target(self, state: DecodeState, columns: Columns) -> list[Proposal]:
+        tokens, slots, hidden = columns.tokens, columns.slots, columns.hidden
         width, num_modules = tokens.shape[1], self.config.num_modules
         # Modules that draft nothing in this round run to fill their caches.
         for step in range(state.num_draft_tokens, min(state.most_draft_tokens, num_modules)):
-            self.run(state, step, Columns(tokens, slots=slots, hidden=hidden))
+            self.run(state, step, columns)
         drafts = []
         for step in range(state.num_draft_tokens):
             # A module that has run in this round runs only the slots added since; another module runs all slots.

@@ -73,5 +73,4 @@ class NoDrafter(WeightlessDrafter):
 
 
 def no_drafts(state: DecodeState) -> Proposal:
-    """The proposal of a round without drafts."""
     return Proposal(state.tokens.new_empty(len(state.tokens), 0), None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..checkpoints.checkpoint import PROJECTION_FILE, Checkpoint
@@ -17,6 +18,8 @@ from ..modules.hidden_states import check_aux_hidden_states, decoder_layers
 from ..state import DecodeState
 from .base import Reads
 from .draft_model import DraftModelDrafter
+
+_ZEROS_BEFORE = (0, 0, 1, 0)  # for `pad`: a column of zeros before the columns `[B, n, width]`
 
 
 class Pard2Drafter(DraftModelDrafter):
@@ -42,7 +45,6 @@ class Pard2Drafter(DraftModelDrafter):
             device=weight.device,
             dtype=self.model.dtype,
         )
-        self.reads_last_hidden_state = False
         # For each hidden state that `target_proj` reads, its index among the hidden states of ascending layers.
         self._order: list[int] = []
 
@@ -100,7 +102,7 @@ class Pard2Drafter(DraftModelDrafter):
         return {"inputs_embeds": self.model.get_input_embeddings()(tokens) + hidden}
 
     def unrolled_hidden_states(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.combine_hidden_states(_after_nothing(aux_hidden_states)[:, :-1])
+        return self.combine_hidden_states(F.pad(aux_hidden_states[:, :-1], _ZEROS_BEFORE))
 
     def prefix_margin(self, num_draft_tokens: int, has_trees: bool = False) -> int | None:
         # A prefill from position p on writes the slots after p, so slot p itself must be part of the reused prefix.
@@ -113,7 +115,7 @@ class Pard2Drafter(DraftModelDrafter):
         later = torch.where(positions + 1 < state.lengths[:, None] - 1, positions + 1, state.dummy_slot)
         is_first = torch.cat([positions, none], dim=1) == state.draft_starts[:, None]
         slots = torch.where(is_first, state.draft_starts[:, None], torch.cat([none, later], dim=1))
-        states = _after_nothing(aux_hidden_states).masked_fill(is_first[..., None], 0)
+        states = F.pad(aux_hidden_states, _ZEROS_BEFORE).masked_fill(is_first[..., None], 0)
         hidden = self.combine_hidden_states(states)
         columns = Columns(
             state.tokens.gather(1, slots), slots=slots, positions=state.position_ids(slots), hidden=hidden
@@ -141,8 +143,3 @@ class Pard2Drafter(DraftModelDrafter):
         if kwargs.get("is_main_process", True):
             tensors = {f"target_proj.{name}": one.detach().cpu() for name, one in self.target_proj.named_parameters()}
             torch.save(tensors, Path(save_directory) / PROJECTION_FILE)
-
-
-def _after_nothing(aux_hidden_states: torch.Tensor) -> torch.Tensor:
-    """`[B, n + 1, width]`: zeros, then the columns `[B, n, width]`."""
-    return torch.cat([torch.zeros_like(aux_hidden_states[:, :1]), aux_hidden_states], dim=1)

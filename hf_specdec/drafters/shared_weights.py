@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from operator import methodcaller
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from ..checkpoints.tensors import is_plain, plain_weight
 from ..modules.deferred import rows_at
@@ -15,6 +18,8 @@ from ..patching.linear import linear
 
 # Number of rows of a copy that are compared with the target's, because a write through `.data` counts no version.
 _NUM_SAMPLES = 32
+
+_MODULES = {"embedding": methodcaller("get_input_embeddings"), "head": methodcaller("get_output_embeddings")}
 
 
 def readable_weight(module: nn.Module | None, what: str, width: int, name: str) -> torch.Tensor:
@@ -41,7 +46,7 @@ def readable_weight(module: nn.Module | None, what: str, width: int, name: str) 
 
 
 class SharedWeight:
-    """The embedding or head of a target (`what`), used by a drafter called `name` that has none.
+    """The `"embedding"` or `"head"` of `target` (`what`), used by a drafter called `name` that has none.
 
     The drafter needs `rows` `[n]` int64, or all if None. `readable_weight` has the errors.
 
@@ -51,8 +56,8 @@ class SharedWeight:
             which `refresh` updates.
     """
 
-    def __init__(self, module: nn.Module | None, what: str, width: int, name: str, rows: torch.Tensor | None = None):
-        self.what = what
+    def __init__(self, target: PreTrainedModel, what: str, width: int, name: str, rows: torch.Tensor | None = None):
+        self.what, module = what, _MODULES[what](target)
         weight = readable_weight(module, what, width, name).detach()
         if rows is not None and (last := int(rows.max())) >= len(weight):
             raise ValueError(f"{name} drafts the token {last}, of which the target's {what} of {len(weight)} has none.")
@@ -63,16 +68,17 @@ class SharedWeight:
         self._places, self._kind = places_of([module.weight]), _kind(module)
         self._versions = versions_of([module.weight])
 
-    def how_changed(self, module: nn.Module) -> str | None:
-        """A message part on how the weight of `module` was replaced, moved, cast or resized; None if it was not."""
+    def how_changed(self, target: PreTrainedModel) -> str | None:
+        """A message part on how the weight of `target` was replaced, moved, cast or resized; None if it was not."""
+        module = _MODULES[self.what](target)
         kind = _kind(module)
         if kind != self._kind:
             return f"its {self.what} was {self._kind} and is {kind}"
         return None if places_of([module.weight]) == self._places else f"its {self.what} is another tensor"
 
-    def refresh(self, module: nn.Module) -> None:
-        """Update `weight` from `module` if it is a copy. It keeps its memory, so captured rounds stay valid."""
-        source = module.weight
+    def refresh(self, target: PreTrainedModel) -> None:
+        """Update `weight` from `target` if it is a copy. It keeps its memory, so captured rounds stay valid."""
+        source = _MODULES[self.what](target).weight
         shares_memory = self._rows is None and is_plain(source)
         if shares_memory or not self._is_stale(source):
             return

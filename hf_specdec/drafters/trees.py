@@ -57,10 +57,8 @@ class GrowingTree:
     With `width` = the number of nodes, it is the tree of the likeliest paths.
 
     Args:
-        width: see above.
         window: the columns before the tree, the last of which is its root: tokens `[B, w]` int64 and, if passes run
             them again, hidden states `[B, w, H]`.
-        depth: number of layers.
         num_candidates: C, number of candidates after each draft.
     """
 

@@ -108,13 +108,10 @@ def explicit_chain_attention(
     visible = own_slot >= slot
     if window is not None:
         visible &= own_slot + steps - slot < window
+        chain_keys, chain_values = chain_keys[-window:], chain_values[-window:]
     scores = (query @ base_key.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
-    if not chain_keys:
-        return scores.softmax(-1).to(query.dtype) @ base_value
-    own = torch.stack([(query * key).sum(-1) * scale for key in chain_keys], dim=-1)
-    if window is not None:
-        own[..., : max(steps - window, 0)] = float("-inf")
-    weights = torch.cat([scores, own], dim=-1).softmax(-1).to(query.dtype)
+    own = [(query * key).sum(-1, keepdim=True) * scale for key in chain_keys]
+    weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(query.dtype)
     out = weights[..., :length] @ base_value
     for step, value in enumerate(chain_values):
         out = out + weights[..., length + step, None] * value
@@ -258,5 +255,4 @@ def _cpu_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     length, count = key.shape[2], query.shape[2]
     if count == length:
         return None
-    hidden = torch.ones(count, length, dtype=torch.bool).triu(length - count + 1)
-    return torch.zeros(count, length, dtype=query.dtype).masked_fill(hidden, float("-inf"))
+    return torch.full((count, length), float("-inf"), dtype=query.dtype).triu(length - count + 1)

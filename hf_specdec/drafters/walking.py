@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from ..kernels.types import Columns, Proposal
 from ..state import DecodeState
 from .dflash import DFlashDrafter
 from .trees import MOST_CHILDREN, GrowingTree, likeliest_tokens, tree_of_pairs
+
+# Logits of drafts, or inputs of the head, and the memory of the next step if a family has one.
+Step = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Places(NamedTuple):
@@ -60,7 +63,7 @@ class WalkingDrafter(DFlashDrafter):
         """Number of likeliest tokens by the head from which a draft is chosen; None for all."""
         return getattr(self.config, "selector_top_k", None)
 
-    def begin(self, anchors: torch.Tensor, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def begin(self, anchors: torch.Tensor, normed: torch.Tensor) -> Step:
         """The columns of `normed` `[..., n, H]`, see `num_read`, that draft a token, and the memory of the first step,
         given `anchors` `[..., 1]`."""
         return normed, None
@@ -69,9 +72,7 @@ class WalkingDrafter(DFlashDrafter):
         """Values for `follow` from the inputs of the head, computed once for all drafts; see `Places.read`."""
         return (normed,)
 
-    def follow(
-        self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def follow(self, tokens: torch.Tensor, places: Places, memory: torch.Tensor | None) -> Step:
         """Logits of n drafts, each given P possible tokens before it.
 
         Args:
@@ -90,45 +91,40 @@ class WalkingDrafter(DFlashDrafter):
     def draft(self, state: DecodeState, anchors: torch.Tensor, normed: torch.Tensor) -> Sequence[Proposal]:
         if state.num_nodes:
             return [self._draft_tree(state, anchors, normed)]
-        drafts: list[Proposal] = []
 
-        def draw(logits: torch.Tensor) -> torch.Tensor:
-            drafts.append(self.draw(state, logits, first=len(drafts)))
-            return drafts[-1].tokens
+        def choose(logits: torch.Tensor, step: int) -> tuple[Proposal, torch.Tensor]:
+            draft = self.draw(state, logits, first=step)
+            return draft, draft.tokens
 
-        self._walk(anchors, normed, draw)
-        return drafts
+        return self._walk(anchors, normed, choose)
 
     def chain(self, anchors: torch.Tensor, normed: torch.Tensor) -> list[torch.Tensor]:
-        steps: list[torch.Tensor] = []
+        def choose(logits: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return logits.squeeze(-2), self.target_tokens(logits.argmax(-1))
 
-        def most_likely(logits: torch.Tensor) -> torch.Tensor:
-            steps.append(logits.squeeze(-2))
-            return self.target_tokens(logits.argmax(-1))
-
-        self._walk(anchors[..., None], normed, most_likely)
-        return steps
+        return self._walk(anchors[..., None], normed, choose)
 
     def _head_logits(self, normed: torch.Tensor) -> torch.Tensor:
         return self.logits(normed[..., : self.config.hidden_size])
 
-    def _walk(
-        self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
-        """Choose drafts in order after `anchors` `[..., 1]`; `choose` maps logits `[..., 1, V_d]` to tokens."""
+    def _walk(self, anchors: torch.Tensor, normed: torch.Tensor, choose: Callable[..., tuple]) -> list[Any]:
+        """Choose drafts in order after `anchors` `[..., 1]`. `choose` maps logits `[..., 1, V_d]` and the number of a
+        draft to a result and tokens; the results are returned."""
         normed, memory = self.begin(anchors, normed)
         logits, candidates = self._head_logits(normed), None
         shape = (*logits.shape[:-2], 1, logits.shape[-1])
         if self.num_candidates is not None:
             logits, candidates = logits.topk(self.num_candidates, dim=-1)
-        places, last = Places(0, logits, candidates, self.read(normed, candidates)), anchors
+        places, last, results = Places(0, logits, candidates, self.read(normed, candidates)), anchors, []
         for step in range(normed.shape[-2]):
             place = places.at(step, normed.dim() - 2)
             scores, memory = self.follow(last[..., None], place, memory)
             scores = scores[..., 0, :]
             if candidates is not None:
                 scores = scores.new_full(shape, -torch.inf).scatter(-1, place.candidates, scores)
-            last = choose(scores)
+            result, last = choose(scores, step)
+            results.append(result)
+        return results
 
     def _draft_tree(self, state: DecodeState, anchors: torch.Tensor, normed: torch.Tensor) -> Proposal:
         """The tree of a round. It takes the arguments of `draft`."""

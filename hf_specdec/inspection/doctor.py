@@ -22,7 +22,6 @@ _NO_TRITON = "triton is not installed; expected it beside a GPU: pip install tri
 
 
 def add_doctor(subparsers: argparse._SubParsersAction) -> None:
-    """Add the subcommand to the command line."""
     parser = subparsers.add_parser(
         "doctor",
         help="show what is installed, whether this transformers has what is needed, and which engine a target gets",

@@ -28,7 +28,6 @@ _SHOWN_ELSEWHERE = ("chaining", "target", "self_check")
 
 
 def add_inspect(subparsers: argparse._SubParsersAction) -> None:
-    """Add the subcommand to the command line."""
     parser = subparsers.add_parser(
         "inspect",
         help="report what a drafter checkpoint is, how it is interpreted, and whether it fits a target",
@@ -76,7 +75,6 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 
 
 def describe(checkpoint: Checkpoint, found: NormalizedCheckpoint) -> dict[str, Any]:
-    """The report on the checkpoint itself, as JSON values."""
     config = found.config
     stated = ("family", "dialect", "num_assistant_tokens", "parallel_drafting", "mask_token_id")
     return {
@@ -105,7 +103,6 @@ def _count_forms(checkpoint: Checkpoint, found: NormalizedCheckpoint) -> Counter
 
 
 def describe_fit(found: NormalizedCheckpoint, target: PreTrainedConfig, name: str) -> dict[str, Any]:
-    """The report on whether the drafter fits the target."""
     report: dict[str, Any] = {"name": name, "model_type": target.model_type, "fits": True, "reason": None}
     config, num_layers = found.config, getattr(target.get_text_config(), "num_hidden_layers", 0)
     try:
@@ -148,7 +145,6 @@ def _prompt(name: str, token: str | None, target: PreTrainedModel) -> torch.Tens
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report as text."""
     drafting = "token by token"
     if report["parallel_drafting"]:
         drafting = f"all tokens in one pass, the mask token {report['mask_token_id']} where there is none yet"

@@ -55,7 +55,6 @@ class SelfCheck:
 
     @property
     def conclusion(self) -> str:
-        """The result in one sentence."""
         if not self.conclusive:
             stated = ", ".join(f"{name}={value}" for name, value in self.current.items())
             return f"the current interpretation stands ({stated}): no other is clearly better."
@@ -122,29 +121,17 @@ def self_check(
         recorded = recorder.aux_hidden_states
     width = drafter.config.target_hidden_size
     by_id = dict(zip(layer_ids, recorded.split(width, dim=-1), strict=True)) if layer_ids else {}
-    scores = []
+    scores, device = [], drafter.device
+    text, choices = text.to(device), choices.to(device)
     for reading in interpretations:
         ids = reading.get("aux_hidden_state_layer_ids")
         aux_hidden_states = recorded if ids is None else torch.cat([by_id[layer_id] for layer_id in ids], dim=-1)
-        scores.append(_score(with_interpretation(drafter, target, reading), reading, text, aux_hidden_states, choices))
+        other, hits = with_interpretation(drafter, target, reading), []
+        num_steps = min(NUM_STEPS, getattr(other.config, "depth", NUM_STEPS))
+        for step, logits in enumerate(other(text, aux_hidden_states.to(device), num_steps=num_steps)):
+            drafted = other.target_tokens(logits[0].argmax(-1))
+            # At step s slot p drafts the token at position p + 2 + s, the target's choice at position p + 1 + s.
+            targets = choices[step + 1 :]
+            hits.append((drafted[: len(targets)] == targets).cpu())
+        scores.append(Score(reading, tuple(float(hit.float().mean()) for hit in hits), torch.cat(hits)))
     return SelfCheck(tuple(sorted(scores, key=lambda score: -score.mean)), interpretations[0])
-
-
-def _score(
-    drafter: DraftLayersDrafter,
-    interpretation: Overrides,
-    text: torch.Tensor,
-    aux_hidden_states: torch.Tensor,
-    choices: torch.Tensor,
-) -> Score:
-    """Score one interpretation; `choices` `[S]` is the target's most likely token after each of the `[1, S]` tokens."""
-    device = drafter.device
-    num_steps = min(NUM_STEPS, getattr(drafter.config, "depth", NUM_STEPS))
-    steps = drafter(text.to(device), aux_hidden_states.to(device), num_steps=num_steps)
-    hits = []
-    for step, logits in enumerate(steps):
-        drafted = drafter.target_tokens(logits[0].argmax(-1))
-        # At step s slot p drafts the token at position p + 2 + s, the target's choice at position p + 1 + s.
-        targets = choices[step + 1 :].to(device)
-        hits.append((drafted[: len(targets)] == targets).cpu())
-    return Score(interpretation, tuple(float(hit.float().mean()) for hit in hits), torch.cat(hits))

@@ -34,10 +34,27 @@ def score(
     drafter: Drafter,
     model: PreTrainedModel,
     input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    temperature: float,
+    attention_mask: torch.Tensor | None = None,
+    temperature: float = 1.0,
 ) -> torch.Tensor:
-    """See `Drafter.score`."""
+    """Log-probabilities that `model` gives to the tokens of texts, computed by the passes that generate.
+
+    With `batch_invariant=True` they are the same bits as in calls with this drafter (`return_logprobs="raw"`, at a
+    temperature of 1), whatever the batch and the pass of a token.
+
+    Args:
+        model: the target. It runs without gradients, on the static engine.
+        input_ids: `[B, n]` int64, padded before or after the texts.
+        attention_mask: `[B, n]`, 0 for padding; None for texts without padding.
+        temperature: the number that logits are divided by.
+
+    Returns:
+        `[B, n]` float32 on the model's device: the log-probability of each token given the tokens before it; 0 for the
+        first token of a text and for padding.
+
+    Raises:
+        ValueError: the static engine cannot run the model, or an argument is wrong.
+    """
     model = generating_model(model)
     check_types({"input_ids": input_ids, "attention_mask": attention_mask}, get_type_hints(score))
     ids, mask = input_ids.cpu(), None if attention_mask is None else attention_mask.cpu()
@@ -68,7 +85,7 @@ def score(
     return out
 
 
-Drafter._score = score
+Drafter.score = score
 
 
 def _texts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -9,7 +9,7 @@ import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .hidden_states import modules_of
+from .patch import replaced
 from .weights import PLAIN_WEIGHTS
 
 # Attributes of a layer that tell which of its adapters are active.
@@ -202,29 +203,20 @@ def names_of_rows(
     return None if reason is not None or others else names
 
 
-@contextmanager
-def without_row_hooks(layers: Sequence[nn.Module]) -> Iterator[None]:
+def without_row_hooks(layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Context in which `layers` lack PEFT's hooks that give each row its adapter: the engine's state does that."""
-    before = [(vars(layer), layer._forward_pre_hooks) for layer in layers if layer._forward_pre_hooks]
-    for attributes, hooks in before:
-        kept = ((number, hook) for number, hook in hooks.items() if _names_of(hook) is None)
-        attributes["_forward_pre_hooks"] = OrderedDict(kept)
-    try:
-        yield
-    finally:
-        for attributes, hooks in before:
-            attributes["_forward_pre_hooks"] = hooks
+    hooks = [(layer, layer._forward_pre_hooks.items()) for layer in layers if layer._forward_pre_hooks]
+    others = [(layer, OrderedDict(one for one in own if _names_of(one[1]) is None)) for layer, own in hooks]
+    return replaced("_forward_pre_hooks", others)
 
 
 @contextmanager
 def with_row_hooks(layers: Sequence[nn.Module], names: Sequence[str] | None) -> Iterator[None]:
     """Context in which PEFT's hooks give each row of `layers` its adapter in `names`; None for the active adapters."""
-    handles = []
-    if names is not None:
-        hook = functools.partial(_of_peft("lora.model", "_adapter_names_pre_forward_hook"), adapter_names=list(names))
-        handles = [one.register_forward_pre_hook(hook, with_kwargs=True) for one in layers]
-    try:
+    with ExitStack() as handles:
+        if names is not None:
+            hook = _of_peft("lora.model", "_adapter_names_pre_forward_hook")
+            hook = functools.partial(hook, adapter_names=list(names))
+            for one in layers:
+                handles.enter_context(one.register_forward_pre_hook(hook, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

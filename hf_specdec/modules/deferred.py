@@ -8,6 +8,7 @@ anything else reads it, torch calls `Deferred.__torch_function__`, which compute
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -147,45 +148,49 @@ def joined_norms(
     return ops.joined_norms(*tables, *indices, *weights, eps, kind)
 
 
+@dataclass
 class Rotation:
     """Rotary embedding of query and key, or of one of them; arguments as in `ops.rotary`.
 
     With `num_queries` only so many columns of the query, the last ones, are the result.
     """
 
-    def __init__(
-        self,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        states: Sequence[torch.Tensor],
-        kind: RotaryKind,
-        num_queries: int | None = None,
-    ):
-        self._cos, self._sin, self._states, self._kind = cos, sin, states, kind
-        self._num_queries = num_queries
-        self._results: list[torch.Tensor | None] = [None] * len(states)
+    cos: torch.Tensor
+    sin: torch.Tensor
+    states: Sequence[torch.Tensor]
+    kind: RotaryKind
+    num_queries: int | None = None
+
+    def __post_init__(self) -> None:
+        self._results: list[torch.Tensor | None] = [None] * len(self.states)
+
+    def results(self) -> list[torch.Tensor]:
+        """All results, computed by their readers; keys by the op that stores them."""
+        if torch.is_grad_enabled():
+            return [self.result(index) for index in range(len(self.states))]
+        return [Deferred.of(self.part(one, index), None, self, index) for index, one in enumerate(self.states)]
 
     def result(self, index: int) -> torch.Tensor:
         if self._results[index] is None:
             missing = [place for place, one in enumerate(self._results) if one is None]
-            states = [self._states[place] for place in missing]
-            for place, rotated in zip(missing, ops.rotary(self._cos, self._sin, states, self._kind), strict=True):
+            states = [self.states[place] for place in missing]
+            for place, rotated in zip(missing, ops.rotary(self.cos, self.sin, states, self.kind), strict=True):
                 self._results[place] = self.part(rotated, place)
         return self._results[index]
 
     def part(self, states: torch.Tensor, index: int) -> torch.Tensor:
         """The columns of tensor `index` that are a result."""
-        return states[:, :, -self._num_queries :] if index == 0 and self._num_queries is not None else states
+        return states[:, :, -self.num_queries :] if index == 0 and self.num_queries is not None else states
 
     def store(self, index: int, keys: torch.Tensor, values: torch.Tensor, *new: torch.Tensor | None) -> bool:
         """Compute everything but the key, tensor `index`, which is rotated into the cache, with its value stored as by
         `ops.write_kv`. Returns False, and does nothing, if something is computed already, or if the cache has another
         dtype without scales."""
         is_new = index == len(self._results) - 1 and all(one is None for one in self._results)
-        is_same = keys.dtype == self._states[-1].dtype and values.dtype == new[0].dtype
+        is_same = keys.dtype == self.states[-1].dtype and values.dtype == new[0].dtype
         if not is_new or not (is_same or new[2] is not None):
             return False
-        rotation = self._cos, self._sin, self._states, self._kind
+        rotation = self.cos, self.sin, self.states, self.kind
         self._results[:-1] = [self.part(one, 0) for one in ops.rotate_and_store(*rotation, keys, values, *new)]
         return True
 
@@ -222,20 +227,6 @@ def read_by_attention(
     if isinstance(pending, Stored) and isinstance(value, Deferred) and value.pending is pending:
         return query, *pending.parts
     return query, plain(key), plain(value), None
-
-
-def rotated(
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    kind: RotaryKind,
-    num_queries: int | None = None,
-) -> list[torch.Tensor]:
-    """`ops.rotary` of query and key, computed by their readers; keys by the op that stores them. See `Rotation`."""
-    rotation = Rotation(cos, sin, states, kind, num_queries)
-    if torch.is_grad_enabled():
-        return [rotation.result(index) for index in range(len(states))]
-    return [Deferred.of(rotation.part(one, index), None, rotation, index) for index, one in enumerate(states)]
 
 
 def store_kv(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
@@ -119,7 +121,7 @@ class AuxHiddenStateRecorder:
     def __init__(self, target: PreTrainedModel, layer_ids: list[int], last_hidden_state: bool = False):
         self._target, self._layer_ids, self._last_hidden_state = target, layer_ids, last_hidden_state
         self.recorded: dict[int, torch.Tensor] = {}
-        self._handles: list = []
+        self._handles = ExitStack()
         self._engine: object | None = None
 
     @property
@@ -140,9 +142,7 @@ class AuxHiddenStateRecorder:
     def parts(self) -> tuple[torch.Tensor, ...]:
         """The parts of `aux_hidden_states`, `[B, n, hidden_size]` each, on one device; empty before any pass."""
         recorded = [self.recorded[key] for key in sorted(self.recorded)]
-        for place, one in enumerate(recorded):
-            if isinstance(one, Deferred):
-                recorded[place] = plain(one)
+        recorded = [plain(one) if isinstance(one, Deferred) else one for one in recorded]
         if len({tensor.device for tensor in recorded}) > 1:
             recorded = [tensor.to(recorded[-1].device) for tensor in recorded]
         return tuple(recorded)
@@ -151,34 +151,28 @@ class AuxHiddenStateRecorder:
         self._engine = this_thread.engine
         if self._last_hidden_state:
             decoder = decoder_of(self._target)
-            self._handles.append(self._register_hook(decoder, LAST_HIDDEN_STATE))
+            self._handles.enter_context(self._register_hook(decoder, LAST_HIDDEN_STATE))
         layers = decoder_layers(self._target) if self._layer_ids else ()
         for layer_id in self._layer_ids:
-            self._handles.append(self._register_hook(layers[max(layer_id - 1, 0)], layer_id))
+            self._handles.enter_context(self._register_hook(layers[max(layer_id - 1, 0)], layer_id))
         return self
 
     def __exit__(self, *exception) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._handles.close()
         self.recorded.clear()
 
     def _register_hook(self, module: nn.Module, key: int):
-        def record(output) -> None:
-            if not isinstance(output, (tuple, torch.Tensor)):
-                output = output.last_hidden_state
-            self.recorded[key] = output[0] if isinstance(output, tuple) else output
+        def record(output: Any) -> None:
+            if torch.compiler.is_compiling() or this_thread.engine is self._engine:
+                if not isinstance(output, (tuple, torch.Tensor)):
+                    output = output.last_hidden_state
+                self.recorded[key] = output[0] if isinstance(output, tuple) else output
 
-        def is_run_here() -> bool:
-            return torch.compiler.is_compiling() or this_thread.engine is self._engine
+        def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            record(args[0] if args else kwargs["hidden_states"])
 
-        def before(module, args, kwargs):
-            if is_run_here():
-                record(args[0] if args else kwargs["hidden_states"])
-
-        def after(module, args, output):
-            if is_run_here():
-                record(output)
+        def after(module: nn.Module, args: tuple, output: Any) -> None:
+            record(output)
 
         return register_pre_hook(module, before) if key == 0 else module.register_forward_hook(after)
 

@@ -82,7 +82,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def lock_of(model: PreTrainedModel) -> TargetLock:
-    """The lock of `model`."""
     with _LOCKS_LOCK:
         if model not in _LOCKS:
             _LOCKS[model] = TargetLock()

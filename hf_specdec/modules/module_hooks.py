@@ -17,13 +17,7 @@ _PACKAGE = __name__.partition(".")[0]
 _M = TypeVar("_M", bound=nn.Module)
 
 # Attributes of a module that hold its forward hooks and how they are called.
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
+_HOOKS = [name for name in vars(nn.Module()) if name.startswith("_forward_")]
 
 
 def has_hooks(modules: Iterable[nn.Module], of_engines: bool = True) -> bool:

@@ -219,7 +219,6 @@ def is_unpatched(owner: object, *functions: Callable, name: str = "forward") -> 
 
 
 def is_anything_replaced() -> bool:
-    """Whether any attribute of any object is `replaced` at the moment."""
     return bool(_replaced)
 
 

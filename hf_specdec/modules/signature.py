@@ -63,7 +63,7 @@ MOST_KEPT = 256
 
 # What was found out about models, by `Signature.kind`.
 _facts: dict[Hashable, dict[Hashable, Any]] = {}
-_keeping = threading.Lock()
+_keeping = threading.RLock()
 
 
 class _Thread(threading.local):
@@ -98,7 +98,6 @@ def watch_optimizers(is_on: bool) -> None:
 
 
 def note_step(*_: Any) -> None:
-    """Note that an optimizer has made a step."""
     global _last_step
     _last_step = next(_step_numbers)
 
@@ -218,7 +217,6 @@ class Signature:
 
     @property
     def configs(self) -> list[PreTrainedConfig]:
-        """The configurations of modules, each once."""
         values = [one["config"] for one in self.attributes if "config" in one]
         found = {id(config): config for config in values}
         return [config for config in found.values() if isinstance(config, PreTrainedConfig)]
@@ -269,11 +267,8 @@ class Signature:
     @cached_property
     def facts(self) -> dict[Hashable, Any]:
         """What was found out about models of the same `kind`; add to it with `keep`."""
-        with _keeping:
-            facts = _facts[self.kind] = _facts.pop(self.kind, {})  # the least recently used kinds are dropped
-            while len(_facts) > MOST_KEPT:
-                del _facts[next(iter(_facts))]
-        return facts
+        with _keeping:  # the least recently used kinds are dropped
+            return keep(_facts, self.kind, _facts.pop(self.kind, {}))
 
     @property
     def behaviour(self) -> tuple:

@@ -20,7 +20,7 @@ from torch import nn
 from .. import ops
 from ..host.modeling import ROTATIONS
 from ..kernels.types import RotaryKind
-from ..modules.deferred import plain, rotated
+from ..modules.deferred import Rotation, plain
 from ..modules.hidden_states import modules_of
 from ..modules.patch import DTYPES, Replacements, original, uses_layer_kernels
 from ..modules.signature import functions_of, replacing_functions
@@ -53,7 +53,7 @@ def _rotary(function: Callable, state: int, count: int, *args: torch.Tensor, **k
         kind = _kind_of(function, state, count, states[0].dtype, cos.dtype, *sizes, options)
     if kind is None:
         return function(*args, **kwargs)
-    found = rotated(cos, sin, states, kind) if heads_dim == 1 else ops.rotary(cos, sin, states, kind)
+    found = Rotation(cos, sin, states, kind).results() if heads_dim == 1 else ops.rotary(cos, sin, states, kind)
     if heads_dim == 2:
         found = [one.transpose(1, 2) for one in found]
     return found[0] if count == 1 else tuple(found)

@@ -172,7 +172,7 @@ def test_mtp_modules_read_embeddings_of_images(monkeypatch):
     drafter, given = random_mtp(target), []
     run = drafter._run_module
     monkeypatch.setattr(
-        drafter, "_run_module", lambda *args, **kwargs: given.append((args[0], args[5])) or run(*args, **kwargs)
+        drafter, "_run_module", lambda *args, **kwargs: given.append((args[0], args[2])) or run(*args, **kwargs)
     )
     merged = []
     handle = target.get_decoder().register_forward_pre_hook(

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -367,11 +368,11 @@ def test_targets_with_a_generate_of_their_own(kind):
 
 def test_description_of_a_device_or_dtype_change():
     module = torch.nn.Embedding(6, 4)
-    shared = SharedWeight(module, "embedding", 4, "it")
-    assert shared.how_changed(module) is None
-    assert shared.how_changed(module.to("meta")) == (
-        "its embedding was [6, 4] in float32 on cpu and is [6, 4] in float32 on meta"
-    )
+    target = SimpleNamespace(get_input_embeddings=lambda: module)
+    shared = SharedWeight(target, "embedding", 4, "it")
+    assert shared.how_changed(target) is None
+    module.to("meta")
+    assert shared.how_changed(target) == ("its embedding was [6, 4] in float32 on cpu and is [6, 4] in float32 on meta")
 
 
 @pytest.mark.core

@@ -49,19 +49,17 @@ def paths_by_chains(drafter, anchor, normed):
     total, others = torch.zeros(len(ranks), dtype=torch.float64), []
     for step in range(DEPTH):  # what is no candidate keeps its weight by the head
         others.append(logits[step].scatter(0, candidates[step], -torch.inf).logsumexp(0))
-    taken, sums = [], []
 
-    def choose(scores):
-        step = len(taken)
+    def choose(scores, step):
         index = candidates[step][ranks[:, step]]
         scores = scores[:, 0].double()
         whole = torch.logaddexp(scores.logsumexp(-1), others[step])
         total.add_(scores.gather(1, index[:, None])[:, 0] - whole)
-        sums.append(total.clone())
-        taken.append(index if drafter.target_ids is None else drafter.target_ids[index])
-        return taken[-1][:, None]
+        taken = index if drafter.target_ids is None else drafter.target_ids[index]
+        return (taken, total.clone()), taken[:, None]
 
-    drafter._walk(anchor.expand(len(ranks), -1), normed.expand(len(ranks), -1, -1), choose)
+    steps = drafter._walk(anchor.expand(len(ranks), -1), normed.expand(len(ranks), -1, -1), choose)
+    taken, sums = zip(*steps, strict=True)
     tokens = torch.stack(taken, dim=1).tolist()
     return {tuple(path[: n + 1]): float(sums[n][at]) for at, path in enumerate(tokens) for n in range(DEPTH)}
 

@@ -45,6 +45,7 @@ from hf_specdec.drafters import (
 )
 from hf_specdec.drafters.cached import CachedDrafter
 from hf_specdec.drafters.unrolled import UnrolledAttention, _ChainAttention, explicit_chain_attention
+from hf_specdec.kernels.types import Columns
 from hf_specdec.modules.hidden_states import AuxHiddenStateRecorder
 from hf_specdec.prompt_sources import load_prompts
 from hf_specdec.stats import RowStats
@@ -520,8 +521,8 @@ def test_unrolled_logits_equal_drafting_step_by_step(options):
         hidden = drafter.combine_hidden_states(aux_hidden_states[:, : slot + 1])
         for step in range(4):
             end = slot + step + 1
-            positions = torch.arange(end)[None]
-            normed, feedback = drafter.run(tokens[:, 1 : end + 1], hidden, positions, UnrolledAttention())
+            columns = Columns(tokens[:, 1 : end + 1], positions=torch.arange(end)[None], hidden=hidden)
+            normed, feedback = drafter.run(columns, UnrolledAttention(), end)
             torch.testing.assert_close(unrolled[step][:, slot], drafter.logits(normed[:, -1]), rtol=1e-4, atol=1e-4)
             hidden = torch.cat([hidden, feedback[:, -1:]], dim=1)
 
@@ -570,7 +571,8 @@ def test_unrolled_masks_equal_one_pass_under_an_explicit_mask(dtype):
     read = torch.cat([F.pad(tokens[:, 1:], (0, 1)), masks], dim=1)
     stand_in = drafter.combine_hidden_states(drafter.mask_hidden.expand(2, masks.shape[1], -1))
     hidden = torch.cat([drafter.combine_hidden_states(aux_hidden_states), stand_in], dim=1)
-    expected, _ = drafter.run(read, hidden, (anchor + depth)[None], attend)
+    columns = Columns(read, positions=(anchor + depth)[None], hidden=hidden)
+    expected, _ = drafter.run(columns, attend, steps * length)
     unrolled = drafter.unroll(tokens, aux_hidden_states, steps)
     tolerance = 1e-10 if dtype is torch.float64 else 1e-4
     torch.testing.assert_close(torch.cat(unrolled, dim=1), expected, rtol=tolerance, atol=tolerance)

@@ -18,7 +18,7 @@ from hf_specdec.drafters.layers import rotate
 from hf_specdec.drafters.shared_weights import embed
 from hf_specdec.kernels.types import AnglesKind, NormKind, RotaryKind
 from hf_specdec.modules import deferred
-from hf_specdec.modules.deferred import Deferred, normed, plain, residual_stream, rotated, store_kv
+from hf_specdec.modules.deferred import Deferred, Rotation, normed, plain, residual_stream, store_kv
 from hf_specdec.modules.patch import engine
 from hf_specdec.patching.layer_kernels import layer_kernels, norms_side_by_side
 from hf_specdec.patching.layer_probes import Angles, Probes
@@ -160,7 +160,7 @@ def test_what_stores_a_key_rotates_it(calls, read_first, cache_dtype):
     buffers = [torch.zeros(2, 6, 2, 8, dtype=cache_dtype) for _ in range(4)]
     deferred.ops.write_kv(*buffers[:2], expected_key, value, positions, None)
     calls.clear()
-    found = rotated(cos, sin, [query, key], RotaryKind())
+    found = Rotation(cos, sin, [query, key], RotaryKind()).results()
     if read_first != "nothing":
         read = plain(found[read_first == "key"])
         assert torch.equal(read, expected_key if read_first == "key" else expected_query)
