@@ -25,7 +25,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec import AutoDrafter
 from hf_specdec.prompt_sources import encode, load_prompts, pad_on_the_left
-from hf_specdec.serving.manager_requests import end_tokens
 from hf_specdec.stats import RowStats, add_up
 
 PROMPTS = Path(__file__).parent / "prompts"
@@ -93,7 +92,8 @@ def generate_texts(
     args: argparse.Namespace,
 ) -> list[Text]:
     """The continuations of `prompts`, with drafts of `shape` in a round."""
-    results, ends = [], end_tokens(model.generation_config, None)  # a GGUF file's tokenizer may name another one
+    results, ends = [], model.generation_config.eos_token_id  # a GGUF file's tokenizer may name another one
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
     for start in tqdm(range(0, len(prompts), args.batch_size), desc=f"K = {shape}", unit="batch"):
         batch = prompts[start : start + args.batch_size]
         inputs = encode(tokenizer, batch, as_chat=True, padding=True, return_tensors="pt").to(model.device)
