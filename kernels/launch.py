@@ -91,6 +91,7 @@ class _Loading:
 
     def __init__(self, pool: ThreadPoolExecutor, index: int):
         self._pool, self._index = pool, index
+        self._loaded: list[Any] = []
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future:
         def load() -> Any:
@@ -100,9 +101,20 @@ class _Loading:
                     _ = compiled.run  # loads it
             except Exception:  # its launch compiles it again, and raises the error
                 return None
+            self._loaded.append(compiled)
             return compiled
 
         return self._pool.submit(load)
+
+    def __enter__(self) -> _Loading:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # The launchers of Triton 3.6 and earlier are modules of one name. Where one is loaded twice, Python puts its
+        # functions into the module of that name that was loaded last, perhaps before another thread has read its own.
+        # So all kernels get their launchers again, one after the other.
+        for one in self._loaded:
+            one._run = driver.active.launcher_cls(one.src, one.metadata)
 
 
 @contextmanager
@@ -120,7 +132,8 @@ def compile_only(device: torch.device) -> Iterator[None]:
     try:
         with (
             ThreadPoolExecutor(os.cpu_count(), "compile") as pool,
-            triton.AsyncCompileMode(_Loading(pool, index)),
+            _Loading(pool, index) as loading,
+            triton.AsyncCompileMode(loading),
         ):
             yield
     finally:

@@ -5,6 +5,7 @@ A process of its own, since tests interpret the kernels: `TRITON_INTERPRET=0 pyt
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import threading
@@ -20,11 +21,13 @@ from triton.runtime import driver
 
 from hf_specdec import ops
 from hf_specdec.device_policy import DEFAULT_POLICY, DEVICE_POLICIES
+from hf_specdec.kernels.launch import Kernel
 from hf_specdec.kernels.types import NormKind, VerificationResult
 
 
 def main() -> None:
     driver.set_active(NoGpu(90))
+    driver.active.launcher_cls = lambda source, metadata: threading.current_thread().name
     DEVICE_POLICIES["cpu"] = replace(DEFAULT_POLICY, triton=True)
     device, compiled = torch.device("cpu"), []
 
@@ -43,7 +46,12 @@ def main() -> None:
         ops.write_kv(written, written.clone(), states, states, slots[:, :1].clamp(max=1), None)
         committed = ops.commit(torch.zeros(2, 16, dtype=torch.int64), lengths, finished, limits, ends, result, None)
         ops.rms_norm(inputs, None, 1e-6, kind)
+    kernels = [one for one in gc.get_objects() if type(one) is Kernel]
+    launchers = {
+        one.run for kernel in kernels for cached, *_ in kernel.device_caches.values() for one in cached.values()
+    }
     ops_found = {"norm": norm.tolist(), "slots": slots.tolist(), "is_compile_only": ops.is_compile_only()}
+    ops_found["launchers"] = sorted(launchers)
     ops_found |= {"written": written.flatten().unique().tolist(), "committed": committed.tolist()}
     before = len(compiled)
     with ops.compile_only(device):

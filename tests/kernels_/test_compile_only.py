@@ -32,6 +32,11 @@ def test_each_variant_is_compiled_once_and_in_other_threads(found: dict) -> None
     assert found["again"] == 0
 
 
+def test_launchers_are_read_in_one_thread(found: dict) -> None:
+    """Python may give a thread the launcher that another thread has loaded; see `_Loading`."""
+    assert found["launchers"] == ["MainThread"]
+
+
 def test_a_kernel_that_failed_is_compiled_again(found: dict) -> None:
     assert found["after_errors"] == [1, 1, 0]
 
