@@ -148,7 +148,7 @@ def joined_norms(
     return ops.joined_norms(*tables, *indices, *weights, eps, kind)
 
 
-@dataclass
+@dataclass(eq=False)
 class Rotation:
     """Rotary embedding of query and key, or of one of them; arguments as in `ops.rotary`.
 
