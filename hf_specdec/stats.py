@@ -172,13 +172,14 @@ class Counters:
                 counts.drafted_per_position[position] += 1
             for position in range(min(accepted, committed)):
                 counts.accepted_per_position[position] += 1
+            if self._on_count is None:
+                continue
             if rejected is None:
                 shapes[accepted, drafted] += 1
-            elif self._on_count is not None:
+            else:
                 self._on_count(accepted, drafted, rejected[number], num_nodes)
-        if self._on_count is not None:
-            for (accepted, drafted), count in shapes.items():
-                self._on_count(accepted, drafted, times=count)
+        for (accepted, drafted), count in shapes.items():
+            self._on_count(accepted, drafted, times=count)
 
     def summary(self, **about) -> SpeculationStats:
         """The counts of all rows; `about` gives the other fields of `SpeculationStats`."""

@@ -350,10 +350,11 @@ def is_better_alone(
 
 
 class FixedDrafts:
-    """The drafts `current` in every round; `times` are the times of the rounds. Interface: see `AutoDrafts`."""
+    """The drafts `current` in every round; `times` are the times of the session's rounds, and `shared`, if not None,
+    gets them for calls with "auto". Interface: see `AutoDrafts`."""
 
-    def __init__(self, current: RoundShape, times: RoundTimes):
-        self.current, self.times = current, times
+    def __init__(self, current: RoundShape, times: RoundTimes, shared: RoundTimes | None = None):
+        self.current, self.times, self._shared = current, times, shared
 
     def next(self, tokens_left: Callable[[], float]) -> RoundShape:
         return self.current
@@ -363,6 +364,8 @@ class FixedDrafts:
 
     def ran(self, drafted: RoundShape, milliseconds: float, is_typical: bool) -> None:
         self.times.add(drafted, milliseconds, is_typical)
+        if self._shared is not None:
+            self._shared.add(drafted, milliseconds, is_typical)
 
 
 class AutoDrafts:

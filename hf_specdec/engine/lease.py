@@ -225,11 +225,10 @@ class SessionLease:
         """What chooses the drafts of each round, beginning with `first`; None stands for `first_drafts`."""
         call, most = self._call, RoundShape(self.shape.num_draft_tokens, self.shape.num_nodes)
         split = None if tensor_parallel_group(call.model) is None else call.model
-        if not call.is_auto and split is not None:  # ranks do not agree on times
-            return FixedDrafts(most, RoundTimes())
-        times = round_times(call, self._target, self.shape)
+        # Ranks of a split model agree on the times of calls with "auto" only.
+        times = round_times(call, self._target, self.shape) if call.is_auto or split is None else None
         if not call.is_auto:
-            return FixedDrafts(most, times)
+            return FixedDrafts(most, self.session.round_times, times)
         if first is None:
             first = first_drafts(call, self.shape, times)
         return AutoDrafts(most, first, acceptance, times, self._price, split)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from ..auto_k.auto_drafts import Acceptance
+from ..auto_k.auto_drafts import Acceptance, RoundTimes
 from ..auto_k.round_costs import CostTable
 from ..cache.key_layout import KeyLayout
 from ..calls.kv_transfer import DeferredCache
@@ -89,6 +89,7 @@ class Session:
         prefills: captured chunks of prefills, by width.
         capture_seconds: time of all its captures, with the kernels that were built for them.
         patches: patches of the targets that the graphs were captured of; graphs read their tables.
+        round_times: times of its rounds in calls with a fixed K, which ranks of one model do not share.
         num_tensor_bytes: GPU memory that its tensors have taken, without what graphs share.
         fence: recorded after the work of the last call.
     """
@@ -100,6 +101,7 @@ class Session:
         self.graph_pool = GraphPool()
         self.capture_seconds = 0.0
         self.patches: list[Sequence[Patch]] = []
+        self.round_times = RoundTimes()
         self.num_tensor_bytes = 0
         self.fence = Fence(state.tokens.device)
         self._borrower: Callable[[], DeferredCache | None] = lambda: None

@@ -18,7 +18,7 @@ def vary_drafts(monkeypatch: pytest.MonkeyPatch, numbers: Sequence[Drafted]) -> 
     asked: list[Drafted] = []
 
     class Numbers:
-        def __init__(self, most: RoundShape, times: RoundTimes):
+        def __init__(self, most: RoundShape, times: RoundTimes, shared: RoundTimes | None):
             self.current = self._most = most
             self._numbers = itertools.cycle(numbers)
 
