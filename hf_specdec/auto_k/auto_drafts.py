@@ -61,9 +61,12 @@ _OPTIMISM_OF_ONE, _OPTIMISM = 0.85, 0.9
 _HYSTERESIS, _NEARLY = 0.01, 0.02
 # Milliseconds of rounds that are assumed to follow, in this call or in others, where what is better is known.
 _HORIZON = 4000.0
-# How many more tokens a millisecond rounds with the drafter must give than those without: prompts go through it, too,
-# and rows end apart (256 rows of an 8B target, one H200: as fast in rounds, but 8 % fewer tokens a second of the call).
-_LEAST_GAIN = 0.1
+# How many more tokens a millisecond rounds with the drafter must give than those without, while no calls for the same
+# work have told: prompts go through it, too, and rows end apart (256 rows of an 8B target, one H200: as fast in rounds,
+# but 8 % fewer tokens a second of the call; 512 rows of SmolLM2: 13 %). The most that such calls may tell.
+_LEAST_GAIN, _MOST_GAIN = 0.1, 0.25
+# Number of last calls of a workload whose median is taken.
+_NUM_CALLS = 3
 # Rounds of a first trial, and of a later one. The first round is not timed, since it includes what the change of drafts
 # costs. Fewest rounds between two later trials.
 _ROUNDS_TO_TRY, _ROUNDS_TO_RETRY, _ROUNDS_BETWEEN = 4, 2, 32
@@ -232,6 +235,19 @@ class Acceptance:
         return sums
 
 
+class Workload(NamedTuple):
+    """What a call is for, on average: new tokens of a row, new tokens of a request, tokens of a prompt."""
+
+    tokens: float
+    tokens_of_request: float = 0.0
+    prompt_length: float = 0.0
+
+    @property
+    def kind(self) -> Workload:
+        """The logarithms, rounded: calls that reach as much of what their rounds promise."""
+        return Workload(*(float(round(math.log2(1.0 + one))) for one in self))
+
+
 class RoundTimes:
     """Times of rounds by their drafts, on buffers of one shape, kept from call to call.
 
@@ -254,6 +270,16 @@ class RoundTimes:
         self._measured: set[RoundShape] = set()
         self.total, self.unsaved, self.spent, self.alone = total, 0.0, _BUDGET * total, 0.0
         self.since_trial = 0
+        self._reached: dict[Workload, deque[float]] = {}
+
+    def reach(self, work: Workload, share: float) -> None:
+        """Note which `share` of the tokens that its rounds promise, in all rows all the time, a call has reached."""
+        self._reached.setdefault(work.kind, deque(maxlen=_NUM_CALLS)).append(share)
+
+    def reached(self, work: Workload) -> float | None:
+        """The median share of the last calls for such work; None if there were none."""
+        shares = self._reached.get(work.kind)
+        return None if shares is None else statistics.median(tuple(shares))
 
     def measured(self) -> tuple[dict[RoundShape, float], float]:
         """Milliseconds of a round, by drafts, of rounds that have run in this process; and `unsaved`."""
@@ -271,6 +297,10 @@ class RoundTimes:
 
     def __contains__(self, drafted: RoundShape) -> bool:
         return drafted in self._medians
+
+    def is_known(self, most: RoundShape) -> bool:
+        """Whether the time of any candidate of `most` is known."""
+        return any(one in self for one in candidates(most))
 
     @property
     def budget(self) -> float:
@@ -306,17 +336,36 @@ class RoundTimes:
         return line if other is not None else max(line, expected)
 
 
+def best_rate(most: RoundShape, acceptance: Acceptance, times: RoundTimes) -> float:
+    """The most tokens that rounds commit in a millisecond and row, of the candidates whose times are known, or else of
+    those that draft."""
+    some = candidates(most)
+    known = [one for one in some if one in times] or some[1:]
+    return max(acceptance.expected_tokens(one) / times.milliseconds(one) for one in known)
+
+
+def _least_gain(times: RoundTimes, times_alone: RoundTimes, work: Workload) -> float:
+    """How many more tokens a millisecond rounds with the drafter must give than those without it, as a share."""
+    reached, alone = times.reached(work), times_alone.reached(work)
+    if reached is None:
+        return _LEAST_GAIN
+    if alone is not None:
+        return min(max(alone / reached - 1, 0.0), _MOST_GAIN)
+    # A call without the drafter is assumed to lose half as much, so that it is tried where it may be faster.
+    return min(max((1 + reached) / 2 / reached - 1, _LEAST_GAIN), _MOST_GAIN)
+
+
 def is_better_alone(
     most: RoundShape,
     first: RoundShape,
     acceptance: Acceptance,
     times: RoundTimes,
     times_alone: RoundTimes,
-    tokens: float,
+    work: Workload,
     price: float = 0.0,
     price_of_drafts: float = 0.0,
 ) -> bool:
-    """Whether a call for `tokens` tokens a row is expected to be faster without the drafter.
+    """Whether a call for `work` is expected to be faster without the drafter.
 
     Rounds without it are faster than rounds with K = 0; if their time is unknown, it is estimated low. Since texts
     change, there is now and then a call with the drafter, at a bounded share of the time.
@@ -327,16 +376,16 @@ def is_better_alone(
         price, price_of_drafts: milliseconds of captures before the call can run without the drafter, and with it.
     """
     none, is_known = RoundShape(0), RoundShape(0) in times_alone
-    known = [one for one in candidates(most) if one in times]
-    if not known and not is_known:
+    is_tried = times.is_known(most)
+    if not is_tried and not is_known:
         return first == none
     if is_known:
         alone = times.least = times_alone.milliseconds(none)
     else:
         alone = times.milliseconds(none) * (_OPTIMISM if none in times else 1.0)
-    rate = max(acceptance.expected_tokens(one) / times.milliseconds(one) for one in known or candidates(most)[1:])
-    share, left = 1 - alone * rate / (1 + _LEAST_GAIN), tokens * alone
-    cost, is_first = (price, not is_known) if share > 0 else (price_of_drafts, not known)
+    gain = alone * best_rate(most, acceptance, times)
+    share, left = 1 - gain / (1 + _least_gain(times, times_alone, work)), work.tokens * alone
+    cost, is_first = (price, not is_known) if share > 0 else (price_of_drafts, not is_tried)
     if is_first:
         worth = _CONFIDENCE * abs(share) * left + times.budget + times_alone.budget
     else:

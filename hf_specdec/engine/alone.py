@@ -4,21 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from ..auto_k.auto_drafts import RoundTimes, is_better_alone
+from ..auto_k.auto_drafts import Acceptance, RoundTimes, Workload, best_rate, is_better_alone
 from ..calls.call import Call
 from ..drafters.none import NoDrafter
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..state import RoundShape
+from ..stats import SpeculationStats
 from .hosted_target import HostedTarget
 from .lease import first_drafts, round_times, shape_of
 from .sessions import sessions_of
 
 
-def times_if_alone(call: Call, target: HostedTarget, rows: int, tokens: float) -> RoundTimes | None:
-    """The round times of `call` if it is expected to be faster without the drafter; else None. The call has `rows`
-    rows, and each may generate `tokens` new tokens."""
+@dataclass(frozen=True)
+class Choice:
+    """Whether a call for `work` runs without its drafter, and what it was chosen by: round times with and without it,
+    on `rows` rows."""
+
+    is_alone: bool
+    times: RoundTimes
+    times_alone: RoundTimes
+    most: RoundShape
+    acceptance: Acceptance
+    rows: int
+    work: Workload
+
+    def note(self, stats: SpeculationStats) -> None:
+        """Note what the call has reached, if it has run rounds and captured nothing."""
+        times = self.times_alone if self.is_alone else self.times
+        most, acceptance = (RoundShape(0), Acceptance()) if self.is_alone else (self.most, self.acceptance)
+        if stats.committed and not stats.captures and times.is_known(most):
+            promised = self.rows * 1e3 * stats.seconds * best_rate(most, acceptance, times)
+            times.reach(self.work, stats.committed / promised)
+
+
+def choose(call: Call, target: HostedTarget, rows: int, work: Workload) -> Choice | None:
+    """Choose whether `call`, for `work` on `rows` rows, runs without its drafter; None if that is no question."""
     # Ranks of one model would have to agree.
     if not (call.is_auto and call.num_draft_tokens) or tensor_parallel_group(call.model) is not None:
         return None
@@ -38,12 +60,13 @@ def times_if_alone(call: Call, target: HostedTarget, rows: int, tokens: float) -
         return max((1e3 * one.capture_seconds for one in others), default=0.0)
 
     prices = price(has_drafts=False), price(has_drafts=True)
-    return times if is_better_alone(most, first, acceptance, times, alone, tokens, *prices) else None
+    is_alone = is_better_alone(most, first, acceptance, times, alone, work, *prices)
+    return Choice(is_alone, times, alone, most, acceptance, rows, work)
 
 
 @contextmanager
-def without_drafter(call: Call, times: RoundTimes) -> Iterator[Call]:
-    """Context that gives `call` without its drafter, which gets the statistics; `times` is of `times_if_alone`."""
+def without_drafter(call: Call, choice: Choice) -> Iterator[Call]:
+    """Context that gives `call` without its drafter, which gets the statistics."""
     substitute = _substitute(call)
     # Both share one pool, so that either call can free what the other one keeps where memory is short.
     substitute.sessions = sessions_of(call.drafter)
@@ -53,7 +76,8 @@ def without_drafter(call: Call, times: RoundTimes) -> Iterator[Call]:
     finally:
         substitute.sessions = None
     call.drafter._last_stats = stats = substitute.stats
-    times.alone += 1e3 * stats.seconds
+    choice.times.alone += 1e3 * stats.seconds
+    choice.note(stats)
 
 
 def _substitute(call: Call) -> NoDrafter:

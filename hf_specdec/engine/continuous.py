@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from transformers import EosTokenCriteria, LogitsProcessorList
 
+from ..auto_k.auto_drafts import Workload
 from ..calls.call import Call
 from ..calls.request import Arrived, ContinuousBatching, Request, end
 from ..device_policy import policy_of
@@ -30,7 +31,7 @@ from ..sampling.processors import BlockProcessor
 from ..sampling.row_processors import RowsProcessor
 from ..sampling.text_rules import TEXT_RULES, with_all_rules
 from ..state import DecodeState, RoundShape, set_rows, upload
-from .alone import times_if_alone, without_drafter
+from .alone import choose, without_drafter
 from .groups import Groups
 from .hosted_target import HostedTarget
 from .lease import SessionLease, can_grow, layout_of, shape_of
@@ -60,15 +61,18 @@ def decode_continuously(call: Call, requests: Sequence[Request], settings: Conti
     # Longest first: prompts of a group have similar lengths.
     first = sorted((one for one in requests if one.error is None), key=lambda one: -len(one.prompt))
     with HostedTarget(call.model, call.drafter) as target:
-        times = None
+        choice = None
         if first and settings.arrivals is None:
             num_rows = min(next_power_of_two(len(first)), _most_rows(call, settings))
-            tokens = sum(one.remaining for one in first) / num_rows
-            times = times_if_alone(call, target, num_rows, tokens)
-        if times is None:
+            tokens, prompts = sum(one.remaining for one in first), sum(len(one.prompt) for one in first)
+            work = Workload(tokens / num_rows, tokens / len(first), prompts / len(first))
+            choice = choose(call, target, num_rows, work)
+        if choice is None or not choice.is_alone:
             _run(call, first, len(requests), settings, target)
+            if choice is not None:
+                choice.note(call.drafter.stats)
             return
-    with without_drafter(call, times) as alone, HostedTarget(alone.model, alone.drafter) as target:
+    with without_drafter(call, choice) as alone, HostedTarget(alone.model, alone.drafter) as target:
         _run(alone, first, len(requests), settings, target)
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from ..auto_k.auto_drafts import Workload
 from ..calls.call import Call, SpeculativeOutput
 from ..calls.first_pass import FirstPass
 from ..calls.kv_transfer import DeferredCache, FinishedCall, has_other_dtypes, holds_all_keys, read_cache
@@ -24,7 +25,7 @@ from ..modules.patch import user_code
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState, upload
 from . import prefix_cache
-from .alone import times_if_alone, without_drafter
+from .alone import choose, without_drafter
 from .groups import Groups
 from .hosted_target import HostedTarget
 from .lease import SessionLease, shape_of
@@ -52,13 +53,17 @@ def decode(call: Call) -> SpeculativeOutput | torch.Tensor:
     # The target is patched inside this context at most, and only when it is needed.
     with HostedTarget(call.model, call.drafter, call.kept, call.runs_once) as target:
         num_rows = next_power_of_two(call.batch) if target.is_captured else call.batch
-        times = times_if_alone(call, target, num_rows, call.max_new_tokens)
-        if times is None:
+        work = Workload(call.max_new_tokens, call.max_new_tokens, call.prompts.longest)
+        choice = choose(call, target, num_rows, work)
+        if choice is None or not choice.is_alone:
             rows = Lockstep(call, target)
             run = rows.open()
             rows.run_rounds(run)
-            return rows.complete(run)
-    with without_drafter(call, times) as alone:
+            output = rows.complete(run)
+            if choice is not None:
+                choice.note(call.drafter.stats)
+            return output
+    with without_drafter(call, choice) as alone:
         return decode(alone)
 
 

@@ -17,7 +17,16 @@ from targets import padded_prompts, tiny_target
 
 from hf_specdec import NoDrafter
 from hf_specdec.auto_k import round_costs
-from hf_specdec.auto_k.auto_drafts import Acceptance, AutoDrafts, ExpectedCosts, Pass, RoundTimes, is_better_alone
+from hf_specdec.auto_k.auto_drafts import (
+    Acceptance,
+    AutoDrafts,
+    ExpectedCosts,
+    Pass,
+    RoundTimes,
+    Workload,
+    best_rate,
+    is_better_alone,
+)
 from hf_specdec.auto_k.round_costs import CostTable, table_folder
 from hf_specdec.engine import alone, capture
 from hf_specdec.state import RoundShape, Shape
@@ -207,7 +216,7 @@ def test_a_call_without_the_drafter():
     times = RoundTimes(of_chains({0: 141.0, 1: 195.0, 3: 282.0}))
 
     def is_alone(*prices, tokens=100):
-        return is_better_alone(RoundShape(7), RoundShape(3), accepted, times, alone, tokens, *prices)
+        return is_better_alone(RoundShape(7), RoundShape(3), accepted, times, alone, Workload(tokens), *prices)
 
     for _ in range(500):
         accepted.observe(0, 3)
@@ -233,6 +242,70 @@ def test_a_call_without_the_drafter():
     assert not is_alone()
 
 
+def test_what_calls_have_reached_decides():
+    """Rounds with drafts give 15 % more tokens a millisecond; what whole calls for the same work reach may be less."""
+    accepted, times, alone = Acceptance(), RoundTimes(of_chains({3: 2.0})), RoundTimes(of_chains({0: 1.0}))
+    for _ in range(2000):
+        accepted.observe(3, 3), accepted.observe(1, 3), accepted.observe(0, 3), accepted.observe(1, 3)
+    promised = accepted.expected_tokens(RoundShape(3)) / 2.0
+    assert 1.10 < promised < 1.15, "of the share that was found a little more"
+    work, other = Workload(256, 256, 40), Workload(16, 64, 40)
+
+    def is_alone(work):
+        return is_better_alone(RoundShape(3), RoundShape(3), accepted, times, alone, work)
+
+    assert not is_alone(work) and not is_alone(other)
+    times.reach(work, 0.7)
+    assert is_alone(work) and not is_alone(other), "tried without the drafter, for this work"
+    alone.reach(work, 0.7)
+    assert not is_alone(work), "a call without it loses as much"
+    for reached in (0.9, 0.9):
+        alone.reach(Workload(250, 250, 42), reached)
+    assert is_alone(work), "for nearly the same work"
+    times.reach(work, 0.02), times.reach(work, 0.85), times.reach(work, 0.85)
+    assert not is_alone(work), "one call that was held up says little"
+    for _ in range(3):
+        times.reach(other, 0.1), alone.reach(other, 0.9)
+    assert is_alone(other)
+    for _ in range(5000):
+        accepted.observe(3, 3)
+    assert not is_alone(other), "whatever calls have reached"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("is_bulk", [False, True])
+def test_calls_note_what_they_reach(folder, is_bulk, monkeypatch):
+    """Committed tokens over those that rounds promise in the time; not of a call that has captured."""
+    replay_on_cpu(monkeypatch)
+    target, decisions, noted = tiny_target("llama"), [], []
+    drafter = RANDOM_DRAFTERS["eagle3"](target)
+    monkeypatch.setattr(alone, "is_better_alone", lambda *_: decisions[-1])
+    reach = RoundTimes.reach
+    monkeypatch.setattr(RoundTimes, "reach", lambda self, *args: noted.append((self, *args)) or reach(self, *args))
+    options = {"assistant_model": drafter, "num_assistant_tokens": "auto", "do_sample": False, "max_new_tokens": 24}
+    inputs = padded_prompts([5, 5])
+    for is_alone in (False, True):
+        decisions.append(is_alone)
+        for _ in range(4):
+            before = len(noted)
+            if is_bulk:
+                target.generate_batch(inputs["input_ids"].tolist(), **options)
+            else:
+                target.generate(**inputs, **options)
+            assert len(noted) - before == (not drafter.stats.captures)
+        (times, work, share), stats = noted[-1], drafter.stats
+        if is_alone:
+            tokens_a_ms = 1 / times.milliseconds(RoundShape(0))
+        else:
+            tokens_a_ms = best_rate(RoundShape(7), drafter.sessions.acceptance(False), times)
+        assert share == pytest.approx(stats.committed / (2 * 1e3 * stats.seconds * tokens_a_ms))
+        assert work.kind == Workload(24, 24, 5).kind and times.reached(work) > 0
+    assert len({id(times) for times, *_ in noted}) == 2
+    count = len(noted)
+    target.generate(**inputs, **options | {"max_new_tokens": 1})
+    assert len(noted) == count, "a call without rounds says nothing"
+
+
 @pytest.mark.usefixtures("shapes_decide")
 def test_a_call_of_which_nothing_is_known():
     """It begins with what the shapes suggest; a drafter that was never tried is, once what it may save is worth it."""
@@ -241,7 +314,7 @@ def test_a_call_of_which_nothing_is_known():
     first = times.expected.first(7)
 
     def is_alone(*prices, first=first):
-        return is_better_alone(RoundShape(7), first, accepted, times, alone, 100, *prices)
+        return is_better_alone(RoundShape(7), first, accepted, times, alone, Workload(100), *prices)
 
     assert first == RoundShape(0) and is_alone() and not is_alone(first=RoundShape(1))
     alone.add(RoundShape(0), 10.0, True)
@@ -428,7 +501,7 @@ class Calls:
         """Milliseconds of a call, but for its prefill."""
         prices = [self._captures * (one not in self._captured and bool(self._captured)) for one in ("alone", "with")]
         first, most = self.times.expected.first(7), RoundShape(7)
-        is_alone = is_better_alone(most, first, self.accepted, self.times, self.alone, self.tokens, *prices)
+        is_alone = is_better_alone(most, first, self.accepted, self.times, self.alone, Workload(self.tokens), *prices)
         self.is_alone.append(is_alone)
         total = self._capture("alone" if is_alone else "with", self._captures)
         if is_alone:
