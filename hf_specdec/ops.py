@@ -203,6 +203,7 @@ token_logprobs = kernel_op("logprobs.token_logprobs")
 rounded_inputs = kernel_op("stored_weight.rounded_inputs")
 linear = kernel_op("linear.linear", launch=_linear)
 plan_experts = kernel_op("experts.plan_experts")
+sum_experts = kernel_op("experts.sum_experts")
 expert_linear = kernel_op(
     "experts.expert_linear",
     launch=_expert_linear,

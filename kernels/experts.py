@@ -13,6 +13,8 @@ from .types import StoredWeight
 
 # Pairs, and also blocks, of a program of the plan, and pairs that it compares them with at a time.
 PAIR_BLOCK, CHUNK = tl.constexpr(16), tl.constexpr(128)
+# Columns of a program of the weighted sum.
+SUM_BLOCK = 512
 
 
 @kernel
@@ -161,6 +163,45 @@ def _expert_linear_kernel(
             total += bias.to(tl.float32)[None, :]
     out = out_ptr + pair[:, None].to(tl.int64) * OUT + column[None, :]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@kernel
+def _sum_kernel(
+    outputs_ptr, weights_ptr, out_ptr, width: Unspecialised, K: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[token] = sum over k of outputs[token * K + k] * weights[token, k]; products are rounded to PRODUCT.
+
+    Grid: (tokens, blocks of H).
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < width
+    wait_for_inputs()
+    total = tl.zeros([BLOCK], tl.float32)
+    for pair in tl.static_range(K):
+        row = token * K + pair
+        x = tl.load(outputs_ptr + row * width + column, mask=is_column, other=0.0).to(tl.float32)
+        total += (x * tl.load(weights_ptr + row).to(tl.float32)).to(PRODUCT).to(tl.float32)
+    tl.store(out_ptr + token * width + column, total.to(PRODUCT), mask=is_column)
+
+
+def sum_experts(outputs, weights):
+    """See `experts_reference.sum_experts`; the pairs of a token are summed in their order. One launch."""
+    dtype, width = torch.promote_types(outputs.dtype, weights.dtype), outputs.shape[1]
+    num_tokens, num_experts = weights.shape
+    assert len(outputs) == num_tokens * num_experts, "shapes must agree"
+    out = outputs.new_empty(num_tokens, width, dtype=dtype)
+    _sum_kernel[(num_tokens, triton.cdiv(width, SUM_BLOCK))](
+        outputs.contiguous(),
+        weights.contiguous(),
+        out,
+        width,
+        K=num_experts,
+        PRODUCT=getattr(tl, str(dtype).removeprefix("torch.")),
+        BLOCK=SUM_BLOCK,
+        num_warps=4,
+    )
+    return out
 
 
 def plan_experts(expert_ids, num_experts, rows):

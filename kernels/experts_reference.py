@@ -41,6 +41,19 @@ def plan_experts(expert_ids: torch.Tensor, num_experts: int, rows: int) -> torch
     return torch.stack([pairs, experts.where(is_block, -1), begins, ends]).int()
 
 
+def sum_experts(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of the outputs of each token's experts.
+
+    Args:
+        outputs: `[n * k, H]`, in the order of the pairs.
+        weights: `[n, k]`, of the same or another dtype.
+
+    Returns:
+        `[n, H]` in the dtype of products of both, to which products are rounded; they are summed in float32.
+    """
+    return (outputs.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
 def expert_linear(
     inputs: torch.Tensor,
     weight: torch.Tensor | StoredWeight,

@@ -48,25 +48,43 @@ def _gated_activation_kernel(
     up_stride,
     ACTIVATION: tl.constexpr,
     LIBDEVICE: tl.constexpr,
+    COLUMN_STRIDE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):
     """A block of elements of one row.
 
-    Grid: (rows, blocks of N). Reads the program's elements of `gate` and `up`; writes those of `out`.
+    Grid: (rows, blocks of N). Reads the program's elements of `gate` and `up`, each COLUMN_STRIDE-th of their rows;
+    writes those of `out`. LIMIT, ALPHA and OFFSET are those of a `ClampedGate`; LIMIT is None for other gates.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < width
     wait_for_inputs()
-    gate = tl.load(gate_ptr + row * gate_stride + column, mask=is_column, other=0.0)
-    up = tl.load(up_ptr + row * up_stride + column, mask=is_column, other=0.0)
-    activated = activate(gate.to(tl.float32), ACTIVATION, LIBDEVICE).to(gate.dtype).to(tl.float32)
-    tl.store(out_ptr + row * width + column, (activated * up.to(tl.float32)).to(gate.dtype), mask=is_column)
+    gate = tl.load(gate_ptr + row * gate_stride + column * COLUMN_STRIDE, mask=is_column, other=0.0)
+    up = tl.load(up_ptr + row * up_stride + column * COLUMN_STRIDE, mask=is_column, other=0.0)
+    dtype = gate.dtype
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
+    if LIMIT is not None:
+        limit = tl.full([1], LIMIT, dtype).to(tl.float32)
+        gate = tl.where(gate > limit, limit, gate)  # NaN stays NaN
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        up = (up + OFFSET).to(dtype).to(tl.float32)
+    if ALPHA is not None:
+        inner = (gate * ALPHA).to(dtype).to(tl.float32)
+        power = libdevice.exp(-inner) if LIBDEVICE else tl.exp(-inner)
+        activated = gate * tl.div_rn(1.0, 1.0 + power).to(dtype).to(tl.float32)
+    else:
+        activated = activate(gate, ACTIVATION, LIBDEVICE)
+    activated = activated.to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * width + column, (activated * up).to(dtype), mask=is_column)
 
 
-def gated_activation(gate, up, activation):
+def gated_activation(gate, up, activation, clamped=None):
     """See `gated_activation_reference.gated_activation`. One launch, which depends only on shapes and strides.
 
-    `gate` and `up` may be slices of the rows of a wider tensor.
+    `gate` and `up` may be slices of the rows of a wider tensor, or each second column of one.
     """
     assert gate.shape == up.shape and gate.dtype == up.dtype, "gate and up must have the same shape and dtype"
     width = gate.shape[-1]
@@ -74,7 +92,9 @@ def gated_activation(gate, up, activation):
     if out.numel() == 0:
         return out
     gate, up = (part.reshape(-1, width) for part in (gate, up))
-    gate, up = (part if part.stride(1) == 1 else part.contiguous() for part in (gate, up))
+    limit, alpha, offset = clamped or (None, None, 0.0)
+    column_stride = 2 if gate.stride(1) == up.stride(1) == 2 else 1
+    gate, up = (part if part.stride(1) == column_stride else part.contiguous() for part in (gate, up))
     _gated_activation_kernel[(len(gate), triton.cdiv(width, BLOCK.value))](
         gate,
         up,
@@ -84,6 +104,10 @@ def gated_activation(gate, up, activation):
         up.stride(0),
         ACTIVATION=activation,
         LIBDEVICE=gate.is_cuda,
+        COLUMN_STRIDE=column_stride,
+        LIMIT=limit,
+        ALPHA=alpha,
+        OFFSET=offset,
         num_warps=_WARPS,
         # As PyTorch's kernels are compiled; Triton's default depends on its version.
         enable_fp_fusion=True,

@@ -295,6 +295,20 @@ class NormKind(NamedTuple):
     centered: bool = False
 
 
+class ClampedGate(NamedTuple):
+    """How a gated activation of experts differs from `activation(gate) * up`.
+
+    Attributes:
+        limit: the gate is clamped to at most this, and `up` to at most this magnitude.
+        alpha: the activation is `gate * sigmoid(alpha * gate)`, rounded after each operation; None for that by name.
+        offset: added to `up` once it is clamped.
+    """
+
+    limit: float
+    alpha: float | None = None
+    offset: float = 0.0
+
+
 class AnglesKind(NamedTuple):
     """The layout and scale of the cosines and sines of a rotary embedding.
 

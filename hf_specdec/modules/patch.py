@@ -21,6 +21,9 @@ from ..device_policy import DEFAULT_POLICY, DEVICE_POLICIES
 
 _HOST = torch.device("cpu")
 
+# Attribute of experts whose gated activation is an op of layers; an `ExpertGate` of `patching.layer_probes`.
+EXPERT_GATE = "_hf_specdec_gate"
+
 # Stands for an attribute that is missing in an object's `__dict__`.
 ABSENT = object()
 

@@ -37,7 +37,7 @@ from ..host.modeling import (
 )
 from .adapters import ACTIVE_ATTRIBUTES, Adapters, is_lora_linear
 from .hidden_states import modules_of
-from .patch import is_anything_replaced, original
+from .patch import EXPERT_GATE, is_anything_replaced, original
 from .weights import PLAIN_WEIGHTS, has_zeros, local_shard
 
 _T = TypeVar("_T")
@@ -432,7 +432,7 @@ def _read(kind: type[nn.Module], attributes: list[dict]) -> tuple[list[tuple[str
 def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ...], Callable[[dict], tuple]]:
     """How to read modules of class `kind` with these `attributes`: the number of these; the sorted names that a forward
     pass may read; a function that gets their values from a module's `__dict__`, or raises `KeyError`."""
-    unread = OF_EVERY_MODULE | TRAINING_ATTRIBUTES | getattr(kind, "unread_attributes", frozenset())
+    unread = OF_EVERY_MODULE | {EXPERT_GATE} | TRAINING_ATTRIBUTES | getattr(kind, "unread_attributes", frozenset())
     if kind is nn.Linear and "forward" not in attributes:
         unread |= set(attributes)  # it reads its weights alone, whose shapes are compared
     if is_lora_linear(kind):

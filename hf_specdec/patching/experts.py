@@ -16,9 +16,10 @@ from ..host.modeling import ALL_EXPERTS_FUNCTIONS, EXPERTS_ENTRY, apply_gate
 from ..host.quantised import ALL_FP8_EXPERTS_FUNCTIONS
 from ..kernels.types import StoredWeight
 from ..modules.hidden_states import modules_of
-from ..modules.patch import DTYPES, Replacements, constant, original, runs_engine
+from ..modules.patch import DTYPES, EXPERT_GATE, Replacements, constant, original, runs_engine, uses_layer_kernels
 from ..modules.signature import signature_of
 from ..modules.weights import PLAIN_WEIGHTS, is_experts, stored_experts
+from .layer_probes import ExpertGate
 
 EXPERTS_NAME = "hf_specdec"
 BATCHED_NAME = "hf_specdec_batched"
@@ -45,8 +46,8 @@ def experts_forward(
     """transformers' experts interface: outputs of the routed experts for every token, weighted and summed.
 
     Of transformers' implementations "eager" synchronizes with the device, "batched_mm" copies weights for every token,
-    and "grouped_mm" sorts tokens in a dozen launches. This one reads the weights of the routed experts once, in three
-    launches besides the activation and the sum.
+    and "grouped_mm" sorts tokens in a dozen launches. This one reads the weights of the routed experts once, in five
+    launches where the activation is known.
 
     Args:
         module: of a class decorated with transformers' `use_experts_implementation`.
@@ -75,12 +76,15 @@ def experts_forward(
         return ops.expert_linear(inputs.to(weight.dtype), weight, bias, plan, rows, module.is_transposed)
 
     inner = linear(hidden_states, first, names[0])
-    inner = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
+    gate: ExpertGate | None = vars(module).get(EXPERT_GATE)
+    if gate is not None and uses_layer_kernels(inner) and inner.dtype in DTYPES:
+        inner = gate(inner)
+    else:
+        inner = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
     outputs = linear(inner, second, names[1])
     if getattr(module, "has_post_expert_norm", False):
         outputs = module.post_expert_norm(outputs)
-    outputs = outputs.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
-    return outputs.sum(1).to(hidden_states.dtype)
+    return ops.sum_experts(outputs, top_k_weights).to(hidden_states.dtype)
 
 
 def _for_engines(interface: Any, implementation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

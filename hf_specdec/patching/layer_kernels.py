@@ -12,8 +12,8 @@ from ..device_policy import policy_of
 from ..modules.deferred import joined_norms, normed, residual_stream
 from ..modules.hidden_states import modules_of
 from ..modules.module_hooks import has_hooks
-from ..modules.patch import DTYPES, Replacements, bound, is_unpatched, uses_layer_kernels
-from ..modules.weights import PLAIN_WEIGHTS
+from ..modules.patch import DTYPES, EXPERT_GATE, Replacements, bound, constant, is_unpatched, uses_layer_kernels
+from ..modules.weights import PLAIN_WEIGHTS, is_experts
 from .fused_linear import fused_parameters
 from .layer_probes import Angles, GatedMlp, Norm, Probes
 from .linear import computes, gated_linear
@@ -104,9 +104,14 @@ def layer_kernels(*models: nn.Module) -> Replacements:
     modules = modules_of(*models)
     if not any_has_layer_kernels(modules):
         return Replacements({})
-    probes, chosen = Probes(), []
+    probes, chosen, gates = Probes(), [], []
     for module in modules:
         if has_hooks([module]) or not is_unpatched(module, *_FORWARDS):
+            continue
+        if is_experts(module):
+            gate = probes.expert_gate(module)
+            if gate is not None:
+                gates.append((module, constant(gate)))
             continue
         norm = probes.norm(module)
         mlp = probes.gated_mlp(module) if norm is None else None
@@ -118,7 +123,7 @@ def layer_kernels(*models: nn.Module) -> Replacements:
             chosen.append((module, bound(_angles_forward, angles)))
         elif isinstance(module, nn.Embedding):
             chosen.append((module, bound(_embedding_forward)))
-    return Replacements({"forward": chosen})
+    return Replacements({"forward": chosen, EXPERT_GATE: gates})
 
 
 def any_has_layer_kernels(modules: list[nn.Module]) -> bool:

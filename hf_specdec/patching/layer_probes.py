@@ -1,4 +1,4 @@
-"""Recognition of norms, gated MLPs and rotary embeddings, by running modules on a few random values.
+"""Recognition of norms, gated MLPs, gates of experts and rotary embeddings, by running modules on a few random values.
 
 A module is copied without its weights, gets random ones, and runs on a CPU in bfloat16, where every rounding shows. It
 is of a kind if its outputs are those of that kind's reference.
@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..kernels.types import AnglesKind, NormKind
+from ..host.modeling import apply_gate
+from ..kernels.types import AnglesKind, ClampedGate, NormKind
 from ..modules.module_hooks import has_hooks
 from ..modules.patch import DTYPES
 from ..modules.signature import OF_EVERY_MODULE, PLAIN_VALUES
@@ -69,6 +70,23 @@ class GatedMlp(NamedTuple):
         return (first, second) if self.gate_first else (second, first)
 
 
+class ExpertGate(NamedTuple):
+    """The gated activation of experts, whose gate and up are halves of a row, or its even and odd columns.
+
+    Attributes:
+        activation, clamped: see `ops.gated_activation`.
+    """
+
+    activation: str
+    clamped: ClampedGate | None
+    is_interleaved: bool
+
+    def __call__(self, both: torch.Tensor) -> torch.Tensor:
+        """`[..., N]` for `[..., 2 N]`."""
+        halves = (both[..., ::2], both[..., 1::2]) if self.is_interleaved else both.chunk(2, dim=-1)
+        return ops.gated_activation(*halves, self.activation, self.clamped)
+
+
 class Angles(NamedTuple):
     """A rotary embedding with frequencies in a buffer; see `ops.rotary_angles`."""
 
@@ -104,6 +122,13 @@ class Probes:
         sizes = {name: (one.in_features, one.out_features) for name, one in linears.items()}
         settings = itertools.chain.from_iterable(map(_settings, others))
         return self._try(module, (*sizes.items(), *children, *settings), lambda: _find_gated_mlp(module, sizes))
+
+    def expert_gate(self, module: nn.Module) -> ExpertGate | None:
+        children = [one for one in module._modules.values() if one is not None]
+        if not module.has_gate or not all(map(_is_function, children)):
+            return None
+        settings = itertools.chain.from_iterable(map(_settings, children))
+        return self._try(module, ("gate", *settings), lambda: _find_expert_gate(module), None)
 
     def angles(self, module: nn.Module) -> dict[str | None, Angles]:
         """The rotary embeddings that `module` is, by the `layer_type` argument of a call; None if it has no such
@@ -186,6 +211,20 @@ def _draw(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.
 
 def _column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device="cpu")[:, None]
+
+
+def _find_expert_gate(module: nn.Module) -> ExpertGate | None:
+    numbers = sorted({float(one) for one in vars(module).values() if type(one) in (int, float) and one > 0})
+    forms = [ClampedGate(limit, alpha, add) for limit in numbers for alpha in (None, *numbers) for add in (0.0, 1.0)]
+    candidates = [
+        ExpertGate(activation, clamped, is_interleaved)
+        for clamped in (None, *forms)
+        for activation in (ACTIVATIONS if clamped is None or clamped.alpha is None else ("silu",))
+        for is_interleaved in (False, True)
+    ]
+    inputs = _draw(len(_MLP_SCALES), 2 * _WIDTH, seed=0) * _column(_MLP_SCALES, torch.bfloat16)
+    found = apply_gate(module, inputs)
+    return next((one for one in candidates if same_bits(found, one(inputs))), None)
 
 
 def _find_norm(module: nn.Module, size: int | None) -> Norm | None:

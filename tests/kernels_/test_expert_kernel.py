@@ -17,7 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 
 from hf_specdec import ops
 from hf_specdec.kernels import experts_reference
-from hf_specdec.kernels.experts import expert_linear, plan_experts
+from hf_specdec.kernels.experts import expert_linear, plan_experts, sum_experts
 from hf_specdec.modules.patch import engine
 from hf_specdec.patching import experts
 
@@ -95,6 +95,20 @@ def test_expert_matmuls(num_experts, tokens, chosen, rows, is_transposed, dtype)
             out = product(inputs, weight, None if of_pairs else bias, plan, rows, is_transposed)
             assert out.dtype == dtype and out.shape == expected.shape
             assert (out.double() - expected).abs().max() <= TOLERANCES[dtype] * max(1, expected.abs().max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of_weights", [torch.float32, None])
+@pytest.mark.parametrize(("tokens", "chosen", "width"), [(1, 1, 7), (3, 4, 600), (70, 8, 96)])
+def test_weighted_sums(tokens, chosen, width, of_weights, dtype):
+    torch.manual_seed(0)
+    outputs = torch.randn(tokens * chosen, width, device=DEVICE).to(dtype)
+    weights = torch.rand(chosen, tokens, device=DEVICE).to(of_weights or dtype).T
+    found, expected = sum_experts(outputs, weights), experts_reference.sum_experts(outputs, weights)
+    exact = (outputs.double().view(tokens, chosen, width) * weights.double()[..., None]).sum(1)
+    for one in (found, expected):
+        assert one.shape == exact.shape and one.dtype == torch.promote_types(dtype, weights.dtype)
+        assert (one.double() - exact).abs().max() <= TOLERANCES[one.dtype] * max(1, exact.abs().max())
 
 
 def experts_class(**kind):

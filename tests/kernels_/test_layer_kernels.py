@@ -22,7 +22,7 @@ from hf_specdec.kernels.gated_activation_reference import ACTIVATIONS
 from hf_specdec.kernels.gather_rows import gather_rows, join_rows
 from hf_specdec.kernels.rms_norm import add_rms_norm, joined_norms, rms_norm
 from hf_specdec.kernels.rotary import rotary, rotary_angles, rotate_and_store
-from hf_specdec.kernels.types import AnglesKind, NormKind, RotaryKind
+from hf_specdec.kernels.types import AnglesKind, ClampedGate, NormKind, RotaryKind
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes in numpy, which has no bfloat16.
@@ -285,6 +285,28 @@ def test_gated_activation(activation, dtype, poisoned):
         assert torch.equal(gated_activation(within_nan(gate), within_nan(up), activation), found)
         if DEVICE == "cuda" and dtype != torch.float32 and activation != "gelu":  # see tests/gpu
             assert torch.equal(found, gated_activation_reference.gated_activation(gate, up, activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("clamped", [ClampedGate(1.5), ClampedGate(7.0, 1.702, 1.0)])
+def test_clamped_gates(clamped, is_interleaved, dtype, poisoned):
+    """Of halves of a row, and of even and odd columns."""
+    for rows, width in itertools.product((1, 3), (7, 1030)):
+        both = 4 * draw(rows, 2, 2 * width, dtype=dtype)
+        both[..., 1] = float("nan")
+
+        def halves(both):
+            return (both[..., ::2], both[..., 1::2]) if is_interleaved else both.chunk(2, -1)
+
+        expected = gated_activation_reference.gated_activation(*halves(both.double()), "silu", clamped)
+        found = gated_activation(*halves(both), "silu", clamped)
+        # Four operations are rounded.
+        torch.testing.assert_close(
+            found.double(), expected, rtol=4 * EPSILON[dtype], atol=4 * EPSILON[dtype], equal_nan=True
+        )
+        reference = gated_activation_reference.gated_activation(*halves(both), "silu", clamped)
+        assert (found != reference)[~found.isnan()].double().mean() < (1.0 if dtype == torch.float32 else 0.01)
 
 
 def test_activations_are_those_of_torch():

@@ -19,12 +19,12 @@ from transformers.models.llama import modeling_llama
 
 from hf_specdec import NoDrafter, op_choice, ops
 from hf_specdec.hosting.equivalence import why_not_equivalent
-from hf_specdec.kernels.types import NormKind, RotaryKind
+from hf_specdec.kernels.types import ClampedGate, NormKind, RotaryKind
 from hf_specdec.modules.patch import engine
 from hf_specdec.modules.signature import Signature
 from hf_specdec.patching import rotary_functions as patched_functions
 from hf_specdec.patching.layer_kernels import layer_kernels
-from hf_specdec.patching.layer_probes import GatedMlp, Norm, Probes
+from hf_specdec.patching.layer_probes import ExpertGate, GatedMlp, Norm, Probes
 from hf_specdec.patching.rotary_functions import rotary_functions
 
 BUILT = {name: {} for name in ("gemma2", "phi3", "olmo2", "cohere", "glm4", "nemotron")}
@@ -36,8 +36,8 @@ EXPECTED = {
     "llama": ({LLAMA}, SILU, PLAIN_ROTARY),
     "qwen3": ({LLAMA}, SILU, PLAIN_ROTARY),
     "gemma3": ({OFFSET}, ["gelu_tanh"], PLAIN_ROTARY),
-    "gpt-oss": ({LATE}, [], RotaryKind(shared_angles=True, half_angles=True)),
-    "qwen3-moe": ({LLAMA}, [], PLAIN_ROTARY),
+    "gpt-oss": ({LATE}, [ClampedGate(7.0, 1.702, 1.0)], RotaryKind(shared_angles=True, half_angles=True)),
+    "qwen3-moe": ({LLAMA}, SILU, PLAIN_ROTARY),
     "deepseek-v3": ({LLAMA}, SILU, RotaryKind(inputs_interleaved=True, shared_angles=True)),
     "qwen3-next": ({OFFSET}, SILU, PLAIN_ROTARY),
     "falcon-h1": ({LLAMA}, SILU, PLAIN_ROTARY),
@@ -79,7 +79,7 @@ def used(monkeypatch):
     counted("rotary", lambda cos, sin, states, kind: kind)
     counted("rotate_and_store", lambda cos, sin, states, kind, *stored: kind)
     counted("rotary_angles", lambda frequencies, positions, dtype, kind: kind)
-    counted("gated_activation", lambda gate, up, activation: activation)
+    counted("gated_activation", lambda gate, up, activation, clamped=None: clamped or activation)
     return counts
 
 
@@ -302,6 +302,47 @@ def normed(x, eps):
 )
 def test_norms_are_told_by_what_they_compute(compute, kind):
     assert Probes().norm(RMSNorm(compute)) == (kind and Norm(1e-5, kind))
+
+
+def swiglu(experts, gate, up):
+    return F.silu(gate.clamp(max=experts.limit)) * up.clamp(min=-experts.limit, max=experts.limit)
+
+
+def swiglu_of_oss(experts, gate, up):
+    gate, up = gate.clamp(max=experts.limit), up.clamp(min=-experts.limit, max=experts.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * experts.alpha))
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("compute", "expected"),
+    [
+        (lambda experts, gate, up: experts.act_fn(gate) * up, ("gelu", None)),
+        (swiglu, ("silu", ClampedGate(10.0))),
+        (swiglu_of_oss, ("silu", ClampedGate(10.0, 1.25, 1.0))),
+        (lambda experts, gate, up: F.silu(gate).clamp(max=experts.limit) * up, None),
+        (lambda experts, gate, up: swiglu(experts, gate, up + 0.5), None),
+        (lambda experts, gate, up: (experts.act_fn(gate) * up).float(), None),
+    ],
+)
+def test_gates_of_experts_are_told_by_what_they_compute(compute, expected, is_interleaved):
+    class Experts(nn.Module):
+        has_gate = True
+
+        def __init__(self):
+            super().__init__()
+            self.limit, self.alpha, self.num_experts, self.act_fn = 10.0, 1.25, 4, nn.GELU()
+            self.weight = nn.Parameter(torch.zeros(3))
+
+        def _apply_gate(self, both):
+            gate, up = (both[..., ::2], both[..., 1::2]) if is_interleaved else both.chunk(2, dim=-1)
+            return compute(self, gate, up)
+
+    found = Probes().expert_gate(Experts())
+    assert found == (None if expected is None else ExpertGate(*expected, is_interleaved))
+    hooked = Experts()
+    hooked.act_fn.register_forward_hook(lambda module, args, out: 2 * out)
+    assert Probes().expert_gate(hooked) is None
 
 
 def test_modules_of_one_class_may_differ():
