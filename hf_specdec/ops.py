@@ -204,6 +204,7 @@ rounded_inputs = kernel_op("stored_weight.rounded_inputs")
 linear = kernel_op("linear.linear", launch=_linear)
 plan_experts = kernel_op("experts.plan_experts")
 sum_experts = kernel_op("experts.sum_experts")
+choose_experts = kernel_op("router.choose_experts")
 expert_linear = kernel_op(
     "experts.expert_linear",
     launch=_expert_linear,

@@ -309,6 +309,22 @@ class ClampedGate(NamedTuple):
     offset: float = 0.0
 
 
+class RouterKind(NamedTuple):
+    """How a router of a mixture of experts computes scores and weights.
+
+    Attributes:
+        scores: `"softmax"` or `"sigmoid"` of the logits; with `"chosen"` scores are logits, and weights the softmax of
+            those that are chosen.
+        normalises: whether weights are divided by their sum plus `eps`.
+        scaling: of the weights, at last.
+    """
+
+    scores: str
+    normalises: bool = False
+    eps: float = 0.0
+    scaling: float = 1.0
+
+
 class AnglesKind(NamedTuple):
     """The layout and scale of the cosines and sines of a rotary embedding.
 

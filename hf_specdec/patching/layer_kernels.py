@@ -15,8 +15,8 @@ from ..modules.module_hooks import has_hooks
 from ..modules.patch import DTYPES, EXPERT_GATE, Replacements, bound, constant, is_unpatched, uses_layer_kernels
 from ..modules.weights import PLAIN_WEIGHTS, is_experts
 from .fused_linear import fused_parameters
-from .layer_probes import Angles, GatedMlp, Norm, Probes
-from .linear import computes, gated_linear
+from .layer_probes import Angles, GatedMlp, Norm, Probes, Router
+from .linear import computes, gated_linear, linear
 
 
 def _norm_forward(module: nn.Module, norm: Norm, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -56,6 +56,15 @@ def _activated(children: dict[str, nn.Module], mlp: GatedMlp, inputs: torch.Tens
     return ops.gated_activation(*mlp.gate_and_up(children, inputs), mlp.activation)
 
 
+def _router_forward(module: nn.Module, router: Router, *args: torch.Tensor, **kwargs: Any) -> Any:
+    if len(args) == 1 and not kwargs and args[0].dtype in DTYPES and uses_layer_kernels(args[0]):
+        inputs = args[0].reshape(-1, args[0].shape[-1])
+        if router.in_float or inputs.dtype == module.weight.dtype:
+            logits = router.logits(module, inputs, linear)
+            return logits, *router.choose(module, logits, inputs.dtype)
+    return type(module).forward(module, *args, **kwargs)
+
+
 def _embedding_forward(module: nn.Embedding, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     weight = module.weight
     is_plain = type(module) is nn.Embedding and type(weight) in PLAIN_WEIGHTS and module.max_norm is None
@@ -91,7 +100,7 @@ def _fit(frequencies: torch.Tensor, states: torch.Tensor, positions: torch.Tenso
     return is_on_device and is_known and positions.dim() == 2 and positions.dtype == torch.int64
 
 
-_FORWARDS = (_norm_forward, _mlp_forward, _embedding_forward, _angles_forward)
+_FORWARDS = (_norm_forward, _mlp_forward, _router_forward, _embedding_forward, _angles_forward)
 
 
 def layer_kernels(*models: nn.Module) -> Replacements:
@@ -119,6 +128,8 @@ def layer_kernels(*models: nn.Module) -> Replacements:
             chosen.append((module, bound(_norm_forward, norm)))
         elif mlp is not None:
             chosen.append((module, bound(_mlp_forward, mlp)))
+        elif router := probes.router(module):
+            chosen.append((module, bound(_router_forward, router)))
         elif angles := probes.angles(module):
             chosen.append((module, bound(_angles_forward, angles)))
         elif isinstance(module, nn.Embedding):

@@ -1,4 +1,4 @@
-"""Recognition of norms, gated MLPs, gates of experts and rotary embeddings, by running modules on a few random values.
+"""Recognition of layers by running modules on a few random values: norms, gated MLPs, routers, rotary embeddings.
 
 A module is copied without its weights, gets random ones, and runs on a CPU in bfloat16, where every rounding shows. It
 is of a kind if its outputs are those of that kind's reference.
@@ -6,6 +6,7 @@ is of a kind if its outputs are those of that kind's reference.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -15,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from .. import ops
 from ..host.modeling import apply_gate
-from ..kernels.types import AnglesKind, ClampedGate, NormKind
+from ..kernels.types import AnglesKind, ClampedGate, NormKind, RouterKind
 from ..modules.module_hooks import has_hooks
 from ..modules.patch import DTYPES
 from ..modules.signature import OF_EVERY_MODULE, PLAIN_VALUES
@@ -87,6 +89,36 @@ class ExpertGate(NamedTuple):
         return ops.gated_activation(*halves, self.activation, self.clamped)
 
 
+class Router(NamedTuple):
+    """A router of a mixture of experts, a linear layer and `ops.choose_experts`; it returns `(logits, weights,
+    experts)`.
+
+    Attributes:
+        bias, correction: names of the parameter or buffer that is each of them; None for none.
+        in_float: whether logits are computed in float32.
+        rounds: whether weights have the dtype of the inputs, else float32.
+    """
+
+    bias: str | None
+    correction: str | None
+    top_k: int
+    kind: RouterKind
+    in_float: bool
+    rounds: bool
+
+    def logits(self, module: nn.Module, inputs: torch.Tensor, linear: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """`[n, E]` for `[n, H]`; `linear` computes those that are not computed in float32."""
+        bias = None if self.bias is None else getattr(module, self.bias)
+        if not self.in_float:
+            return linear(inputs, module.weight, bias)
+        return F.linear(inputs.float(), module.weight.float(), None if bias is None else bias.float())
+
+    def choose(self, module: nn.Module, logits: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and experts, `[n, k]` each, for inputs of `dtype`."""
+        correction = None if self.correction is None else getattr(module, self.correction)
+        return ops.choose_experts(logits, correction, self.top_k, dtype if self.rounds else torch.float32, self.kind)
+
+
 class Angles(NamedTuple):
     """A rotary embedding with frequencies in a buffer; see `ops.rotary_angles`."""
 
@@ -129,6 +161,19 @@ class Probes:
             return None
         settings = itertools.chain.from_iterable(map(_settings, children))
         return self._try(module, ("gate", *settings), lambda: _find_expert_gate(module), None)
+
+    def router(self, module: nn.Module) -> Router | None:
+        tensors = {**module._parameters, **module._buffers}
+        tensors = {name: one for name, one in tensors.items() if one is not None}
+        weight, others = tensors.get("weight"), {name: one for name, one in tensors.items() if name != "weight"}
+        is_plain = all(type(one) in (*PLAIN_WEIGHTS, nn.Buffer) for one in tensors.values())
+        if weight is None or weight.dim() != 2 or not is_plain or module._modules or _is_linear(module):
+            return None
+        num_experts = len(weight)
+        if any(one.shape != (num_experts,) for one in others.values()) or num_experts not in vars(module).values():
+            return None
+        sizes = {name: (one.shape, one.dtype) for name, one in tensors.items()}
+        return self._try(module, ("router", *sizes.items()), lambda: _find_router(module, sizes))
 
     def angles(self, module: nn.Module) -> dict[str | None, Angles]:
         """The rotary embeddings that `module` is, by the `layer_type` argument of a call; None if it has no such
@@ -225,6 +270,57 @@ def _find_expert_gate(module: nn.Module) -> ExpertGate | None:
     inputs = _draw(len(_MLP_SCALES), 2 * _WIDTH, seed=0) * _column(_MLP_SCALES, torch.bfloat16)
     found = apply_gate(module, inputs)
     return next((one for one in candidates if same_bits(found, one(inputs))), None)
+
+
+def _find_router(module: nn.Module, sizes: dict[str, tuple[torch.Size, torch.dtype]]) -> Router | None:
+    tensors = {name: _draw(*shape, seed=seed, dtype=dtype) for seed, (name, (shape, dtype)) in enumerate(sizes.items())}
+    tensors["weight"] *= tensors["weight"].shape[1] ** -0.5
+    parameters = {name: nn.Parameter(one, requires_grad=False) for name, one in tensors.items()}
+    clone = copied(
+        module,
+        _parameters={name: one for name, one in parameters.items() if name in module._parameters},
+        _buffers={name: one for name, one in tensors.items() if name in module._buffers},
+    )
+    found, (shape, weight_dtype) = None, sizes["weight"]
+    for dtype in (torch.bfloat16, weight_dtype):  # some routers cast their inputs
+        inputs = _draw(16, shape[1], seed=9, dtype=dtype)
+        with contextlib.suppress(RuntimeError):
+            found = clone(inputs)
+            break
+    if not isinstance(found, tuple) or len(found) != 3 or found[2].dtype != torch.int64 or found[1].dim() != 2:
+        return None
+    logits, weights, experts = found
+    values = {one for one in vars(module).values() if type(one) is float}
+    kinds = [
+        RouterKind(scores, *normalises, scaling)
+        for scores in ("chosen", "softmax", "sigmoid")
+        for normalises in ((False, 0.0), (True, 0.0), *((True, eps) for eps in sorted({1e-20, 1e-6, *values})))
+        for scaling in sorted({1.0, *values})
+    ]
+    others = (None, *(name for name in sizes if name != "weight"))
+    for bias, correction, in_float, kind in itertools.product(others, others, (False, True), kinds):
+        uses_all = sorted(filter(None, (bias, correction))) == sorted(others[1:])
+        if not uses_all or not (in_float or weight_dtype == inputs.dtype):
+            continue
+        one = Router(bias, correction, experts.shape[1], kind, in_float, weights.dtype == inputs.dtype)
+        own = one.logits(clone, inputs, F.linear)
+        if torch.equal(own.float(), logits.float()):
+            chosen = one.choose(clone, own, inputs.dtype)
+            if chosen[0].dtype == weights.dtype and _are_chosen_alike(own, (weights, experts), chosen):
+                return one
+    return None
+
+
+def _are_chosen_alike(
+    logits: torch.Tensor, found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
+) -> bool:
+    """Whether weights and the logits of experts are equal, up to roundings of float32, in some order of a token's."""
+    for some, others in zip(found, expected, strict=True):
+        some, others = (one if one.is_floating_point() else logits.float().gather(1, one) for one in (some, others))
+        some, others = (one.float().sort(-1).values for one in (some, others))
+        if not torch.allclose(some, others, rtol=2 * torch.finfo(found[0].dtype).eps, atol=0):
+            return False
+    return True
 
 
 def _find_norm(module: nn.Module, size: int | None) -> Norm | None:

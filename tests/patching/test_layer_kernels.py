@@ -79,8 +79,14 @@ def used(monkeypatch):
     counted("rotary", lambda cos, sin, states, kind: kind)
     counted("rotate_and_store", lambda cos, sin, states, kind, *stored: kind)
     counted("rotary_angles", lambda frequencies, positions, dtype, kind: kind)
+    counted("choose_experts", lambda logits, correction, top_k, dtype, kind: (correction is not None, kind.scores))
     counted("gated_activation", lambda gate, up, activation, clamped=None: clamped or activation)
     return counts
+
+
+# Scores of routers, and whether they are corrected.
+ROUTERS = {"gpt-oss": (False, "chosen"), "qwen3-moe": (False, "softmax"), "deepseek-v3": (True, "sigmoid")}
+ROUTERS["qwen3-next"] = (False, "chosen")
 
 
 def target_of(name):
@@ -106,6 +112,7 @@ def test_texts_are_the_same_and_ops_run(used, name):
     norms, activations, _ = EXPECTED[name]
     assert kinds_of(used, "rms_norm", "add_rms_norm") == norms
     assert kinds_of(used, "gated_activation") == set(activations)
+    assert kinds_of(used, "choose_experts") == ({ROUTERS[name]} if name in ROUTERS else set())
     assert len(kinds_of(used, "rotary", "rotate_and_store")) == 1
     used.clear()
     assert torch.equal(greedy(target, inputs), plain) and not used
@@ -343,6 +350,67 @@ def test_gates_of_experts_are_told_by_what_they_compute(compute, expected, is_in
     hooked = Experts()
     hooked.act_fn.register_forward_hook(lambda module, args, out: 2 * out)
     assert Probes().expert_gate(hooked) is None
+
+
+def of_softmax(router, logits):
+    weights, experts = logits.float().softmax(-1).topk(router.top_k, dim=-1)
+    return (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), experts
+
+
+def corrected(router, logits):
+    scores = logits.float().sigmoid()
+    experts = (scores + router.correction).topk(router.top_k, dim=-1).indices
+    weights = scores.gather(1, experts)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * router.scaling, experts
+
+
+def in_groups(router, logits):
+    best = logits.float().view(-1, 4, 4).topk(2, dim=-1)[0].sum(-1).argmax(-1)
+    is_left = torch.arange(16) // 4 == best[:, None]
+    return corrected(router, logits.masked_fill(~is_left, -torch.inf))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("choose", "options", "expected"),
+    [
+        (of_softmax, {}, ("chosen", False, 1.0)),
+        (lambda router, logits: logits.softmax(-1).topk(router.top_k, dim=-1), {}, ("softmax", False, 1.0)),
+        (corrected, {"correction": True}, ("sigmoid", True, 1.75)),
+        (corrected, {"correction": True, "in_float": True, "bias": True}, ("sigmoid", True, 1.75)),
+        (in_groups, {"correction": True}, None),
+        (lambda router, logits: (2 * logits.softmax(-1)).topk(router.top_k, dim=-1), {}, None),
+        (lambda router, logits: logits.softmax(-1).topk(router.top_k, dim=-1), {"correction": True}, None),
+        (lambda router, logits: of_softmax(router, logits + 0.1 * logits.roll(1, -1)), {}, None),
+    ],
+)
+def test_routers_are_told_by_what_they_compute(choose, options, expected, dtype):
+    in_float = options.get("in_float", False)
+
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_experts, self.top_k, self.scaling = 16, 3, 1.75
+            self.weight = nn.Parameter(torch.zeros(16, 24, dtype=dtype))
+            if options.get("bias"):
+                self.bias = nn.Parameter(torch.zeros(16, dtype=dtype))
+            if options.get("correction"):
+                self.register_buffer("correction", torch.zeros(16))
+
+        def forward(self, states):
+            given = (states, self.weight, getattr(self, "bias", None))
+            given = [one.float() if in_float and one is not None else one for one in given]
+            logits = F.linear(*given)
+            return (logits, *choose(self, logits))
+
+    found = Probes().router(Router())
+    if expected is None:
+        assert found is None
+        return
+    kind = found.kind
+    assert (kind.scores, kind.normalises, kind.scaling) == expected and found.top_k == 3
+    assert (found.bias, found.correction) == ("bias" if "bias" in options else None, next(iter(options), None))
+    assert found.in_float == in_float
 
 
 def test_modules_of_one_class_may_differ():
