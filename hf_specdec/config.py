@@ -232,6 +232,19 @@ def check_int(name: str, value: Any, least: int, others: str = "") -> int:
     return int(value)
 
 
+def number_or_text(text: str) -> int | str:
+    """An argument of a command line as an integer if it is one, such as K or `AUTO`."""
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def check_least(options: Any, **least: int) -> None:
+    """Raise `ValueError` if one of the `options` of a command line, a number or a list, is below its `least` value."""
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if any(one < bound for one in (value if isinstance(value, list) else [value]) if one is not None):
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; expected at least {bound}.")
+
+
 def check_num_or_auto(value: int | str) -> int | str:
     """`check_num_assistant_tokens`, except that `value` may be `AUTO`."""
     if isinstance(value, str) and value == AUTO:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -135,20 +136,9 @@ class DecodeState:
     tokens: torch.Tensor
     numbers: torch.Tensor
     settings: torch.Tensor
-    lengths: torch.Tensor
-    limits: torch.Tensor
     finished: torch.Tensor
     eos: torch.Tensor
-    seeds: torch.Tensor
     temperature: torch.Tensor
-    row_temperatures: torch.Tensor
-    row_top_k: torch.Tensor
-    row_tail: torch.Tensor
-    row_min_lengths: torch.Tensor
-    row_padding_tokens: torch.Tensor
-    row_repetition_penalties: torch.Tensor
-    row_presence_penalties: torch.Tensor
-    row_frequency_penalties: torch.Tensor
     slots: int
     most_draft_tokens: int
     most_nodes: int
@@ -157,16 +147,10 @@ class DecodeState:
     is_sampling: bool
     draft_probs: bool
     verification: str
-    cached: torch.Tensor
-    draft_starts: torch.Tensor
-    position_offsets: torch.Tensor
-    prompt_lengths: torch.Tensor
-    prompt_length_gap: torch.Tensor
-    adapters: torch.Tensor
-    cache: RaggedCache | None
-    live: int
     result: VerificationResult
     row_slots: int
+    cache: RaggedCache | None = None
+    live: int = 1
     block_width: int = 1
     logprobs: tuple[str, ...] = ()
     aux_hidden_states: torch.Tensor | None = None
@@ -178,6 +162,7 @@ class DecodeState:
 
     def __post_init__(self) -> None:
         self.dummy_slot = self.slots - 1
+        vars(self).update(zip((*NUMBERS, *SETTINGS), (*self.numbers, *self.settings), strict=True))
 
     @classmethod
     def allocate(cls, shape: Shape, layers: LayerKinds, device: torch.device) -> DecodeState:
@@ -186,10 +171,6 @@ class DecodeState:
         # Kernels take `[batch]` views; for an address that 16 does not divide, Triton would compile another variant.
         numbers = torch.empty(len(NUMBERS), batch + batch % 2, dtype=torch.int64, device=device)[:, :batch]
         settings = torch.empty(len(SETTINGS), batch + -batch % 4, dtype=torch.float32, device=device)[:, :batch]
-        views = dict(zip((*NUMBERS, *SETTINGS), (*numbers, *settings), strict=True))
-        cache = RaggedCache(layers, shape.slots, views["lengths"], None, shape.num_draft_tokens) if layers else None
-        if shape.keeps_hidden_states:
-            cache.hidden_states = HiddenStates()
         state = cls(
             tokens=torch.zeros(batch, shape.slots, dtype=torch.int64, device=device),
             finished=torch.empty(batch, dtype=torch.bool, device=device),
@@ -203,18 +184,19 @@ class DecodeState:
             is_sampling=shape.is_sampling,
             draft_probs=shape.draft_probs,
             verification=shape.verification,
-            cache=cache,
-            live=shape.slots,
             row_slots=shape.slots,
             numbers=numbers,
             settings=settings,
-            **views,
             result=VerificationResult(
                 tokens=torch.zeros(batch, shape.num_draft_tokens + 1, dtype=torch.int64, device=device),
                 accepted=torch.zeros(batch, dtype=torch.int64, device=device),
                 committed=torch.zeros(batch, dtype=torch.int64, device=device),
             ),
         )
+        if layers:
+            state.cache = RaggedCache(layers, shape.slots, state.lengths, None, shape.num_draft_tokens)
+        if shape.keeps_hidden_states:
+            state.cache.hidden_states = HiddenStates()
         state.clear()
         state.live = shape.slots
         return state
@@ -253,13 +235,11 @@ class DecodeState:
         `memory` is the drafter's memory in the same form.
         """
         batch = len(self.tokens)
-        return replace(
-            self,
-            tokens=self.tokens.view(1, -1),
-            slots=batch * self.slots,
-            cache=PackedCache(self.cache, batch),
-            memory=memory,
-        )
+        packed = copy.copy(self)
+        packed.tokens, packed.slots = self.tokens.view(1, -1), batch * self.slots
+        packed.dummy_slot = packed.slots - 1
+        packed.cache, packed.memory = PackedCache(self.cache, batch), memory
+        return packed
 
     def clear(self) -> None:
         """Mark all rows as finished, with a text of one token."""

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ..auto import AutoDrafter
 from ..auto_k.auto_drafts import CANDIDATES
 from ..checkpoints.checkpoint import read_config_file
-from ..config import AUTO, check_num_or_auto
+from ..config import AUTO, check_least, check_num_or_auto, number_or_text
 from ..drafters import Drafter
 from ..drafters.base import KV_CACHE_DTYPES, check_num_nodes
 from ..drafters.none import NoDrafter
@@ -42,10 +42,6 @@ DRAFT_PROBS = {"on": True, "off": False, "auto": "auto"}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def _number_or_text(text: str) -> int | str:
-    return int(text) if text.lstrip("-").isdigit() else text
-
-
 def add_bench(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "bench",
@@ -58,13 +54,13 @@ def add_bench(subparsers: argparse._SubParsersAction) -> None:
     add(
         "--num-assistant-tokens",
         "-k",
-        type=_number_or_text,
+        type=number_or_text,
         nargs="+",
         help='draft tokens a round; "auto" to choose them round by round; a drafter\'s own number by default',
     )
     add(
         "--tree",
-        type=_number_or_text,
+        type=number_or_text,
         nargs="+",
         default=[0],
         help='drafts a round that are verified as a tree of up to K in a row, 0 for a chain of K; "auto" with -k auto',
@@ -216,11 +212,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         check_num_or_auto(k)
     for tree in arguments.tree:
         check_num_nodes(tree)
-    least = {"max_new_tokens": 2, "runs": 1, "prompt_length": 1, "batch_size": 1, "limit": 1}
-    for name, bound in least.items():
-        value = getattr(arguments, name)
-        if any(one < bound for one in (value if isinstance(value, list) else [value]) if one is not None):
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; expected at least {bound}.")
+    check_least(arguments, max_new_tokens=2, runs=1, prompt_length=1, batch_size=1, limit=1)
     for temperature in arguments.temperature:
         if not 0 <= temperature < math.inf:
             raise ValueError(f"--temperature is {temperature}; expected 0 for greedy decoding, or more.")

@@ -5,6 +5,4 @@ see `parts.why_broken`; `hf-specdec doctor` shows all of them, and docs/transfor
 """
 
 # Imports the whole table before anything asks which parts are missing.
-from . import caches, generation, modeling, quantised, serving
-
-__all__ = ["caches", "generation", "modeling", "quantised", "serving"]
+from . import caches, generation, modeling, quantised, serving  # noqa: F401

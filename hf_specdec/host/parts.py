@@ -97,7 +97,8 @@ def lazy_part(where: str, *names: str, why: str, since: str = "") -> Callable[[]
     return look_up
 
 
-def _code_of(owner: Any) -> Iterator[types.CodeType]:
+def code_in(owner: Any) -> Iterator[types.CodeType]:
+    """The code of the functions, methods and properties of a class, or of a module and its classes."""
     for one in vars(owner).values():
         for function in (one, *(getattr(one, name, None) for name in ("fget", "fset", "__func__"))):
             function = inspect.unwrap(function) if callable(function) else None
@@ -105,7 +106,7 @@ def _code_of(owner: Any) -> Iterator[types.CodeType]:
             if code is not None:
                 yield code
         if isinstance(owner, types.ModuleType) and isinstance(one, type) and one.__module__ == owner.__name__:
-            yield from _code_of(one)
+            yield from code_in(one)
 
 
 def named_in(where: str, name: str, *, why: str, since: str = "", is_needed: bool = True) -> str:
@@ -113,7 +114,7 @@ def named_in(where: str, name: str, *, why: str, since: str = "", is_needed: boo
 
     def is_found() -> bool:
         owner = _owner(where)
-        codes = () if owner is None else _code_of(owner)
+        codes = () if owner is None else code_in(owner)
         return hasattr(owner, name) or any(name in (*code.co_names, *code.co_consts) for code in codes)
 
     PARTS.append(Part(where, (name,), why, since, is_needed, is_found))

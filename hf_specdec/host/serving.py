@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from .parts import lazy_part, named_in, part, uses
+from .parts import PARTS, lazy_part, named_in, part, uses
 
 _SERVER = "transformers.cli.serving"
+_UTILS, _APP = f"{_SERVER}.utils", f"{_SERVER}.server"
 _TENSOR_PARALLEL = "transformers.distributed.tensor_parallel"
 
 _HANDLER = "requests of the server are checked before its handle_request reads them"
@@ -15,24 +16,16 @@ _HANDLER = "requests of the server are checked before its handle_request reads t
 is_serve_available = part(
     "transformers.utils.import_utils", "is_serve_available", why="tells whether the server's packages are installed"
 )
-server = lazy_part(f"{_SERVER}.server", why="module of the server")
-utils = lazy_part(f"{_SERVER}.utils", why="module of the server's managers")
+server = lazy_part(_APP, why="module of the server")
+utils = lazy_part(_UTILS, why="module of the server's managers")
 command_line = lazy_part("transformers.cli.transformers", "app", why="starts the server")
-
-
-# Names in the server's modules that are replaced or called, by module, and why.
-SERVER_NAMES = {
-    "utils": {
-        "CBGenerateManager": "replaced: managers with a drafter, settings of each request",
-        "CBWorkerDeadError": "error of a manager that has ended",
-        "set_torch_seed": "replaced: a seed is the request's own",
-        "split_model_id": "name of the target",
-    },
-    "server": {"build_server": "replaced: the manager is made before requests come"},
-}
-for _module, _names in SERVER_NAMES.items():
-    for _name, _why in _names.items():
-        lazy_part(f"{_SERVER}.{_module}", _name, why=_why)
+lazy_part(_UTILS, "CBGenerateManager", why="replaced: managers with a drafter, settings of each request")
+lazy_part(_UTILS, "CBWorkerDeadError", why="error of a manager that has ended")
+lazy_part(_UTILS, "set_torch_seed", why="replaced: a seed is the request's own")
+lazy_part(_UTILS, "split_model_id", why="name of the target")
+lazy_part(_APP, "build_server", why="replaced: the manager is made before requests come")
+# Names in the server's modules that are replaced or called.
+SERVER_PARTS = [one for one in PARTS if one.where in (_UTILS, _APP) and one.names]
 
 # Kinds of requests that are checked first, named as their handlers.
 CHAT = named_in(f"{_SERVER}.chat_completion", "ChatCompletionHandler", why=_HANDLER, is_needed=False)

@@ -177,7 +177,7 @@ def check_call(
 
 def check_whole(model: PreTrainedModel) -> None:
     """Raise `ValueError` if weights of `model` are gathered by its own forward only."""
-    if any([hasattr(kind(), "set_reshard_after_forward") for kind in signature_of(model).code.classes]):
+    if any([hasattr(kind, "set_reshard_after_forward") for kind in signature_of(model).by_class]):
         raise ValueError(
             f"{type(model).__name__} is sharded by fully_shard() (FSDP2), so that its weights are whole only while its "
             "own forward runs; expected a target that a process can run by itself. Load all of it in every process, "

@@ -35,6 +35,7 @@ from ..host.modeling import (
     TRAINING_ATTRIBUTES,
     UNREAD_ATTRIBUTES,
 )
+from ..host.parts import code_in
 from .adapters import ACTIVE_ATTRIBUTES, Adapters, is_lora_linear
 from .hidden_states import modules_of
 from .patch import EXPERT_GATE, is_anything_replaced, original
@@ -168,24 +169,6 @@ def _identities(values: Iterable[Any]) -> tuple[Hashable, ...]:
     return tuple(map(weakref.ref if are_functions else Identity, values))
 
 
-class _Code(NamedTuple):
-    """The code that modules compute with, i.e. besides weights and attributes; none of it is kept alive.
-
-    Attributes:
-        classes, forwards, calls: classes of the modules, by first appearance; `forward` and `__call__` of each.
-        own: `forward`s that are attributes of modules.
-        functions: functions among the globals of the files that define the classes.
-        attention: the attention implementations that configurations name, and their functions, if any.
-    """
-
-    classes: tuple[weakref.ref[type], ...]
-    forwards: tuple[Hashable, ...]
-    calls: tuple[Hashable, ...]
-    own: tuple[Hashable, ...]
-    functions: frozenset[weakref.ref]
-    attention: frozenset[tuple[Any, Hashable]]
-
-
 class Signature:
     """A snapshot of models. Parts are read when first accessed, while nothing is patched.
 
@@ -222,7 +205,7 @@ class Signature:
         return [config for config in found.values() if isinstance(config, PreTrainedConfig)]
 
     @cached_property
-    def _by_class(self) -> dict[type[nn.Module], list[dict[str, Any]]]:
+    def by_class(self) -> dict[type[nn.Module], list[dict[str, Any]]]:
         """`attributes` by class, by first appearance."""
         found: defaultdict[type[nn.Module], list[dict[str, Any]]] = defaultdict(list)
         for module, own in zip(self.modules, self.attributes, strict=True):
@@ -230,13 +213,18 @@ class Signature:
         return found
 
     @cached_property
-    def code(self) -> _Code:
-        classes = self._by_class
+    def code(self) -> tuple[Hashable, ...]:
+        """The code that modules compute with, i.e. besides weights and attributes; none of it is kept alive.
+
+        It is `forward` and `__call__` of each class; `forward`s that are attributes of modules; functions among the
+        globals of the files that define the classes; the attention implementations that configurations name, and their
+        functions, if any.
+        """
+        classes = self.by_class
         own = [original(module, "forward") for module in self.having("forward")]
         names = {original(config, ATTENTION_ENTRY) for config in self.configs}
         chosen = [(name, ALL_ATTENTION_FUNCTIONS.get(name)) for name in names]
-        return _Code(
-            tuple(map(weakref.ref, classes)),
+        return (
             _identities(map(attrgetter("forward"), classes)),
             _identities(map(attrgetter("__call__"), classes)),
             _identities([forward for forward in own if forward is not None]),
@@ -248,19 +236,17 @@ class Signature:
     def kind(self) -> Hashable:
         """Class, configuration, code and layer attributes of the model, but not its weights. Equal for models that are
         built alike."""
-        model, code = self.modules[0], self.code
+        model, (forwards, _, *others) = self.modules[0], self.code
         # Attributes of layers, such as windows, may differ from the configuration's.
         names = itertools.repeat("layer_idx")
-        layers = [one for one in self._by_class.items() if any(map(contains, one[1], names))]
+        layers = [one for one in self.by_class.items() if any(map(contains, one[1], names))]
         values = chain.from_iterable([_read(*one)[1] for one in layers])
-        pairs = zip(code.classes, code.forwards, strict=True)
+        pairs = zip(self.by_class, forwards, strict=True)
         return (
             type(model),
             settings_of(model.config),
-            frozenset([forward if issubclass(one(), _OF_ONE_TOKEN) else (one, forward) for one, forward in pairs]),
-            code.own,
-            code.functions,
-            code.attention,
+            frozenset([one if issubclass(kind, _OF_ONE_TOKEN) else (weakref.ref(kind), one) for kind, one in pairs]),
+            *others,
             tuple([tuple([value for value in some if type(value) in PLAIN_VALUES]) for some in values]),
         )
 
@@ -279,7 +265,7 @@ class Signature:
         `adapters`.
         """
         contents, kinds = _Contents(), list(map(type, self.modules))
-        values = [_values_of(kind, alike, contents) for kind, alike in self._by_class.items()]
+        values = [_values_of(kind, alike, contents) for kind, alike in self.by_class.items()]
         children = list(map(itemgetter("_modules"), self.attributes))
         counts, children = list(map(len, children)), list(filter(None, children))
         names = list(chain.from_iterable(children))
@@ -450,10 +436,7 @@ def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ..
 def _mentioned(kind: type[nn.Module]) -> frozenset[str]:
     """Names and strings in the code of a class, of its base classes, and of the functions in their files."""
     classes = [one for one in kind.__mro__ if one.__module__ != "builtins"]
-    functions: list[Any] = functions_of(files_of(classes))
-    for value in chain.from_iterable(vars(one).values() for one in classes):
-        functions += [value, *(getattr(value, name, None) for name in ("fget", "fset", "__func__"))]
-    codes = [code_of(one) for one in functions if callable(one)]
+    codes = [*map(code_of, functions_of(files_of(classes))), *chain.from_iterable(map(code_in, classes))]
     found: set[str] = set()
     while codes:
         if (code := codes.pop()) is not None:

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 
 from ..errors import first_line
 from ..host.serving import CHAT, COMPLETION, RESPONSE
+from .answers import AnswerLogprobs
 
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
@@ -89,8 +90,8 @@ class RefusedRequest(Exception):
 @dataclass(frozen=True)
 class ParsedBody:
     """A checked request: the body for transformers' handler, `options` of `add_request`, OpenAI's penalties, stop
-    strings, the number of answers `n`, whether answers have log-probabilities, and whether the request limits the
-    length of answers."""
+    strings, the number of answers `n`, the log-probabilities of the answer if it has some, and whether the request
+    limits the length of answers."""
 
     body: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
@@ -98,12 +99,13 @@ class ParsedBody:
     frequency_penalty: float = 0.0
     stops: tuple[str, ...] = ()
     n: int = 1
-    has_logprobs: bool = False
+    logprobs: AnswerLogprobs | None = None
     has_length: bool = False
 
     def for_choice(self, number: int) -> ParsedBody:
         """The request for answer `number` of `n`."""
-        return replace(self, n=1, body=dict(self.body), options=self.options | {"sequence": (number, self.n)})
+        own = {"body": dict(self.body), "options": self.options | {"sequence": (number, self.n)}}
+        return replace(self, n=1, logprobs=None if self.logprobs is None else AnswerLogprobs(self.stops), **own)
 
 
 def read_body(kind: str, body: Mapping[str, Any]) -> ParsedBody:
@@ -152,7 +154,7 @@ def read_body(kind: str, body: Mapping[str, Any]) -> ParsedBody:
         frequency_penalty=float(given.pop("frequency_penalty", 0.0)),
         stops=tuple(stops),
         n=given.pop("n", 1),
-        has_logprobs=has_logprobs,
+        logprobs=AnswerLogprobs(stops) if has_logprobs else None,
         has_length=any(name in given for name in _LENGTHS) or "max_new_tokens" in config,
         body=given,
     )

@@ -25,7 +25,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 
 from ..auto import AutoDrafter
 from ..checkpoints.checkpoint import check_folder
-from ..config import check_num_or_auto
+from ..config import check_least, check_num_or_auto, number_or_text
 from ..drafters import Drafter, NoDrafter
 from ..drafters.base import check_num_nodes
 from ..errors import first_line
@@ -37,7 +37,7 @@ from ..modules.adapters import NO_ADAPTER
 from ..ops import row_seeds
 from ..patching.support import stated_positions
 from ..sampling.logits import PenaltyLogitsProcessor
-from .answers import AnswerLogprobs, StopStringQueue, join, join_streams, without_stops
+from .answers import StopStringQueue, join, join_streams, without_stops
 from .bodies import ParsedBody, RefusedRequest, read_body
 from .delivery import event_builder, without_queues
 from .manager import SpeculativeBatchingManager
@@ -66,12 +66,10 @@ LONGEST = 2047
 # Seconds for which streams may continue after the server was asked to stop.
 SHUTDOWN_TIMEOUT = 10
 
-# Of the current task's request: its seed, its body, the keywords of `add_request`, and the log-probabilities of its
-# answer if it asks for them.
+_NO_BODY = ParsedBody({})
+# Of the current task's request: its seed, and its body, whose options are those of `add_request` when it is added.
 _SEED: ContextVar[int | None] = ContextVar("seed", default=None)
-_BODY: ContextVar[ParsedBody | None] = ContextVar("body", default=None)
-_OPTIONS: ContextVar[dict[str, Any] | None] = ContextVar("options", default=None)
-_LOGPROBS: ContextVar[AnswerLogprobs | None] = ContextVar("logprobs", default=None)
+_BODY: ContextVar[ParsedBody] = ContextVar("body", default=_NO_BODY)
 
 
 @dataclass(frozen=True)
@@ -95,11 +93,7 @@ class ServeSettings:
     managers: list[SpeculativeBatchingManager] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        least = {"max_requests": 1, "max_queue_size": 0, "longest": 2, "max_length": 2, "shutdown_timeout": 0}
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if value is not None and value < bound:
-                raise ValueError(f"--{name.replace('_', '-')} is {value}; expected at least {bound}.")
+        check_least(self, max_requests=1, max_queue_size=0, longest=2, max_length=2, shutdown_timeout=0)
 
     def manager_for(
         self, model: PreTrainedModel, settings: ContinuousBatchingConfig | None
@@ -141,10 +135,10 @@ class _OptionsManager:
         return getattr(self._manager, name)
 
     def add_request(self, *args: Any, **kwargs: Any) -> str:
-        return self._manager.add_request(*args, **kwargs | (_OPTIONS.get() or {}))
+        return self._manager.add_request(*args, **kwargs | _BODY.get().options)
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
-        logprobs = _LOGPROBS.get()
+        logprobs = _BODY.get().logprobs
 
         def read(result: GenerationOutput) -> None:
             if logprobs is not None:
@@ -171,13 +165,7 @@ def serving(settings: ServeSettings) -> Iterator[None]:
         raise ValueError(f"{error}. Install a tested version of transformers.") from error
     import uvicorn
 
-    places = {"server": server, "utils": utils}
-    missing = [
-        name
-        for place, names in serving_parts.SERVER_NAMES.items()
-        for name in names
-        if not hasattr(places[place], name)
-    ]
+    missing = [one.names[0] for one in serving_parts.SERVER_PARTS if not one.is_found()]
     if missing:
         fault = f"`transformers.cli.serving` has no {', '.join(missing)}, through which requests get their drafter"
         raise ValueError(f"{about(fault)}. Install a tested version of transformers.")
@@ -232,14 +220,15 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
         @contextmanager
         def _request(self, model, processor, inputs, gen_config, request_id) -> Iterator[ParsedBody]:
             """Context in which the request is added with its own options; errors become responses to its client."""
-            parsed, length = _BODY.get() or ParsedBody({}), len(inputs["input_ids"])
+            parsed, length = _BODY.get(), len(inputs["input_ids"])
             self._check_alive(request_id)
             if self._cb.is_active(request_id):
                 raise RefusedRequest(f"The request {request_id} is not over; expected another X-Request-ID.")
             _fit(settings.max_length, self._cb, gen_config, length, parsed)
-            if (logprobs := _LOGPROBS.get()) is not None:
-                logprobs.tokenizer = getattr(processor, "tokenizer", processor)
-            before = _OPTIONS.set(_options_of(gen_config, self._cb.generation_config, processor, parsed, length))
+            if parsed.logprobs is not None:
+                parsed.logprobs.tokenizer = getattr(processor, "tokenizer", processor)
+            options = _options_of(gen_config, self._cb.generation_config, processor, parsed, length)
+            before = _BODY.set(replace(parsed, options=options))
             try:
                 self._cb.check_room(length)
                 yield parsed
@@ -252,7 +241,7 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
             except RuntimeError as error:
                 raise RefusedRequest(str(error), 500) from error
             finally:
-                _OPTIONS.reset(before)
+                _BODY.reset(before)
 
     return SpeculativeGenerateManager
 
@@ -307,7 +296,7 @@ def _options_of(
     }
     if config.stop_strings is not None:
         options |= {"stop_strings": config.stop_strings, "tokenizer": getattr(processor, "tokenizer", processor)}
-    if parsed.has_logprobs:
+    if parsed.logprobs is not None:
         options["return_logprobs"] = "raw"
     options |= parsed.options
     number, count = options.pop("sequence", (0, 1))
@@ -330,14 +319,12 @@ def _checking_handler(
     async def answer(parsed: ParsedBody, request_id: str) -> Any:
         _BODY.set(parsed)
         _SEED.set(None)  # the handler sets it if the request has a seed
-        logprobs = AnswerLogprobs(parsed.stops) if parsed.has_logprobs else None
-        _LOGPROBS.set(logprobs)
         response = await handle(parsed.body, request_id)
         if isinstance(response, JSONResponse):
             found = without_stops(json.loads(response.body), parsed.stops)
-            return found if logprobs is None else logprobs.added_to(found)
-        if logprobs is not None:
-            response.body_iterator = logprobs.added_to_events(response.body_iterator)
+            return found if parsed.logprobs is None else parsed.logprobs.added_to(found)
+        if parsed.logprobs is not None:
+            response.body_iterator = parsed.logprobs.added_to_events(response.body_iterator)
         return response
 
     async def handle_request(body: dict, request_id: str) -> Any:
@@ -444,8 +431,9 @@ def add_serve(subparsers: argparse._SubParsersAction) -> None:
         metavar="NAME=FOLDER",
         help="a LoRA adapter of PEFT, its folder or repository, which requests name as their model; may be repeated",
     )
-    add("--num-assistant-tokens", "-k", help='draft tokens a round, or "auto", the default: chosen round by round')
-    add("--tree", help='drafts that are verified as a tree; 0, the default, for chains; "auto": chosen round by round')
+    num = functools.partial(add, type=number_or_text)
+    num("--num-assistant-tokens", "-k", help='draft tokens a round, or "auto", the default: chosen round by round')
+    num("--tree", help='drafts that are verified as a tree; 0, the default, for chains; "auto": chosen round by round')
     add("--max-requests", type=int, help="most requests that run at once; by default 256 on a GPU, 16 on a CPU")
     add("--max-queue-size", type=int, default=0, help="most requests that wait, 0 for any number; others are refused")
     add(
@@ -479,10 +467,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
             f"--adapter is {', '.join(arguments.adapter)}; expected NAME=FOLDER with names that differ, none of them "
             f"the target's or {NO_ADAPTER}."
         )
-    number, tree = (
-        int(one) if one is not None and one.isdigit() else one
-        for one in (arguments.num_assistant_tokens, arguments.tree)
-    )
+    number, tree = arguments.num_assistant_tokens, arguments.tree
     if number is not None:
         check_num_or_auto(number)
     if tree is not None:
