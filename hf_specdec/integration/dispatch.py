@@ -138,9 +138,10 @@ def _choose_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool
     drafter = call.drafter
     check_whole(call.model)
     on_static, obstacle = _fitted_to_static_engine(call, model_kwargs, is_continuous)
-    if drafter.engine == "static" and obstacle is not None:
+    is_refused = is_continuous and obstacle is not None  # no other engine runs several texts together
+    if drafter.engine == "static" and obstacle is not None and not is_refused:
         raise ValueError(f'engine="static" was forced, but {obstacle}; use engine="auto" or "stock".')
-    if drafter.engine != "auto":
+    if drafter.engine != "auto" and not is_refused:
         engine, reason = drafter.engine, f"forced by engine={drafter.engine!r}"
     else:
         engine, reason = ("static", "the target and the call fit") if obstacle is None else ("stock", obstacle)

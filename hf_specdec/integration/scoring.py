@@ -70,7 +70,7 @@ def score(
             check_tokens(model, ids, mask)
             prompt = next(one for one, columns in texts if len(columns) == longest)
             config = GenerationConfig(**default_settings(GenerationConfig) | {"max_new_tokens": 1})
-            call, model_kwargs = call_of(model, scorer.configure(engine="auto"), config, [prompt])
+            call, model_kwargs = call_of(model, scorer, config, [prompt])
         on_static_engine(call, model_kwargs, None)
         with HostedTarget(model, scorer) as target:
             # Longest first: texts of a pass have similar lengths.
