@@ -12,7 +12,9 @@ from transformers import MODEL_MAPPING, AutoConfig, PreTrainedModel
 
 from ..cache.layer_kinds import Use, first_reason, plug_ins
 from ..config import MtpConfig
+from ..host.caches import CACHE_NAMES, cache_parameter
 from ..host.modeling import LlamaRMSNorm, Qwen3NextRMSNorm, step3p7_text_model
+from ..host.parts import any_of
 from ..patching.attention import ATTENTION_NAME
 from ..patching.layer_kernels import norms_side_by_side
 from ..patching.support import configured_layers
@@ -41,6 +43,9 @@ def build_decoder(settings: Mapping[str, Any]) -> PreTrainedModel:
     if getattr(decoder, "rotary_emb", None) is None or not hasattr(decoder, "layers"):
         name = decoder_class.__name__
         raise unfit(f"{name} has no rotary_emb, or no layers; expected one that embeds positions for all its layers.")
+    layer = type(decoder.layers[0])
+    if cache_parameter(layer.forward) is None:
+        raise unfit(f"{layer.__name__}.forward has no parameter {any_of(CACHE_NAMES)}.")
     use = Use.REPEATED_POSITIONS
     reason = first_reason(part.why_not_used(decoder, use) for part in plug_ins())
     if reason is not None or (reason := configured_layers(decoder).why_not(use)) is not None:

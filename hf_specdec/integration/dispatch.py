@@ -138,9 +138,10 @@ def _choose_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool
     drafter = call.drafter
     check_whole(call.model)
     on_static, obstacle = _fitted_to_static_engine(call, model_kwargs, is_continuous)
-    if drafter.engine == "static" and obstacle is not None:
+    is_refused = is_continuous and obstacle is not None  # no other engine runs several texts together
+    if drafter.engine == "static" and obstacle is not None and not is_refused:
         raise ValueError(f'engine="static" was forced, but {obstacle}; use engine="auto" or "stock".')
-    if drafter.engine != "auto":
+    if drafter.engine != "auto" and not is_refused:
         engine, reason = drafter.engine, f"forced by engine={drafter.engine!r}"
     else:
         engine, reason = ("static", "the target and the call fit") if obstacle is None else ("stock", obstacle)
@@ -359,19 +360,21 @@ def make_call_cache(model: PreTrainedModel, config: GenerationConfig, model_kwar
 
 def on_static_engine(call: Call, model_kwargs: dict[str, Any], prompts: Sequence[torch.Tensor] | None) -> Call:
     """`call` prepared for the static engine, for a pass over several texts. Raises `ValueError` if that cannot run it.
-    `prompts` as in `_call_of`."""
+    `prompts` as in `_call_of`; None if texts are only scored."""
     drop_empty_attentions(call, model_kwargs)
     call, engine = _choose_engine(call, model_kwargs, True)
+    name, what, instead = type(call.model).__name__, "Continuous batching", "Use generate(assistant_model=...)."
+    if prompts is None:
+        what, instead = "drafter.score()", "Compute log-probabilities from the logits of the model's own forward."
     if engine != "static":
         raise ValueError(
-            f"Continuous batching runs on the static engine, but {type(call.model).__name__} with this drafter runs "
-            f"on the {engine} engine: {call.reason}. Use generate(assistant_model=...)."
+            f"{what} runs on the static engine, but {name} with this drafter runs on the {engine} engine: "
+            f"{call.reason}. {instead}"
         )
     if call.inputs is not None:
         raise ValueError(
-            f"Continuous batching runs prompts together with other requests, but {type(call.model).__name__} itself "
-            "must run them in a pass of their own; expected a target whose text is causal. Use "
-            "generate(assistant_model=...)."
+            f"{what} runs several texts together, but {name} itself must run them in a pass of their own; expected a "
+            f"target whose text is causal. {instead}"
         )
     _check_engine(call, engine, prompts)
     return call

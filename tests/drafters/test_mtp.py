@@ -218,6 +218,7 @@ def test_stock_engine(monkeypatch, published, family, num_modules, chaining):
     [
         "FalconForCausalLM",  # layers of another name
         "GraniteMoeHybridForCausalLM",  # no RoPE
+        "GPTNeoXForCausalLM",  # a cache by another name
         "Gemma3nForCausalLM",  # sizes by layer
         "Gemma4ForCausalLM",  # inputs by layer
         "DeepseekV4ForCausalLM",  # layers of other types only

@@ -382,10 +382,11 @@ def test_drafters_that_cannot_copy_rows_are_refused():
         target.generate_batch([[5, 6]], assistant_model=drafter, max_new_tokens=4)
 
 
-def test_targets_of_the_stock_engine_are_refused():
+@pytest.mark.parametrize("drafter_of", [random_eagle3, NoDrafter])  # the latter has engine="static"
+def test_targets_of_the_stock_engine_are_refused(drafter_of):
     target = tiny_target(STOCK_FAMILY)
     with pytest.raises(ValueError, match=r"runs on the static engine, but PhimoeForCausalLM .* runs on the stock"):
-        target.generate_batch([[5, 6]], assistant_model=random_eagle3(target), max_new_tokens=4)
+        target.generate_batch([[5, 6]], assistant_model=drafter_of(target), max_new_tokens=4)
 
 
 def test_wrong_prompts():

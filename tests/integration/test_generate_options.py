@@ -700,6 +700,16 @@ def test_prompt_in_chunks(batch, chunk_size, kind, monkeypatch):
         assert torch.equal(before.tokens[rows, 0], after.tokens[rows, 0]), "the drafter saw another prompt"
 
 
+def test_hidden_states_of_a_prompt_in_chunks_are_those_of_the_whole():
+    target, inputs, _ = free_run(3)
+    options = {"do_sample": False, "max_new_tokens": 2, "return_dict_in_generate": True, "output_hidden_states": True}
+    plain = target.generate(**inputs, **options)
+    out = target.generate(**inputs, **options, assistant_model=random_eagle3(target), prefill_chunk_size=5)
+    is_text = inputs["attention_mask"].bool()
+    for ours, theirs in zip(out.hidden_states[0], plain.hidden_states[0], strict=True):
+        torch.testing.assert_close(ours[is_text], theirs[is_text], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.core
 def test_input_without_attention_mask():
     target, inputs, _ = free_run(3)

@@ -114,5 +114,6 @@ def test_wrong_texts(arguments, message):
 
 def test_a_target_of_the_stock_engine_is_refused():
     target = tiny_target(STOCK_FAMILY)
-    with pytest.raises(ValueError, match="static"):
+    found = r"score\(\) runs on the static engine, but PhimoeForCausalLM .* runs on the stock engine: the target's RoPE"
+    with pytest.raises(ValueError, match=found):
         NoDrafter(target).score(target, torch.tensor([[1, 2, 3]]))
