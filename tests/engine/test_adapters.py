@@ -320,8 +320,7 @@ def test_modules_that_adapters_save_with_them(tape):
 
 def test_dtypes_that_peft_chooses():
     """Adapters of a bfloat16 model are in float32; those of two dtypes are not stacked."""
-    target = copy.deepcopy(tiny_target("llama")).bfloat16()
-    target, adapted = adapted_target(target=target)
+    target, adapted = adapted_target(target=copy.deepcopy(tiny_target("llama")).bfloat16())
     assert {one.dtype for name, one in adapted.named_parameters() if "lora_" in name} == {torch.float32}
     drafter = NoDrafter(target)
     assert say(adapted, drafter, adapter_names=NAMES)

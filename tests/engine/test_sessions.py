@@ -28,9 +28,9 @@ def tape(monkeypatch):
     return tape_on_cpu(monkeypatch)
 
 
-def own_target(num_layers=2):
+def own_target():
     """A target that a test may change."""
-    return copy.deepcopy(tiny_target("llama", num_layers=num_layers))
+    return copy.deepcopy(tiny_target("llama"))
 
 
 def texts(target, drafter, **options):
