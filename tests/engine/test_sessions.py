@@ -146,7 +146,7 @@ CHANGES = {
 def test_changes_that_captures_do_not_see_capture_again(tape, change):
     target = own_target()
     target.model.layers[1].self_attn.scaling = -1.0
-    drafter = copy_of(tiny_target("llama", num_layers=2))
+    drafter = copy_of(tiny_target("llama"))
     drafter.bind(target)
     generated, plain = texts(target, drafter)
     assert generated == plain
