@@ -73,7 +73,7 @@ def test_every_kind_of_drafter(kind):
         target = copy.deepcopy(gemma4_target())
         drafter = assistant_drafter(new_assistant(), target)
     else:
-        target = new_target("llama", num_layers=3)
+        target = new_target("llama")
         drafter = RANDOM_DRAFTERS[kind](target)
     attachment = drafter.attach(target, strict=True)
     prompts = [row[mask.bool()].tolist() for row, mask in zip(*INPUTS.values(), strict=True)]

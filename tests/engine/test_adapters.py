@@ -39,7 +39,7 @@ def tape(monkeypatch):
 
 def adapted_target(family="llama", names=("a", "b"), target=None, **options):
     """A target and PEFT's model of it, with random adapters of ranks 4, 8 and so on; the first is active."""
-    target = copy.deepcopy(tiny_target(family, num_layers=3)) if target is None else target
+    target = copy.deepcopy(tiny_target(family)) if target is None else target
     torch.manual_seed(1)
     options = {"target_modules": EVERY, "init_lora_weights": False, **options}
     configs = {name: peft.LoraConfig(r=4 + 4 * place, **options) for place, name in enumerate(names)}
@@ -155,7 +155,7 @@ def test_families(family):
 
 def test_of_transformers_own_adapters(tape):
     """`model.add_adapter()`, whose `generate()` takes no names without a drafter."""
-    target = copy.deepcopy(tiny_target("llama", num_layers=3))
+    target = copy.deepcopy(tiny_target("llama"))
     torch.manual_seed(1)
     try:
         for name in ("a", "b"):
@@ -230,7 +230,7 @@ def test_saved_and_loaded_after_a_call(tmp_path):
     said = same(adapted, random_eagle3(target))
     assert all(torch.equal(one, kept[name]) for name, one in adapted.state_dict().items())
     adapted.save_pretrained(tmp_path, selected_adapters=["a"])
-    again = peft.PeftModel.from_pretrained(copy.deepcopy(tiny_target("llama", num_layers=3)), tmp_path / "a").eval()
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(tiny_target("llama")), tmp_path / "a").eval()
     assert say(again) == said
 
 
@@ -277,7 +277,7 @@ def test_pruned_adapters(tape):
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_swapped_in_place(tape, tmp_path):
     """PEFT then has scales as tensors, into which it writes those of the adapter that comes."""
-    target = copy.deepcopy(tiny_target("llama", num_layers=3))
+    target = copy.deepcopy(tiny_target("llama"))
     for alpha in (8, 64):
         adapted_target(names=("a",), lora_alpha=alpha)[1].save_pretrained(tmp_path / str(alpha))
     drafter, texts = random_eagle3(target), []
@@ -320,8 +320,7 @@ def test_modules_that_adapters_save_with_them(tape):
 
 def test_dtypes_that_peft_chooses():
     """Adapters of a bfloat16 model are in float32; those of two dtypes are not stacked."""
-    target = copy.deepcopy(tiny_target("llama", num_layers=3)).bfloat16()
-    target, adapted = adapted_target(target=target)
+    target, adapted = adapted_target(target=copy.deepcopy(tiny_target("llama")).bfloat16())
     assert {one.dtype for name, one in adapted.named_parameters() if "lora_" in name} == {torch.float32}
     drafter = NoDrafter(target)
     assert say(adapted, drafter, adapter_names=NAMES)

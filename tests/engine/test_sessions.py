@@ -28,9 +28,9 @@ def tape(monkeypatch):
     return tape_on_cpu(monkeypatch)
 
 
-def own_target(num_layers=2):
+def own_target():
     """A target that a test may change."""
-    return copy.deepcopy(tiny_target("llama", num_layers=num_layers))
+    return copy.deepcopy(tiny_target("llama"))
 
 
 def texts(target, drafter, **options):
@@ -45,7 +45,7 @@ def texts(target, drafter, **options):
 @pytest.mark.core_for(kind=["eagle3"])
 @pytest.mark.parametrize("kind", ["eagle3", "draft-model"])
 def test_adapters_switched_between_calls(tape, kind):
-    target = own_target(num_layers=3)
+    target = own_target()
     adapted = with_adapters(target)
     drafter = RANDOM_DRAFTERS[kind](target)
     generated = {}
@@ -146,7 +146,7 @@ CHANGES = {
 def test_changes_that_captures_do_not_see_capture_again(tape, change):
     target = own_target()
     target.model.layers[1].self_attn.scaling = -1.0
-    drafter = copy_of(tiny_target("llama", num_layers=2))
+    drafter = copy_of(tiny_target("llama"))
     drafter.bind(target)
     generated, plain = texts(target, drafter)
     assert generated == plain
@@ -353,7 +353,7 @@ def test_sessions_of_deleted_weights_are_freed(tape):
 
 def test_captures_of_a_session_are_bounded(tape, monkeypatch):
     monkeypatch.setattr(sessions, "MAX_CAPTURES", 3)
-    target = own_target(num_layers=3)
+    target = own_target()
     drafter = RANDOM_DRAFTERS["eagle3"](target)
     made = []
     capture_round = lease.capture_round
@@ -393,7 +393,7 @@ def test_round_in_one_graph_returns_the_results(tape, monkeypatch, kind):
 
     set_policy(monkeypatch, "cpu", cuda_graphs=True)
     monkeypatch.setattr(cuda_graphs, "CudaGraph", noting)
-    target = own_target(num_layers=3)
+    target = own_target()
     for options in ({}, {"do_sample": True, "top_p": 0.9}):
         generated, plain = texts(target, RANDOM_DRAFTERS[kind](target), **options)
         assert options or generated == plain

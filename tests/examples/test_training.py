@@ -231,7 +231,7 @@ def test_a_killed_run_resumes_to_the_same_curve(monkeypatch, tmp_path):
     family, more = "dspark", ("--replay-share", "0.5", "--survival-floor", "0.5", "--loss", "dspark")
     target, curve = tiny_target(), []
     folder = write_tiny_data(tmp_path / "data")
-    steps = ("--steps", "40", "--save-every", "4")
+    steps = ("--steps", "20", "--save-every", "2")
     whole = train(monkeypatch, target, folder, tmp_path / "whole", *steps, *more, family=family)
 
     out = tmp_path / "killed"
@@ -243,7 +243,7 @@ def test_a_killed_run_resumes_to_the_same_curve(monkeypatch, tmp_path):
         family=family,
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    for points in (2, 6):
+    for points in (2, 5):
         child = int(process.stdout.readline())
         while len(curve) < points:
             assert process.poll() is None, process.stderr.read().decode()[-2000:]
@@ -280,7 +280,7 @@ def test_parts_of_a_run_go_on_where_the_one_before_ended(monkeypatch, tmp_path):
 def test_trained_drafters_load_from_shards_and_draft_losslessly(monkeypatch, tmp_path, family):
     target, out = tiny_target(), tmp_path / "out"
     folder = write_tiny_data(tmp_path / "data")
-    train(monkeypatch, target, folder, out, "--steps", "24", "--max-shard-size", "8KB", family=family)
+    train(monkeypatch, target, folder, out, "--steps", "12", "--max-shard-size", "8KB", family=family)
     shards = list(out.glob("model-*.safetensors"))
     assert len(shards) > 1 and not (out / "model.safetensors").exists()
     text = (out / "README.md").read_text()
@@ -529,7 +529,7 @@ def test_unrolled_logits_equal_drafting_step_by_step(options):
 
 def test_one_compiled_layer_serves_all(monkeypatch):
     """Compiling takes seconds a layer on a GPU."""
-    target, compiled = tiny_target(), {}
+    target, counter, compiled = tiny_target(), CompileCounter(), {}
     tokens = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
     anchors = torch.tensor([[2, 5], [3, 7]])
     for count in (2, 4):
@@ -537,7 +537,6 @@ def test_one_compiled_layer_serves_all(monkeypatch):
         args = train_drafter.parse_arguments(["--family", "dflash", *layers])
         drafter = drafters.new_drafter(args, target, data.draft_vocabulary(torch.rand(VOCAB), 48, [STOP])[0], MASK)
         aux_hidden_states = read_hidden_states(target, drafter, tokens)
-        counter = CompileCounter()
         with monkeypatch.context() as patch, torch.no_grad():
             patch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
             expected = drafter.unroll_blocks(tokens, aux_hidden_states, anchors, 3)

@@ -392,7 +392,7 @@ CHANGES = {
 @pytest.mark.parametrize(("is_captured", "changes"), [(False, list(CHANGES)), (True, ["adapter"])])
 def test_a_target_that_is_changed_while_no_round_runs(running, monkeypatch, is_captured, changes):
     """Tokens after a change are those of the target as it is, of requests that had begun, too."""
-    target = copy.deepcopy(tiny_target("llama", num_layers=3))
+    target = copy.deepcopy(tiny_target("llama"))
     adapted = with_adapters(target)
     if is_captured:
         tape_on_cpu(monkeypatch)

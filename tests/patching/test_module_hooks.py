@@ -33,7 +33,7 @@ def steered(target, batch):
 @pytest.mark.parametrize("family", ["llama", "qwen3-next"])
 def test_hooks_with_something_for_each_row(family, monkeypatch):
     monkeypatch.setattr(prefix_cache, "FEWEST_SAVED", 1)
-    target = steered(new_target(family, num_layers=3), batch=3)
+    target = steered(new_target(family), batch=3)
     drafter = random_draft_model(target)
     inputs = {name: tensor[[0, 1, 0]] for name, tensor in padded_prompts([9, 5]).items()}
     assert torch.equal(greedy(target, inputs, drafter, 3), greedy(target, inputs))
