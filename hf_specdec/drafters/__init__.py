@@ -1,8 +1,5 @@
 """The families of drafters."""
 
-# ruff: noqa: F401
-# All names are imported for others.
-
 from ..kernels.types import Proposal
 from .base import Drafter
 from .cache_reader import CacheReaderDrafter
@@ -18,3 +15,22 @@ from .none import NoDrafter
 from .pard2 import Pard2Drafter
 from .registry import register_drafter
 from .suffix import SuffixDrafter
+
+__all__ = [
+    "CacheReaderDrafter",
+    "DFlash2Drafter",
+    "DFlashDrafter",
+    "DSparkDrafter",
+    "DSpineDrafter",
+    "DominoDrafter",
+    "DraftModelDrafter",
+    "Drafter",
+    "Eagle3Drafter",
+    "MtpDrafter",
+    "NoDrafter",
+    "PEagleDrafter",
+    "Pard2Drafter",
+    "Proposal",
+    "SuffixDrafter",
+    "register_drafter",
+]

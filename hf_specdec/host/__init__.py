@@ -5,4 +5,6 @@ see `parts.why_broken`; `hf-specdec doctor` shows all of them, and docs/transfor
 """
 
 # Imports the whole table before anything asks which parts are missing.
-from . import caches, generation, modeling, quantised, serving  # noqa: F401
+from . import caches, generation, modeling, quantised, serving
+
+__all__ = ["caches", "generation", "modeling", "quantised", "serving"]

@@ -1,3 +1,5 @@
 """Random numbers of a call, and logits processors over blocks of draft tokens."""
 
-from .logits import DraftVocabularyLogitsProcessor, MaskTokenLogitsProcessor, RowTemperature  # noqa: F401
+from .logits import DraftVocabularyLogitsProcessor, MaskTokenLogitsProcessor, RowTemperature
+
+__all__ = ["DraftVocabularyLogitsProcessor", "MaskTokenLogitsProcessor", "RowTemperature"]

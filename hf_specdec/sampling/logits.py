@@ -9,6 +9,8 @@ from transformers import LogitsProcessor
 
 from ..ops import invert_draft_vocabulary, over_vocabulary
 
+__all__ = ["DraftVocabularyLogitsProcessor", "MaskTokenLogitsProcessor", "PenaltyLogitsProcessor", "RowTemperature"]
+
 
 class DraftVocabularyLogitsProcessor(LogitsProcessor):
     """Maps scores over a draft vocabulary to scores over the target's; tokens outside of it get -inf.
