@@ -58,8 +58,8 @@ def _activated(children: dict[str, nn.Module], mlp: GatedMlp, inputs: torch.Tens
 
 def _router_forward(module: nn.Module, router: Router, *args: torch.Tensor, **kwargs: Any) -> Any:
     if len(args) == 1 and not kwargs and args[0].dtype in DTYPES and uses_layer_kernels(args[0]):
-        inputs = args[0].reshape(-1, args[0].shape[-1])
-        if router.in_float or inputs.dtype == module.weight.dtype:
+        inputs = args[0].reshape(-1, args[0].shape[-1]) if router.flattens else args[0]
+        if inputs.dim() == 2 and (router.in_float or inputs.dtype == module.weight.dtype):
             logits = router.logits(module, inputs, linear)
             return logits, *router.choose(module, logits, inputs.dtype)
     return type(module).forward(module, *args, **kwargs)

@@ -36,6 +36,8 @@ NORM_KINDS = [
 _WIDTH = 64
 # Magnitudes of rows: norms of small ones depend on epsilon, and MLPs that clamp change large ones.
 _NORM_SCALES, _MLP_SCALES = (1e-3, 1.0, 30.0), (0.1, 1.0, 30.0, 3000.0)
+# Rows of the weight of a router.
+_MOST_EXPERTS = 1024
 # Share of a norm's elements that may differ in the last bit: there are several ways to compute 1 / sqrt in float32.
 _ROUNDED_OTHERWISE = 0.005
 
@@ -97,6 +99,7 @@ class Router(NamedTuple):
         bias, correction: names of the parameter or buffer that is each of them; None for none.
         in_float: whether logits are computed in float32.
         rounds: whether weights have the dtype of the inputs, else float32.
+        flattens: whether it returns rows for inputs `[B, n, H]`, too.
     """
 
     bias: str | None
@@ -105,6 +108,7 @@ class Router(NamedTuple):
     kind: RouterKind
     in_float: bool
     rounds: bool
+    flattens: bool
 
     def logits(self, module: nn.Module, inputs: torch.Tensor, linear: Callable[..., torch.Tensor]) -> torch.Tensor:
         """`[n, E]` for `[n, H]`; `linear` computes those that are not computed in float32."""
@@ -169,8 +173,10 @@ class Probes:
         is_plain = all(type(one) in (*PLAIN_WEIGHTS, nn.Buffer) for one in tensors.values())
         if weight is None or weight.dim() != 2 or not is_plain or module._modules or _is_linear(module):
             return None
-        num_experts = len(weight)
-        if any(one.shape != (num_experts,) for one in others.values()) or num_experts not in vars(module).values():
+        if len(weight) > _MOST_EXPERTS:  # such as embeddings, for which so many random values take seconds
+            return None
+        num_experts, numbers = len(weight), [one for one in vars(module).values() if type(one) is int]
+        if any(one.shape != (num_experts,) for one in others.values()) or num_experts not in numbers:
             return None
         sizes = {name: (one.shape, one.dtype) for name, one in tensors.items()}
         return self._try(module, ("router", *sizes.items()), lambda: _find_router(module, sizes))
@@ -290,6 +296,9 @@ def _find_router(module: nn.Module, sizes: dict[str, tuple[torch.Size, torch.dty
     if not isinstance(found, tuple) or len(found) != 3 or found[2].dtype != torch.int64 or found[1].dim() != 2:
         return None
     logits, weights, experts = found
+    flattens = False
+    with contextlib.suppress(Exception):
+        flattens = all(map(same_bits, clone(inputs.view(4, 4, -1)), found))
     values = {one for one in vars(module).values() if type(one) is float}
     kinds = [
         RouterKind(scores, *normalises, scaling)
@@ -298,13 +307,17 @@ def _find_router(module: nn.Module, sizes: dict[str, tuple[torch.Size, torch.dty
         for scaling in sorted({1.0, *values})
     ]
     others = (None, *(name for name in sizes if name != "weight"))
-    for bias, correction, in_float, kind in itertools.product(others, others, (False, True), kinds):
+    for bias, correction, in_float in itertools.product(others, others, (False, True)):
         uses_all = sorted(filter(None, (bias, correction))) == sorted(others[1:])
         if not uses_all or not (in_float or weight_dtype == inputs.dtype):
             continue
-        one = Router(bias, correction, experts.shape[1], kind, in_float, weights.dtype == inputs.dtype)
-        own = one.logits(clone, inputs, F.linear)
-        if torch.equal(own.float(), logits.float()):
+        rounds = weights.dtype == inputs.dtype
+        router = Router(bias, correction, experts.shape[1], kinds[0], in_float, rounds, flattens)
+        own = router.logits(clone, inputs, F.linear)
+        if not torch.equal(own.float(), logits.float()):
+            continue
+        for kind in kinds:
+            one = router._replace(kind=kind)
             chosen = one.choose(clone, own, inputs.dtype)
             if chosen[0].dtype == weights.dtype and _are_chosen_alike(own, (weights, experts), chosen):
                 return one

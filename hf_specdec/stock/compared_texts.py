@@ -141,7 +141,7 @@ class _RoundedOtherwise(TorchFunctionMode):
         self, function: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = function(*args, **(kwargs or {}))
-        if function not in (torch.embedding, torch.nn.functional.embedding):
+        if function not in (torch.embedding, torch.nn.functional.embedding) or type(out) is not torch.Tensor:
             return out
         signs = 2.0 * torch.randint(0, 2, out.shape, generator=self._generator, device="cpu") - 1
         return out * (1 + torch.finfo(out.dtype).eps / 2 * signs.to(out))

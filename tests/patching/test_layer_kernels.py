@@ -390,7 +390,7 @@ def test_routers_are_told_by_what_they_compute(choose, options, expected, dtype)
     class Router(nn.Module):
         def __init__(self):
             super().__init__()
-            self.num_experts, self.top_k, self.scaling = 16, 3, 1.75
+            self.num_experts, self.top_k, self.scaling, self.counts = 16, 3, 1.75, torch.zeros(16)
             self.weight = nn.Parameter(torch.zeros(16, 24, dtype=dtype))
             if options.get("bias"):
                 self.bias = nn.Parameter(torch.zeros(16, dtype=dtype))
@@ -403,6 +403,10 @@ def test_routers_are_told_by_what_they_compute(choose, options, expected, dtype)
             logits = F.linear(*given)
             return (logits, *choose(self, logits))
 
+    class Flat(Router):
+        def forward(self, states):
+            return super().forward(states.reshape(-1, 24))
+
     found = Probes().router(Router())
     if expected is None:
         assert found is None
@@ -410,7 +414,8 @@ def test_routers_are_told_by_what_they_compute(choose, options, expected, dtype)
     kind = found.kind
     assert (kind.scores, kind.normalises, kind.scaling) == expected and found.top_k == 3
     assert (found.bias, found.correction) == ("bias" if "bias" in options else None, next(iter(options), None))
-    assert found.in_float == in_float
+    assert found.in_float == in_float and not found.flattens
+    assert Probes().router(Flat()) == found._replace(flattens=True)
 
 
 def test_modules_of_one_class_may_differ():
