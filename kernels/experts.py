@@ -166,10 +166,8 @@ def _expert_linear_kernel(
 
 
 @kernel
-def _sum_kernel(
-    outputs_ptr, weights_ptr, out_ptr, width: Unspecialised, K: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out[token] = sum over k of outputs[token * K + k] * weights[token, k]; products are rounded to PRODUCT.
+def _sum_kernel(outputs_ptr, weights_ptr, out_ptr, width: Unspecialised, K: tl.constexpr, BLOCK: tl.constexpr):
+    """out[token] = sum over k of outputs[token * K + k] * weights[token, k]; products are rounded to the dtype of out.
 
     Grid: (tokens, blocks of H).
     """
@@ -177,27 +175,27 @@ def _sum_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < width
     wait_for_inputs()
+    dtype = out_ptr.dtype.element_ty
     total = tl.zeros([BLOCK], tl.float32)
     for pair in tl.static_range(K):
         row = token * K + pair
         x = tl.load(outputs_ptr + row * width + column, mask=is_column, other=0.0).to(tl.float32)
-        total += (x * tl.load(weights_ptr + row).to(tl.float32)).to(PRODUCT).to(tl.float32)
-    tl.store(out_ptr + token * width + column, total.to(PRODUCT), mask=is_column)
+        total += (x * tl.load(weights_ptr + row).to(tl.float32)).to(dtype).to(tl.float32)
+    tl.store(out_ptr + token * width + column, total.to(dtype), mask=is_column)
 
 
 def sum_experts(outputs, weights):
     """See `experts_reference.sum_experts`; the pairs of a token are summed in their order. One launch."""
     dtype, width = torch.promote_types(outputs.dtype, weights.dtype), outputs.shape[1]
-    num_tokens, num_experts = weights.shape
-    assert len(outputs) == num_tokens * num_experts, "shapes must agree"
+    num_tokens, top_k = weights.shape
+    assert len(outputs) == num_tokens * top_k, "shapes must agree"
     out = outputs.new_empty(num_tokens, width, dtype=dtype)
     _sum_kernel[(num_tokens, triton.cdiv(width, SUM_BLOCK))](
         outputs.contiguous(),
         weights.contiguous(),
         out,
         width,
-        K=num_experts,
-        PRODUCT=getattr(tl, str(dtype).removeprefix("torch.")),
+        K=top_k,
         BLOCK=SUM_BLOCK,
         num_warps=4,
     )

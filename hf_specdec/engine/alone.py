@@ -32,10 +32,9 @@ class Choice:
 
     def note(self, stats: SpeculationStats) -> None:
         """Note what the call has reached, if it has run rounds and captured nothing."""
-        times = self.times_alone if self.is_alone else self.times
-        most, acceptance = (RoundShape(0), Acceptance()) if self.is_alone else (self.most, self.acceptance)
+        times, most = (self.times_alone, RoundShape(0)) if self.is_alone else (self.times, self.most)
         if stats.committed and not stats.captures and times.is_known(most):
-            promised = self.rows * 1e3 * stats.seconds * best_rate(most, acceptance, times)
+            promised = self.rows * 1e3 * stats.seconds * best_rate(most, self.acceptance, times)
             times.reach(self.work, stats.committed / promised)
 
 

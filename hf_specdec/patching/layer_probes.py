@@ -303,7 +303,7 @@ def _find_router(module: nn.Module, sizes: dict[str, tuple[torch.Size, torch.dty
     kinds = [
         RouterKind(scores, *normalises, scaling)
         for scores in ("chosen", "softmax", "sigmoid")
-        for normalises in ((False, 0.0), (True, 0.0), *((True, eps) for eps in sorted({1e-20, 1e-6, *values})))
+        for normalises in ((False, 0.0), *((True, eps) for eps in sorted({1e-20, 1e-6, *values})))
         for scaling in sorted({1.0, *values})
     ]
     others = (None, *(name for name in sizes if name != "weight"))
