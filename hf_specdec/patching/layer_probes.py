@@ -278,27 +278,57 @@ def _find_expert_gate(module: nn.Module) -> ExpertGate | None:
     return next((one for one in candidates if same_bits(found, one(inputs))), None)
 
 
-def _find_router(module: nn.Module, sizes: dict[str, tuple[torch.Size, torch.dtype]]) -> Router | None:
+class _RouterRun(NamedTuple):
+    """A router with random weights, its inputs, and what it returns."""
+
+    router: nn.Module
+    inputs: torch.Tensor
+    logits: torch.Tensor
+    weights: torch.Tensor
+    experts: torch.Tensor
+
+    def is_of(self, one: Router, logits: torch.Tensor) -> bool:
+        """Whether `one` chooses the same by `logits`, up to roundings, and in some order of a token's experts."""
+        weights, experts = one.choose(self.router, logits, self.inputs.dtype)
+        rtol = 1e-5 if weights.dtype == torch.float32 else 2 * torch.finfo(weights.dtype).eps
+        scores = [logits.float().gather(1, chosen) for chosen in (self.experts, experts)]
+        pairs = (self.weights.float(), weights.float()), scores
+        same = [torch.allclose(some.sort(-1).values, others.sort(-1).values, rtol=rtol) for some, others in pairs]
+        return weights.dtype == self.weights.dtype and all(same)
+
+
+def _run_router(
+    module: nn.Module, sizes: Mapping[str, tuple[torch.Size, torch.dtype]], dtypes: Sequence[torch.dtype]
+) -> _RouterRun | None:
+    """A run of `module` with tensors of `sizes`, for inputs of the first of `dtypes` that it takes; None if it returns
+    something else than a router does."""
     tensors = {name: _draw(*shape, seed=seed, dtype=dtype) for seed, (name, (shape, dtype)) in enumerate(sizes.items())}
-    tensors["weight"] *= tensors["weight"].shape[1] ** -0.5
+    width = tensors["weight"].shape[1]
+    tensors["weight"] *= width**-0.5
     parameters = {name: nn.Parameter(one, requires_grad=False) for name, one in tensors.items()}
     clone = copied(
         module,
         _parameters={name: one for name, one in parameters.items() if name in module._parameters},
         _buffers={name: one for name, one in tensors.items() if name in module._buffers},
     )
-    found, (shape, weight_dtype) = None, sizes["weight"]
-    for dtype in (torch.bfloat16, weight_dtype):  # some routers cast their inputs
-        inputs = _draw(16, shape[1], seed=9, dtype=dtype)
+    for dtype in dtypes:
+        inputs = _draw(16, width, seed=9, dtype=dtype)
         with contextlib.suppress(RuntimeError):
             found = clone(inputs)
-            break
-    if not isinstance(found, tuple) or len(found) != 3 or found[2].dtype != torch.int64 or found[1].dim() != 2:
+            is_router = isinstance(found, tuple) and len(found) == 3 and found[1].dim() == 2
+            return _RouterRun(clone, inputs, *found) if is_router and found[2].dtype == torch.int64 else None
+    return None
+
+
+def _find_router(module: nn.Module, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> Router | None:
+    # Some routers cast their inputs. In float32 what a rounding to bfloat16 hides shows.
+    run = _run_router(module, sizes, (torch.bfloat16, sizes["weight"][1]))
+    exact = _run_router(module, {name: (one, torch.float32) for name, (one, _) in sizes.items()}, (torch.float32,))
+    if run is None or exact is None:
         return None
-    logits, weights, experts = found
     flattens = False
     with contextlib.suppress(Exception):
-        flattens = all(map(same_bits, clone(inputs.view(4, 4, -1)), found))
+        flattens = all(map(same_bits, run.router(run.inputs.view(4, 4, -1)), run[2:]))
     values = {one for one in vars(module).values() if type(one) is float}
     kinds = [
         RouterKind(scores, *normalises, scaling)
@@ -306,34 +336,20 @@ def _find_router(module: nn.Module, sizes: dict[str, tuple[torch.Size, torch.dty
         for normalises in ((False, 0.0), *((True, eps) for eps in sorted({1e-20, 1e-6, *values})))
         for scaling in sorted({1.0, *values})
     ]
-    others = (None, *(name for name in sizes if name != "weight"))
+    rounds, others = run.weights.dtype == run.inputs.dtype, (None, *(name for name in sizes if name != "weight"))
     for bias, correction, in_float in itertools.product(others, others, (False, True)):
         uses_all = sorted(filter(None, (bias, correction))) == sorted(others[1:])
-        if not uses_all or not (in_float or weight_dtype == inputs.dtype):
+        if not uses_all or not (in_float or sizes["weight"][1] == run.inputs.dtype):
             continue
-        rounds = weights.dtype == inputs.dtype
-        router = Router(bias, correction, experts.shape[1], kinds[0], in_float, rounds, flattens)
-        own = router.logits(clone, inputs, F.linear)
-        if not torch.equal(own.float(), logits.float()):
+        router = Router(bias, correction, run.experts.shape[1], kinds[0], in_float, rounds, flattens)
+        logits = [router.logits(one.router, one.inputs, F.linear) for one in (run, exact)]
+        if not torch.equal(logits[0].float(), run.logits.float()):
             continue
         for kind in kinds:
             one = router._replace(kind=kind)
-            chosen = one.choose(clone, own, inputs.dtype)
-            if chosen[0].dtype == weights.dtype and _are_chosen_alike(own, (weights, experts), chosen):
+            if run.is_of(one, logits[0]) and exact.is_of(one, logits[1]):
                 return one
     return None
-
-
-def _are_chosen_alike(
-    logits: torch.Tensor, found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
-) -> bool:
-    """Whether weights and the logits of experts are equal, up to roundings of float32, in some order of a token's."""
-    for some, others in zip(found, expected, strict=True):
-        some, others = (one if one.is_floating_point() else logits.float().gather(1, one) for one in (some, others))
-        some, others = (one.float().sort(-1).values for one in (some, others))
-        if not torch.allclose(some, others, rtol=2 * torch.finfo(found[0].dtype).eps, atol=0):
-            return False
-    return True
 
 
 def _find_norm(module: nn.Module, size: int | None) -> Norm | None:

@@ -364,6 +364,12 @@ def corrected(router, logits):
     return weights / (weights.sum(-1, keepdim=True) + 1e-20) * router.scaling, experts
 
 
+def nearly_corrected(router, logits):
+    """Within a rounding of bfloat16."""
+    weights, experts = corrected(router, logits)
+    return (1.001 * weights).to(logits.dtype), experts
+
+
 def in_groups(router, logits):
     best = logits.float().view(-1, 4, 4).topk(2, dim=-1)[0].sum(-1).argmax(-1)
     is_left = torch.arange(16) // 4 == best[:, None]
@@ -381,6 +387,7 @@ def in_groups(router, logits):
         (in_groups, {"correction": True}, None),
         (lambda router, logits: (2 * logits.softmax(-1)).topk(router.top_k, dim=-1), {}, None),
         (lambda router, logits: logits.softmax(-1).topk(router.top_k, dim=-1), {"correction": True}, None),
+        (nearly_corrected, {"correction": True}, None),
         (lambda router, logits: of_softmax(router, logits + 0.1 * logits.roll(1, -1)), {}, None),
     ],
 )
