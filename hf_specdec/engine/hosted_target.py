@@ -18,6 +18,7 @@ from ..drafters.base import Drafter
 from ..modules.module_hooks import has_hooks
 from ..modules.patch import engine, is_anything_replaced
 from ..modules.signature import Fingerprint, signature_of
+from ..parallel.tensor_parallel import find_differences, tensor_parallel_group
 from ..patching.batch_invariance import batch_invariant
 from .sessions import Hosting, sessions_of
 from .target import Target, patched_target
@@ -83,7 +84,7 @@ class HostedTarget(ExitStack):
         self._patched = self._patches.enter_context(patched)
         if before is not None and not known:  # looking it up may move weights
             weights = tuple(one.weights for one in self._signatures)
-            self._hosting = sessions_of(self.drafter).hosting(before.fingerprint._replace(weights=weights))
+            self._hosting = self._hosting_of(before.fingerprint._replace(weights=weights))
             if is_told:
                 self._hosting.patches = self._patched.patches
         return self._patched
@@ -94,8 +95,17 @@ class HostedTarget(ExitStack):
         if self._hosting is None:
             by_row = self._signatures[0] if self.adapters.why_not_by_row is None else None
             fingerprint = Fingerprint.of(self._device, *self._signatures, by_row=by_row)
-            self._hosting = sessions_of(self.drafter).hosting(fingerprint)
+            self._hosting = self._hosting_of(fingerprint)
         return self._hosting
+
+    def _hosting_of(self, fingerprint: Fingerprint) -> Hosting:
+        """The `Hosting` of `fingerprint`. Processes of one model that do not keep the same for it begin anew together:
+        a capture runs the model, which a process that has the graph would not take part in."""
+        pool = sessions_of(self.drafter)
+        is_split = tensor_parallel_group(self.model) is not None
+        if is_split and find_differences(self.model, {"sessions": pool.contents(fingerprint)}):
+            pool.forget(fingerprint)
+        return pool.hosting(fingerprint)
 
     def costs(self, substitute: Drafter | None = None) -> CostTable:
         """The costs of rounds of target and drafter, or of the `substitute` in its place."""

@@ -177,11 +177,33 @@ class SessionPool:
             same = (one for one in self._hostings if one.fingerprint == fingerprint)
             found = next(same, None) or Hosting(fingerprint)
             others = [one for one in self._hostings if one is not found and not one.fingerprint.is_past(fingerprint)]
-            self._hostings = [*others, found][-MAX_HOSTINGS:]
-            dropped = [one for one in self._idle if one[0].hosting not in self._hostings]
-            self._idle = [one for one in self._idle if one[0].hosting in self._hostings]
+            dropped = self._keep_hostings([*others, found][-MAX_HOSTINGS:])
         _free(dropped)
         return found
+
+    def contents(self, fingerprint: Fingerprint) -> list[tuple]:
+        """What is kept for the target and the drafter with this fingerprint: a description with the same `repr` in all
+        processes that have made the same calls."""
+        with self._lock:
+            kept = [(bool(one.patches),) for one in self._hostings if one.fingerprint == fingerprint]
+            for key, one in self._idle:
+                if key.hosting.fingerprint == fingerprint:
+                    graphs = len(one.rounds), len(one.catch_ups), len(one.prefills)
+                    kept.append((key.shape, key.grows, key.compiles_rounds, graphs))
+        return kept
+
+    def forget(self, fingerprint: Fingerprint) -> None:
+        """Drop what is kept for the target and the drafter with this fingerprint."""
+        with self._lock:
+            dropped = self._keep_hostings([one for one in self._hostings if one.fingerprint != fingerprint])
+        _free(dropped)
+
+    def _keep_hostings(self, hostings: list[Hosting]) -> list[tuple[SessionKey, Session]]:
+        """Keep `hostings` and their sessions only; returns the sessions of others."""
+        self._hostings = hostings
+        dropped = [one for one in self._idle if one[0].hosting not in hostings]
+        self._idle = [one for one in self._idle if one[0].hosting in hostings]
+        return dropped
 
     def acceptance(self, is_sampling: bool) -> Acceptance:
         """Acceptance of the drafts of all calls with `num_assistant_tokens="auto"`, greedy or sampling."""

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from case_counts import tries_all
+from case_counts import ALL_CASES, tries_all
 
 ROOT = Path(__file__).parents[2]
 # `accelerate launch` has no launcher of its own for several processes on CPUs; this one starts them, as torchrun does.
@@ -27,6 +27,8 @@ def launch(
     settings = {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     if not on_gpus:
         settings["CUDA_VISIBLE_DEVICES"] = ""
+    if tries_all:  # also because of a GPU that they do not see
+        settings[ALL_CASES] = "1"
     return subprocess.Popen(
         [
             sys.executable,

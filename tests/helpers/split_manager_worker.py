@@ -1,8 +1,9 @@
 """The program of every process of `test_split_manager.py`: managers of a target split with a `tp_plan`.
 
-    torchrun --nproc-per-node 2 tests/helpers/split_manager_worker.py <target> <answers>
+    torchrun --nproc-per-node 2 tests/helpers/split_manager_worker.py <target> <answers> cpu|cuda
 
-Writes `<rank>.json` into the second folder: the texts of requests, by the name of the case.
+Writes `<rank>.json` into the second folder: the texts of requests, by the name of the case. Rounds are captured; on
+CPUs a stand-in replays them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from graph_stand_ins import replay_on_cpu
 from oracle import RANDOM_DRAFTERS
 from tensor_parallel_worker import error_of, load_split
 from transformers import ContinuousBatchingConfig, PreTrainedModel
@@ -69,9 +72,10 @@ def the_same_script(target: PreTrainedModel, drafter: Drafter) -> list:
     manager.start()
     for seed, prompt in enumerate(PROMPTS[:3]):
         ids.append(manager.add_request(prompt, seed=seed))
-    wrong = error_of(lambda: target.generate(torch.tensor([PROMPTS[0]]), assistant_model=drafter, max_new_tokens=3))
+    first = torch.tensor([PROMPTS[0]], device=target.device)
+    wrong = error_of(lambda: target.generate(first, assistant_model=drafter, max_new_tokens=3))
     with manager.pause():
-        inputs = torch.tensor([PROMPTS[3]])
+        inputs = torch.tensor([PROMPTS[3]], device=target.device)
         options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None}
         plain = target.generate(inputs, assistant_model=drafter, **options)[0, inputs.shape[1] :].tolist()
     for name in ids:
@@ -86,7 +90,10 @@ def the_same_script(target: PreTrainedModel, drafter: Drafter) -> list:
 
 
 def stopped_by_another(target: PreTrainedModel, drafter: Drafter) -> str:
-    """The last process asks for a stop after the round that runs; requests of all end."""
+    """The last process asks for a stop after the round that runs; requests of all end.
+
+    That process alone frees its graphs, which the next call must notice.
+    """
     manager = managed(target, drafter)
     manager.start()
     if dist.get_rank() == 0:
@@ -118,10 +125,13 @@ def failing_on_one(target: PreTrainedModel, drafter: Drafter) -> list:
     return [type(error).__name__, str(error)]
 
 
-def main(folder: str, answers: str) -> None:
+def main(folder: str, answers: str, device: str) -> None:
     logging.disable(logging.ERROR)
     target = load_split(Path(folder))
+    assert target.device.type == device
     drafter = RANDOM_DRAFTERS["eagle3"](target, own_embedding=False, own_head=False).configure(compile_rounds=False)
+    if device == "cpu":
+        replay_on_cpu(pytest.MonkeyPatch())
     found = {
         "arrive": arrive_at_the_first(target, drafter),
         "same": the_same_script(target, drafter),
@@ -129,6 +139,7 @@ def main(folder: str, answers: str) -> None:
         "failing": failing_on_one(target, drafter),
         "threads": [one.name for one in threading.enumerate() if one.name.startswith("hf_specdec")],
     }
+    drafter.release()  # a process group cannot end before the graphs that hold its collectives
     (Path(answers) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """Managers of a target that is split over two processes admit and retire the same requests on both."""
 
+import copy
 import json
 
 import pytest
@@ -9,30 +10,45 @@ from processes import ROOT, finish, launch
 from split_manager_worker import NEW_TOKENS, PROMPTS, SAMPLING, managed
 from targets import tiny_target
 
+two_gpus = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=two_gpus)])
+def device(request):
+    return request.param
+
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory):
+def answers(tmp_path_factory, device):
     """What the two processes found, by the name of the case."""
     folder = tmp_path_factory.mktemp("split_manager")
     tiny_target("llama").save_pretrained(folder / "llama")
-    finish(launch(ROOT / "tests" / "helpers" / "split_manager_worker.py", folder / "llama", folder), seconds=120)
+    worker = ROOT / "tests" / "helpers" / "split_manager_worker.py"
+    finish(launch(worker, folder / "llama", folder, device, on_gpus=device == "cuda"), seconds=240)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def alone(prompt, **options):
-    target, inputs = tiny_target("llama"), torch.tensor([prompt])
+def target_on(device):
+    return copy.deepcopy(tiny_target("llama")).to(device)
+
+
+def alone(prompt, device, **options):
+    target, inputs = target_on(device), torch.tensor([prompt], device=device)
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, **options}
     return target.generate(inputs, **options)[0, len(prompt) :].tolist()
 
 
-def test_requests_of_the_first_process_run_on_both(answers):
+def test_requests_of_the_first_process_run_on_both(answers, device):
     for found in answers:
         assert found["arrive"].pop("cancelled") == "The request cancelled was cancelled."
-        assert found["arrive"] == {f"r{number}": [alone(prompt), None] for number, prompt in enumerate(PROMPTS)}
+        assert found["arrive"] == {f"r{number}": [alone(prompt, device), None] for number, prompt in enumerate(PROMPTS)}
 
 
-def test_the_same_script_on_both(answers):
-    target = tiny_target("llama")
+def test_the_same_script_on_both(answers, device):
+    target = target_on(device)
     drafter = RANDOM_DRAFTERS["eagle3"](target, own_embedding=False, own_head=False)
     manager = managed(target, drafter, **SAMPLING)
     manager.start()
@@ -42,7 +58,7 @@ def test_the_same_script_on_both(answers):
     for found in answers:
         texts, plain, wrong = found["same"]
         assert texts == [*expected, ["req_3", expected[1][1]]]
-        assert plain == alone(PROMPTS[3])
+        assert plain == alone(PROMPTS[3], device)
         assert "within manager.pause()" in wrong and wrong.startswith("RuntimeError: LlamaForCausalLM is split over")
 
 
