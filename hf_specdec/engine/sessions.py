@@ -177,7 +177,9 @@ class SessionPool:
             same = (one for one in self._hostings if one.fingerprint == fingerprint)
             found = next(same, None) or Hosting(fingerprint)
             others = [one for one in self._hostings if one is not found and not one.fingerprint.is_past(fingerprint)]
-            dropped = self._keep_hostings([*others, found][-MAX_HOSTINGS:])
+            self._hostings = [*others, found][-MAX_HOSTINGS:]
+            dropped = [one for one in self._idle if one[0].hosting not in self._hostings]
+            self._idle = [one for one in self._idle if one[0].hosting in self._hostings]
         _free(dropped)
         return found
 
@@ -193,17 +195,9 @@ class SessionPool:
         return kept
 
     def forget(self, fingerprint: Fingerprint) -> None:
-        """Drop what is kept for the target and the drafter with this fingerprint."""
+        """Drop the hosting of the target and the drafter with this fingerprint; the next `hosting` drops its sessions."""
         with self._lock:
-            dropped = self._keep_hostings([one for one in self._hostings if one.fingerprint != fingerprint])
-        _free(dropped)
-
-    def _keep_hostings(self, hostings: list[Hosting]) -> list[tuple[SessionKey, Session]]:
-        """Keep `hostings` and their sessions only; returns the sessions of others."""
-        self._hostings = hostings
-        dropped = [one for one in self._idle if one[0].hosting not in hostings]
-        self._idle = [one for one in self._idle if one[0].hosting in hostings]
-        return dropped
+            self._hostings = [one for one in self._hostings if one.fingerprint != fingerprint]
 
     def acceptance(self, is_sampling: bool) -> Acceptance:
         """Acceptance of the drafts of all calls with `num_assistant_tokens="auto"`, greedy or sampling."""

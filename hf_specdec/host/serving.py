@@ -61,6 +61,9 @@ lazy_part(f"{_SERVER}.model_manager:ModelManager", *MODEL_LISTS, why="replaced: 
 TensorParallelLayer = lazy_part(_TENSOR_PARALLEL, "TensorParallelLayer", why="wrapper of a sharded layer")
 ColwiseParallel = lazy_part(_TENSOR_PARALLEL, "ColwiseParallel", why="wrapper that is removed where it does nothing")
 RowwiseParallel = lazy_part(_TENSOR_PARALLEL, "RowwiseParallel", why="wrapper whose all-reduce is replaced")
+ReplicatedWithGradAllReduce = lazy_part(
+    _TENSOR_PARALLEL, "ReplicatedWithGradAllReduce", why="wrapper that is removed: it is for gradients"
+)
 MoeExpertsParallel = lazy_part(_TENSOR_PARALLEL, "MoeExpertsParallel", why="wrapper whose all-reduce is replaced")
 DistributedConfig = lazy_part("transformers.distributed", "DistributedConfig", why="tensor parallel targets in `bench`")
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
 
-from ..host.serving import ColwiseParallel, TensorParallelLayer, tensor_parallel_mesh
+from ..host.serving import ColwiseParallel, ReplicatedWithGradAllReduce, TensorParallelLayer, tensor_parallel_mesh
 from ..modules.hidden_states import modules_of
 from ..modules.patch import ABSENT, Replacements, constant
 from ..modules.weights import PLAIN_WEIGHTS
@@ -98,6 +98,12 @@ def _only_splits(module: nn.Module) -> bool:
     return is_plain and (style.input_layouts, style.output_layouts) == (Replicate(), Shard(-1))
 
 
+def _only_sums_gradients(module: nn.Module) -> bool:
+    """Whether the wrapper of `module` only lets ranks sum gradients of its weights."""
+    code = getattr(vars(module).get("forward"), "__code__", None)
+    return code is not None and code in ReplicatedWithGradAllReduce().install_forward.__code__.co_consts
+
+
 def _shard_without_view(parameter: nn.Parameter) -> torch.Tensor:
     """The local shard itself instead of a view of it, so that `parameter` follows if the shard is moved."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
@@ -107,13 +113,14 @@ class local_linears(Replacements):
     """Context in which sharded linear layers of `model` have this rank's shards of their weights as plain tensors.
 
     Without gradients transformers computes with these shards, too, but extracts them from the `DTensor`s in every call,
-    which costs time on the host and in a compiler. Wrappers of column-parallel layers whose outputs stay sharded are
-    removed, since they have nothing left to do.
+    which costs time on the host and in a compiler. Wrappers that have nothing left to do are removed: those of
+    column-parallel layers whose outputs stay sharded, and those that sum gradients.
     """
 
     def __init__(self, model: PreTrainedModel):
         modules = modules_of(model)
-        super().__init__({"forward": [(module, constant(ABSENT)) for module in modules if _only_splits(module)]})
+        idle = (one for one in modules if _only_splits(one) or _only_sums_gradients(one))
+        super().__init__({"forward": [(module, constant(ABSENT)) for module in idle]})
         self._sharded = [
             (weakref.ref(module), name)
             for module in modules

@@ -107,20 +107,22 @@ def layer_kernels(*models: nn.Module) -> Replacements:
     """Context in which norms and gated MLPs of `models` run ops of layers, on devices whose policy says so.
 
     Norms also compute the sums of the residual stream that they read, i.e. of outputs of embeddings and MLPs with other
-    tensors. Modules are recognised by what they compute, see `layer_probes`. Modules with hooks or a `forward`
-    attribute, and norms whose weight is quantised or sharded, are left as they are.
+    tensors. Modules are recognised by what they compute, see `layer_probes`. Modules with hooks, those but experts with
+    a `forward` attribute, and norms whose weight is quantised or sharded, are left as they are.
     """
     modules = modules_of(*models)
     if not any_has_layer_kernels(modules):
         return Replacements({})
     probes, chosen, gates = Probes(), [], []
     for module in modules:
-        if has_hooks([module]) or not is_unpatched(module, *_FORWARDS):
+        if has_hooks([module]):
             continue
-        if is_experts(module):
+        if is_experts(module):  # also split ones, whose `forward` wraps that of the class
             gate = probes.expert_gate(module)
             if gate is not None:
                 gates.append((module, constant(gate)))
+            continue
+        if not is_unpatched(module, *_FORWARDS):
             continue
         norm = probes.norm(module)
         mlp = probes.gated_mlp(module) if norm is None else None

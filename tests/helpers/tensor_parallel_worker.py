@@ -43,11 +43,14 @@ from hf_specdec.bench import traffic
 from hf_specdec.bench.models import load_target
 from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.drafters.none import NoDrafter
+from hf_specdec.engine.target import patched_target
 from hf_specdec.hosting.equivalence import why_not_equivalent
+from hf_specdec.modules.patch import EXPERT_GATE
 from hf_specdec.modules.signature import Fingerprint, Signature
 from hf_specdec.modules.weights import local_shard
 from hf_specdec.parallel import all_reduce
 from hf_specdec.patching import fused_linear
+from hf_specdec.patching.layer_kernels import _norm_forward
 from hf_specdec.state import RoundShape
 
 PROMPT_LENGTHS = [2, 13, 7]
@@ -329,6 +332,19 @@ def generate_with_gpu_policy(folder: Path) -> list:
     return [out.tolist(), drafter.stats.execution]
 
 
+def modules_with_kernels(target: PreTrainedModel) -> list[str]:
+    """Names of the norms and experts of `target` that run kernels of this package where layers do."""
+    with pytest.MonkeyPatch.context() as patch:
+        set_policy(patch, "cpu", layer_kernels=True)
+        with torch.no_grad(), patched_target(target, NoDrafter(target), False):
+            found = {name: dict(vars(module)) for name, module in target.named_modules()}
+    return [
+        name
+        for name, own in found.items()
+        if EXPERT_GATE in own or ("norm" in name and getattr(own.get("forward"), "func", None) is _norm_forward)
+    ]
+
+
 def generate_without_symmetric_memory(folder: Path, failing: str) -> dict[str, Any]:
     """Outputs, logs and all-reduces through symmetric memory if rank 1 fails in one step of its set-up."""
     check = all_reduce.SymmetricMemoryBuffer.check
@@ -415,6 +431,7 @@ def main(folder: str, answers: str, device: str) -> None:
         for failing in ("host", "allocate", "check"):
             generated[f"without memory, {failing}"] = generate_without_symmetric_memory(Path(folder), failing)
         check_weights(target)
+        generated["modules with kernels"] = modules_with_kernels(load_split(Path(folder) / "qwen3-moe"))
     generated["bench"] = bench(Path(folder) / "bench", Path(answers) / f"figures-{rank}.json")
     (Path(answers) / f"{rank}.json").write_text(json.dumps(generated))
     dist.barrier()

@@ -24,6 +24,7 @@ from tensor_parallel_worker import (
     generate_briefly,
     generate_with_generator,
     generate_with_images,
+    modules_with_kernels,
 )
 
 from hf_specdec.bench.traffic import round_bytes
@@ -117,6 +118,14 @@ def test_split_rounds_are_captured(answers):
     """What transformers wraps around split layers is no obstacle."""
     for generated in answers:
         assert generated["replayed"] == [*generated["borrower, sampling"][:2], "captured in one graph, not compiled"]
+
+
+@pytest.mark.core
+def test_split_norms_and_experts_run_kernels(answers):
+    """Wrappers that transformers puts around them are no obstacle."""
+    expected = modules_with_kernels(tiny_target("qwen3-moe"))
+    assert {"model.layers.0.self_attn.q_norm", "model.layers.0.mlp.experts", "model.norm"} <= set(expected)
+    assert [generated["modules with kernels"] for generated in answers] == [expected, expected]
 
 
 @pytest.mark.core
