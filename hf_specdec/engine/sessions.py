@@ -195,7 +195,7 @@ class SessionPool:
         return kept
 
     def forget(self, fingerprint: Fingerprint) -> None:
-        """Drop the hosting of the target and the drafter with this fingerprint; the next `hosting` drops its sessions."""
+        """Drop the hosting with this fingerprint; the next `hosting` drops its sessions."""
         with self._lock:
             self._hostings = [one for one in self._hostings if one.fingerprint != fingerprint]
 

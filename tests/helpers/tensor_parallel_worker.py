@@ -62,6 +62,7 @@ BENCHED = cases(["eagle3", "p-eagle"], ["eagle3"])
 # Recurrent layers, images, and several positions a token.
 IMAGE_CLASS = "Qwen3_5ForConditionalGeneration"
 OTHER_FAMILIES = ("gemma3", "gpt-oss", "qwen3-moe", "qwen3-next")
+MIXTURES = ("gpt-oss", "qwen3-moe")
 
 
 def borrower(target: PreTrainedModel) -> Drafter:
@@ -201,9 +202,21 @@ def generate_with_images(target: PreTrainedModel) -> list:
     return [out.tolist(), [row.accepted_per_position for row in drafter.stats.rows]]
 
 
-def load_split(folder: Path, auto_class: type = AutoModelForCausalLM) -> PreTrainedModel:
-    split = DistributedConfig(tp_plan="auto")
+def load_split(folder: Path, auto_class: type = AutoModelForCausalLM, **options: Any) -> PreTrainedModel:
+    split = DistributedConfig(tp_plan="auto", **options)
     return auto_class.from_pretrained(folder, dtype=torch.float32, distributed_config=split).eval()
+
+
+def with_experts_apart(folder: str, family: str) -> PreTrainedModel:
+    """The target with half of the experts on each process (expert parallel)."""
+    if "ep_size" in DistributedConfig.__dataclass_fields__:
+        options: dict[str, Any] = {"tp_size": 2, "ep_size": 2}
+    else:
+        options = {"enable_expert_parallel": True}
+    target = load_split(Path(folder) / family, **options)
+    weights = [one for name, one in target.named_parameters() if name.endswith("experts.down_proj")]
+    assert all(local_shard(one).shape[0] == one.shape[0] // 2 for one in weights) and weights
+    return target
 
 
 def check_weights(target: PreTrainedModel) -> None:
@@ -422,6 +435,9 @@ def main(folder: str, answers: str, device: str) -> None:
         stock = borrower(target).configure(engine="stock")
         generated["seeds of hosts"] = generate(target, stock, lengths=[9], host_seed=rank, **SAMPLING)
     generated |= {family: generate_briefly(load_split(Path(folder) / family)) for family in OTHER_FAMILIES}
+    generated |= {
+        f"{family}, experts apart": generate_briefly(with_experts_apart(folder, family)) for family in MIXTURES
+    }
     generated["images"] = generate_with_images(load_split(Path(folder) / "images", AutoModelForImageTextToText))
     if device == "cpu":
         generated["replayed"] = generate_replayed(target)

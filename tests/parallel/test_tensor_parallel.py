@@ -18,6 +18,7 @@ from tensor_parallel_worker import (
     DRAFTERS,
     GREEDY,
     IMAGE_CLASS,
+    MIXTURES,
     OTHER_FAMILIES,
     generate,
     generate_all,
@@ -77,6 +78,13 @@ def test_one_process_and_two_generate_the_same(answers):
 def test_other_families(answers, family):
     expected = json.loads(json.dumps(generate_briefly(tiny_target(family))))
     assert [generated[family] for generated in answers] == [expected, expected]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_on_different_processes(answers, family):
+    expected = json.loads(json.dumps(generate_briefly(tiny_target(family))))
+    assert [generated[f"{family}, experts apart"] for generated in answers] == [expected, expected]
 
 
 @pytest.mark.core
@@ -243,6 +251,7 @@ def test_one_gpu_and_two_generate_the_same(tmp_path):
     answers = run_two_processes(tmp_path, "cuda")
     expected = generate_all(copy.deepcopy(tiny_target("llama")).to("cuda"))
     expected |= {family: generate_briefly(copy.deepcopy(tiny_target(family)).to("cuda")) for family in OTHER_FAMILIES}
+    expected |= {f"{family}, experts apart": expected[family] for family in MIXTURES}
     expected = json.loads(json.dumps(expected))
     executions = {name: expected[name][2] for name in ("borrower, greedy", "p-eagle, sampling", "compiled, sampling")}
     assert executions == {
