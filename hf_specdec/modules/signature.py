@@ -191,11 +191,9 @@ class Signature:
     @cached_property
     def hooked(self) -> list[nn.Module]:
         """The modules with forward hooks, whoever has registered them."""
-        before, after = (
-            compress(self.modules, map(itemgetter(name), self.attributes))
-            for name in ("_forward_pre_hooks", "_forward_hooks")
-        )
-        return list(dict.fromkeys([*before, *after]))
+        names = "_forward_pre_hooks", "_forward_hooks"
+        found = [compress(self.modules, map(itemgetter(name), self.attributes)) for name in names]
+        return list(dict.fromkeys(chain.from_iterable(found)))
 
     @cached_property
     def adapters(self) -> Adapters:
