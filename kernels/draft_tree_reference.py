@@ -125,7 +125,8 @@ def grow_tree(
         are not computed are empty tensors.
     """
     (batch, count), device, nothing = tokens.shape, tokens.device, tokens.new_empty(0)
-    parents = _chain(batch, count, device) if parents is None else parents
+    if parents is None:  # the window, where each column follows the one before
+        parents = (torch.arange(count, device=device) - 1).clamp(min=0).expand(batch, -1)
     found, followed = tokens.new_empty(0, dtype=torch.float32), parents[:, :0]
     if logprobs is not None:
         scores = logprobs if paths is None else logprobs + paths[..., None]
@@ -161,11 +162,6 @@ def grow_tree(
     positions = places.clamp(min=0) + (0 if offsets is None else offsets[:, None])
     positions = torch.where(places < dummy, positions, 0)
     return found, tokens, parents, ancestors, places, slots, positions, hidden
-
-
-def _chain(batch: int, count: int, device: torch.device) -> torch.Tensor:
-    """`[B, count]` int64, the column before each column; 0 for the first."""
-    return (torch.arange(count, device=device) - 1).clamp(min=0).expand(batch, -1)
 
 
 def _take(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

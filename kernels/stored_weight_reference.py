@@ -66,8 +66,8 @@ def _spread(scales: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
     return scales
 
 
-def round_inputs(inputs: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
-    """`inputs` `[..., in]` rounded to the format of `weight`, with a scale for each group, in float32 or wider."""
+def rounded_inputs(inputs: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
+    """`inputs` `[..., in]` rounded to the format of `weight`, with a scale for each group, and then to their dtype."""
     values, kind = inputs.to(torch.promote_types(inputs.dtype, torch.float32)), weight.values.dtype
     size, group = values.shape[-1], weight.group
     groups = torch.nn.functional.pad(values, (0, -size % group)).unflatten(-1, (-1, group))
@@ -76,9 +76,4 @@ def round_inputs(inputs: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
     scale = (largest / torch.full_like(largest, LARGEST[kind])).clamp(min=LEAST_SCALE)
     rounded = groups / scale
     rounded = rounded.round().clamp(-128, 127) if kind == torch.int8 else rounded.to(kind).to(values.dtype)
-    return (rounded * scale).flatten(-2)[..., :size]
-
-
-def rounded_inputs(inputs: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
-    """`round_inputs` in the dtype of `inputs`."""
-    return round_inputs(inputs, weight).to(inputs.dtype)
+    return (rounded * scale).flatten(-2)[..., :size].to(inputs.dtype)

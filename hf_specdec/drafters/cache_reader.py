@@ -12,11 +12,12 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .. import ops
 from ..checkpoints.checkpoint import Checkpoint, quiet_loading
 from ..checkpoints.read_models import auto_class
 from ..config import CacheReaderConfig
 from ..host.modeling import sliding_window_bidirectional_overlay
-from ..kernels.types import Columns, Proposal, VerificationResult
+from ..kernels.types import Columns
 from ..modules.hidden_states import decoder_layers
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..patching.attention import set_ragged_attention
@@ -26,7 +27,6 @@ from ..state import DecodeState
 from .base import Drafter
 from .cached import CachedDrafter, Outputs
 from .draft_model import WITHOUT_WEIGHTS, load_language_model
-from .none import no_drafts
 from .shared_weights import SharedWeight, score
 
 _building = threading.RLock()
@@ -88,6 +88,7 @@ class CacheReaderDrafter(CachedDrafter):
 
     config_class = CacheReaderConfig
     num_cached_layers = 0
+    shift = 1
     grows_trees = True
     reads_last_hidden_state = True
     reads_target_cache = True
@@ -145,47 +146,28 @@ class CacheReaderDrafter(CachedDrafter):
         embeds = F.embedding(tokens.to(weight.device), weight)
         return (embeds * self.embedding_scale.to(embeds)).to(self.embedding_scale.device, self.dtype)
 
-    def propose(self, state: DecodeState, aux_hidden_states: torch.Tensor, result: VerificationResult) -> Proposal:
-        if state.num_draft_tokens == 0:
-            return no_drafts(state)
-        rows = torch.arange(len(state.lengths), device=state.lengths.device)
-        hidden = aux_hidden_states[rows, (result.committed - 1).clamp(min=0)][:, None].to(self.dtype)
-        tokens, drafts = state.last_tokens(), []
-        shown = self._shown(state)
-        if state.num_nodes:
-            return self._grow(state, *self._read(shown, tokens, hidden), Columns(tokens, hidden=hidden))
-        for step in range(state.num_draft_tokens):
-            logits, hidden = self._read(shown, tokens, hidden)
-            drafts.append(self.draw(state, logits, first=step))
-            tokens = drafts[-1].tokens
-        return self.join(state, drafts)
+    def combine_hidden_states(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        return aux_hidden_states.to(self.dtype)
 
-    def run_nodes(self, state: DecodeState, step: int, columns: Columns, num_logits: int) -> Outputs:
-        # Only the hidden states carry earlier drafts: no pass runs earlier nodes again.
-        return self._read(self._shown(state), columns.tokens[:, -num_logits:], columns.hidden[:, -num_logits:])
+    def gather_hidden_states(self, hidden: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        return ops.gather_rows(hidden, sources, None)
 
-    def _shown(self, state: DecodeState) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """The newest token's position and the last visible slot, `[B, 1]` each; keys and values by layer type."""
-        newest = (state.lengths - 1)[:, None]
-        # The last token whose key the target has stored. Without one, and in rows that are not live, no slot is seen.
-        last = torch.where(newest > 0, state.next_slots(-2), state.dummy_slot)
+    def extend_cache(self, state: DecodeState, columns: Columns, num_logits: int) -> Outputs:
+        # Only the hidden states carry earlier drafts: no pass runs other columns than those with logits.
+        if num_logits == 0:
+            return None, None
+        tokens, hidden = columns.tokens[:, -num_logits:], columns.hidden[:, -num_logits:]
+        # The last token whose key the target has stored. Without one, before slot 0, no slot is seen.
+        last = state.next_slots(-2).expand(-1, num_logits)
         state.cache.show(state.live)
-        return newest, last, {kind: state.cache.layers[index].shown() for kind, index in self._layers_read.items()}
-
-    def _read(
-        self, shown: tuple[torch.Tensor, torch.Tensor, dict[str, Any]], tokens: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits `[B, n, V]` and next hidden states `[B, n, H]` from tokens `[B, n]` and hidden states `[B, n, H]`."""
-        newest, last, keys = shown
-        count = tokens.shape[1]
         out = self.model.model(
             inputs_embeds=self.model.pre_projection(torch.cat([self.embed(tokens), hidden], dim=-1)),
-            attention_mask=dict.fromkeys(self._layers_read, last.repeat(1, count)[:, None, :, None]),
-            position_ids=newest.expand(-1, count),
-            shared_kv_states=keys,
+            attention_mask=dict.fromkeys(self._layers_read, last.contiguous()[:, None, :, None]),
+            position_ids=(state.lengths - 1)[:, None].expand_as(last),
+            shared_kv_states={kind: state.cache.layers[index].shown() for kind, index in self._layers_read.items()},
             use_cache=False,
             # A tensor: with a number, layers that share others' keys would drop tokens of inputs that they do not have.
-            logits_to_keep=torch.arange(count, device=tokens.device),
+            logits_to_keep=torch.arange(num_logits, device=tokens.device),
         ).last_hidden_state
         return self.logits(out), self.model.post_projection(out)
 

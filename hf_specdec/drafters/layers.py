@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -22,17 +21,11 @@ from ..patching.layer_kernels import norms_side_by_side
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
-class Attend(Protocol):
-    """Attention of a layer: over a KV cache when drafting, over a whole sequence when training.
-
-    It is called with the attention module, its new query, key and value states, `[B, heads, n, head_dim]` after RoPE,
-    and its sliding window or None. Queries may be fewer than keys; they are then at the last positions. It returns the
-    queries' outputs, `[B, n, heads, head_dim]`. Only it reads `layer_idx`, so that one compiled layer serves all.
-    """
-
-    def __call__(
-        self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
-    ) -> torch.Tensor: ...
+# Attention of a layer, over a KV cache when drafting, over a whole sequence when training: a function of the attention
+# module, its new query, key and value states, `[B, heads, n, head_dim]` after RoPE, and its sliding window or None. It
+# returns the queries' outputs, `[B, n, heads, head_dim]`. Queries may be fewer than keys; they are then at the last
+# positions. Only it reads `layer_idx`, so that one compiled layer serves all.
+Attend = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, int | None], torch.Tensor]
 
 
 def rotary_embedding(config: DraftLayersConfig) -> LlamaRotaryEmbedding:

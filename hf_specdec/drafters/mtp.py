@@ -37,36 +37,31 @@ class MtpMemory(DraftMemory):
 
     Attributes:
         later_caches: caches of the later runs of modules that run more than once in a round, see `MtpDrafter`.
-        hidden: `[B, W, H]`, the target's hidden states at each row's last W slots, the newest last.
-        num_seen: `[B]` int64, the number of slots whose hidden states have been appended.
-        num_columns: `[B]` int64, W: the most columns of a row in a round's first pass.
+        hidden: `[B, W + 1, H]`, the target's hidden states at each row's last W slots: slot p is in place p mod W. The
+            last place is for columns that are not kept.
     """
 
     later_caches: list[RaggedCache]
     hidden: torch.Tensor
-    num_seen: torch.Tensor
-    num_columns: torch.Tensor
 
     @property
     def caches(self) -> list[RaggedCache]:
         return [self.cache, *self.later_caches]
 
-    def append(self, hidden: torch.Tensor, count: torch.Tensor, num_slots: torch.Tensor) -> None:
-        """Append hidden states and drop as many of the oldest. Hidden states that were appended before are skipped.
+    @property
+    def width(self) -> int:
+        """W, the most columns of a row in a round's first pass."""
+        return self.hidden.shape[1] - 1
 
-        Args:
-            hidden: `[B, n, H]`.
-            count: `[B]` int64, the number of leading columns that are valid in each row.
-            num_slots: `[B]` int64, the number of slots up to the last valid column.
-        """
-        width = self.hidden.shape[1]
-        all_hidden = torch.cat([self.hidden, hidden.to(self.hidden.dtype)], dim=1)
-        new = torch.minimum((num_slots - self.num_seen).clamp(min=0), count)
-        known = count - new
-        columns = count[:, None] + torch.arange(width, device=count.device)
-        columns = torch.where(columns < width + known[:, None], columns - known[:, None], columns)
-        self.num_seen.add_(new)
-        self.hidden.copy_(all_hidden.gather(1, columns[..., None].expand(-1, -1, all_hidden.shape[2])))
+    def keep(self, hidden: torch.Tensor, slots: torch.Tensor, is_kept: torch.Tensor) -> None:
+        """Keep hidden states `[B, n, H]` of `slots` `[B, n]` int64 where `is_kept`: at most W adjacent slots a row."""
+        places = torch.where(is_kept, slots % self.width, self.width)
+        self.hidden.scatter_(1, places[..., None].expand_as(hidden), hidden.to(self.hidden.dtype))
+
+    def last(self, lengths: torch.Tensor, count: int) -> torch.Tensor:
+        """Hidden states `[B, count, H]` at the last slots before the newest token's; `lengths` are those of texts."""
+        slots = (lengths - 1 - count)[:, None] + torch.arange(count, device=lengths.device)
+        return ops.gather_rows(self.hidden, slots % self.width, None)
 
 
 class MtpDrafter(CachedDrafter):
@@ -174,21 +169,15 @@ class MtpDrafter(CachedDrafter):
         width = self._num_rerun(state.most_draft_tokens, state.most_nodes > 0)
         places = state.slots, state.lengths, state.draft_starts
         num_caches = -(-state.most_draft_tokens // num_modules) if self.chains_passes else 1
-        return MtpMemory(
-            memory.cache,
-            memory.draft_ids,
-            [RaggedCache(memory.cache.kinds, *places) for _ in range(num_caches - 1)],
-            torch.zeros(batch, width, self.config.hidden_size, dtype=self.dtype, device=device),
-            torch.zeros(batch, dtype=torch.int64, device=device),
-            torch.full((batch,), width, dtype=torch.int64, device=device),
-        )
+        later_caches = [RaggedCache(memory.cache.kinds, *places) for _ in range(num_caches - 1)]
+        hidden = torch.zeros(batch, width + 1, self.config.hidden_size, dtype=self.dtype, device=device)
+        return MtpMemory(memory.cache, memory.draft_ids, later_caches, hidden)
 
     def copy_rows(
         self, state: DecodeState, rows: torch.Tensor, source: DecodeState, slots: int, source_rows: torch.Tensor
     ) -> None:
         super().copy_rows(state, rows, source, slots, source_rows)
         state.memory.hidden[rows] = source.memory.hidden[source_rows]
-        state.memory.num_seen[rows] = source.memory.num_seen[source_rows]
 
     def _num_rerun(self, num_draft_tokens: int, has_trees: bool) -> int:
         """Number of slots that the first pass of each round runs, see the class."""
@@ -333,26 +322,18 @@ class MtpDrafter(CachedDrafter):
             _, feedback = self.run(state, step, Columns(tokens, slots=positions, hidden=hidden), embeds)
             if self.chains_passes:
                 hidden = feedback
-        self._remember(state, aux_hidden_states, positions)
-
-    def _remember(self, state: DecodeState, aux_hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
-        """Append a chunk's last hidden states, without the one before the prompt's last token: `propose` appends it."""
-        memory, columns = state.memory, torch.arange(1, positions.shape[1] + 1, device=positions.device)
-        width = memory.hidden.shape[1]
-        is_known = positions < state.lengths[:, None] - 2
-        count = is_known.sum(dim=1).clamp(max=width)
-        first = torch.where(is_known, columns, 0).amax(dim=1) - count
-        taken = (first[:, None] + torch.arange(width, device=first.device)).clamp(max=len(columns) - 1)
-        hidden = aux_hidden_states.gather(1, taken[..., None].expand(-1, -1, aux_hidden_states.shape[2]))
-        memory.num_seen.copy_(state.lengths - 2 - count)
-        memory.append(hidden, count, state.lengths - 2)
+        memory = state.memory
+        first_kept = state.lengths[:, None] - 1 - memory.width
+        memory.keep(aux_hidden_states, positions, (positions >= first_kept) & (positions < state.dummy_slot))
 
     def propose(self, state: DecodeState, aux_hidden_states: torch.Tensor, result: VerificationResult) -> Proposal:
-        memory = state.memory
-        memory.append(aux_hidden_states, result.committed, state.lengths - 1)
-        width = (memory.hidden if self.chains_passes else result.tokens).shape[1]
-        inputs = self.prepare_inputs(state, memory.num_columns, state.limits, width, num_masks=0)
-        columns = Columns(inputs.tokens, slots=inputs.slots, hidden=memory.hidden[:, -width:])
+        memory, columns = state.memory, torch.arange(result.tokens.shape[1], device=state.lengths.device)
+        slots = (state.lengths - 1 - result.committed)[:, None] + columns
+        memory.keep(aux_hidden_states, slots, columns < result.committed[:, None])
+        width = memory.width if self.chains_passes else len(columns)
+        # All columns of the first pass are tokens of the text, whatever the last round has committed.
+        inputs = self.prepare_inputs(state, state.lengths, state.limits, width, num_masks=0)
+        columns = Columns(inputs.tokens, slots=inputs.slots, hidden=memory.last(state.lengths, width))
         if state.num_nodes and state.num_draft_tokens:
             return self._draft_tree(state, columns)
         drafts = self._draft_by_modules(state, columns) if self.chains_passes else self._draft_by_target(state, columns)

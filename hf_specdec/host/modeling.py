@@ -50,27 +50,15 @@ NO_SETTINGS = frozenset(
         *in_modeling_files("_name_or_path", "_commit_hash", why="entries of a configuration that name its source"),
     }
 )
-# Attributes of a `PreTrainedModel` that only loading, saving, sharding and `generate()` read; and `rope_deltas`, from
-# which M-RoPE models compute missing position ids, and which every call of `generate()` sets.
+# Attributes of a `PreTrainedModel` that modeling files name for loading and `generate()`, or that calls of `generate()`
+# set, such as `rope_deltas`, from which M-RoPE models compute missing position ids.
 UNREAD_ATTRIBUTES = frozenset(
     in_modeling_files(
         "_compiled_call",
-        "_ep_plan",
-        "_fsdp_plan",
-        "_keep_in_fp32_modules",
-        "_keep_in_fp32_modules_strict",
-        "_keys_to_ignore_on_load_missing",
         "_keys_to_ignore_on_load_unexpected",
-        "_keys_to_ignore_on_save",
         "_last_compile_config",
-        "_no_split_modules",
-        "_pp_plan",
         "_previous_max_cache_length",
-        "_skip_keys_device_placement",
-        "_tp_plan",
-        "all_tied_weights_keys",
         "generation_config",
-        "name_or_path",
         "rope_deltas",
         why="attributes of a model that no forward pass of an engine reads, which fingerprints leave out",
     )

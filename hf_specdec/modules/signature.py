@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from ..host.modeling import (
     ALL_ATTENTION_FUNCTIONS,
@@ -50,6 +50,9 @@ _OF_ONE_TOKEN = (nn.Linear, nn.Embedding)
 # Attributes of every module. Children, parameters and buffers are compared separately; modules with forward hooks are
 # not captured; other hooks are not called in a forward pass without gradients.
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+
+# Base classes of all models, which read a model's attributes to load, save, shard and generate.
+_BASES = frozenset((*PreTrainedModel.__mro__, *GenerationMixin.__mro__))
 
 # Types whose values are compared as they are.
 PLAIN_VALUES = frozenset(
@@ -188,11 +191,9 @@ class Signature:
     @cached_property
     def hooked(self) -> list[nn.Module]:
         """The modules with forward hooks, whoever has registered them."""
-        before, after = (
-            compress(self.modules, map(itemgetter(name), self.attributes))
-            for name in ("_forward_pre_hooks", "_forward_hooks")
-        )
-        return list(dict.fromkeys([*before, *after]))
+        names = "_forward_pre_hooks", "_forward_hooks"
+        found = [compress(self.modules, map(itemgetter(name), self.attributes)) for name in names]
+        return list(dict.fromkeys(chain.from_iterable(found)))
 
     @cached_property
     def adapters(self) -> Adapters:
@@ -434,8 +435,8 @@ def _layout(kind: type[nn.Module], *attributes: str) -> tuple[int, tuple[str, ..
 
 @functools.cache
 def _mentioned(kind: type[nn.Module]) -> frozenset[str]:
-    """Names and strings in the code of a class, of its base classes, and of the functions in their files."""
-    classes = [one for one in kind.__mro__ if one.__module__ != "builtins"]
+    """Names and strings in the code of a class, of its base classes in modeling files, and of functions in these."""
+    classes = [one for one in kind.__mro__ if one not in _BASES]
     codes = [*map(code_of, functions_of(files_of(classes))), *chain.from_iterable(map(code_in, classes))]
     found: set[str] = set()
     while codes:

@@ -19,6 +19,7 @@ from ..host.modeling import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTION
 from ..modules.deferred import read_by_attention
 from ..modules.patch import Replacements, constant, original, runs_engine
 from ..modules.signature import signature_of
+from .layer_probes import copied
 from .mask_rules import MaskRule, rules_by_module
 from .plugins.relative_bias import biased_attention
 from .support import runs_flash_attention, uses_attention_interface
@@ -60,7 +61,10 @@ def ragged_attention_forward(
             is_chosen.scatter_(-1, indices.long(), True)
             hidden = False if attention_mask.dtype == torch.bool else torch.finfo(attention_mask.dtype).min
             attention_mask = attention_mask.masked_fill(~is_chosen[:, None], hidden)
-        return _original_attention(module)(_Original(module), query, key, value, attention_mask, **options)
+        # Some functions read the name of their attention from the module's configuration.
+        config = copy.copy(module.config)
+        vars(config)[ATTENTION_ENTRY] = original(module.config, ATTENTION_ENTRY)
+        return _original_attention(module)(copied(module, config=config), query, key, value, attention_mask, **options)
     rule = vars(module).get(_RULE)
     if rule is not None:
         options |= {"sliding_window": rule.window, "chunk": rule.chunk}
@@ -120,18 +124,6 @@ def _dequantised(
     if scales is None:
         return key, value
     return ops.dequantise(key, scales[:, :, :live, 0]), ops.dequantise(value, scales[:, :, :live, 1])
-
-
-class _Original:
-    """A module with its original configuration, for attention functions that read it from the module."""
-
-    def __init__(self, module: torch.nn.Module):
-        self._module = module
-        self.config = copy.copy(module.config)
-        vars(self.config)[ATTENTION_ENTRY] = original(module.config, ATTENTION_ENTRY)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 def _original_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -164,7 +163,7 @@ class Probes:
         if not module.has_gate or not all(map(_is_function, children)):
             return None
         settings = itertools.chain.from_iterable(map(_settings, children))
-        return self._try(module, ("gate", *settings), lambda: _find_expert_gate(module), None)
+        return self._try(module, ("gate", *settings), lambda: _find_expert_gate(module))
 
     def router(self, module: nn.Module) -> Router | None:
         tensors = {**module._parameters, **module._buffers}
@@ -193,17 +192,14 @@ class Probes:
         found = {}
         for layer_type in (None, *_layer_types(module)):
             key = ("angles", layer_type, *sizes.items())
-            one = self._try(module, key, lambda given=layer_type: _find_angles(module, sizes, given), None)
+            one = self._try(module, key, lambda given=layer_type: _find_angles(module, sizes, given))
             if one is not None:
                 found[layer_type] = one
         return found
 
-    def _try(
-        self, module: nn.Module, others: tuple[Hashable, ...], find: Callable[[], Any], count: int | None = 1
-    ) -> Any:
-        """The result of `find` for the first module like it; None if its `forward` does not need `count` arguments."""
-        key = (*_settings(module), *others)
-        return tried(self._found, key, lambda: find() if count is None or _needs(module, count) else None)
+    def _try(self, module: nn.Module, others: tuple[Hashable, ...], find: Callable[[], Any]) -> Any:
+        """The result of `find` for the first module like it."""
+        return tried(self._found, (*_settings(module), *others), find)
 
 
 def tried(found: dict[Hashable, Any], key: Hashable, find: Callable[[], Any]) -> Any:
@@ -216,12 +212,6 @@ def tried(found: dict[Hashable, Any], key: Hashable, find: Callable[[], Any]) ->
         except Exception:
             found[key] = None
     return found[key]
-
-
-def _needs(module: nn.Module, count: int) -> bool:
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    needed = [one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    return len(needed) == count
 
 
 def _is_linear(module: nn.Module) -> bool:

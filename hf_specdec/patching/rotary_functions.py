@@ -23,7 +23,7 @@ from ..kernels.types import RotaryKind
 from ..modules.deferred import Rotation, plain
 from ..modules.hidden_states import modules_of
 from ..modules.patch import DTYPES, Replacements, original, uses_layer_kernels
-from ..modules.signature import functions_of, replacing_functions
+from ..modules.signature import code_of, functions_of, replacing_functions
 from .layer_kernels import any_has_layer_kernels
 from .layer_probes import same_bits
 
@@ -128,10 +128,8 @@ def _state_of(called: frozenset[weakref.ref]) -> int:
 @functools.lru_cache(maxsize=256)
 def _over(function: Callable, state: int) -> Callable:
     """The replacement of `function`; `function` itself if its arguments are unknown. The same object every time."""
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return function
+    code = code_of(function)
+    names = () if code is None else code.co_varnames[: code.co_argcount]
     count = names.index("cos") if "cos" in names else 0
-    is_understood = count in (1, 2) and names[count:][:2] == ["cos", "sin"]
+    is_understood = count in (1, 2) and names[count : count + 2] == ("cos", "sin")
     return functools.partial(_rotary, function, state, count) if is_understood else function

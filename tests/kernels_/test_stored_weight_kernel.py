@@ -17,7 +17,7 @@ from hf_specdec.kernels.gated_activation import gated_activation
 from hf_specdec.kernels.linear import linear
 from hf_specdec.kernels.linear_tiles import choose_stored_tiles, choose_wide_stored_tiles
 from hf_specdec.kernels.stored_weight import look_up, rounded_inputs
-from hf_specdec.kernels.stored_weight_reference import CODES, dequantise, round_inputs
+from hf_specdec.kernels.stored_weight_reference import CODES, dequantise
 from hf_specdec.kernels.types import LinearTiles
 
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
@@ -135,7 +135,7 @@ def test_inputs_are_rounded_before_the_product(kind, rows, monkeypatch):
     rounding = weight._replace(rounds_inputs=True)
     for dtype in DTYPES:
         inputs = inputs_for(rows, SHAPE[1], dtype)
-        rounded = round_inputs(inputs, weight).to(dtype)
+        rounded = stored_weight_reference.rounded_inputs(inputs, weight)
         sizes = (rounded.double().abs().amax(1) - inputs.double().abs().amax(1)).abs() / inputs.double().abs().amax(1)
         assert not torch.equal(rounded, inputs) and sizes.max() < 0.01
         expected = ops.linear(rounded, weight)
@@ -255,7 +255,7 @@ def test_inputs_of_experts_are_rounded_before_the_product(kind, monkeypatch):
     for dtype in DTYPES:
         for per_input in (1, 2):
             inputs = inputs_for(6 // per_input, 160, dtype)
-            rounded = round_inputs(inputs, weight).to(dtype)
+            rounded = stored_weight_reference.rounded_inputs(inputs, weight)
             found = ops.expert_linear(inputs, weight._replace(rounds_inputs=True), None, plan, 8, False)
             assert torch.equal(found, ops.expert_linear(rounded, weight, None, plan, 8, False))
             rows = rounded.repeat_interleave(per_input, 0).double()
