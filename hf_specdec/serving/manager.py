@@ -58,7 +58,6 @@ class SpeculativeBatchingManager:
 
     Attributes:
         background_thread_status: its `fatal_error` is the error that ended the thread, or None.
-        num_positions: positions that the target has embeddings of; None for any number.
 
     Raises:
         ValueError: continuous batching does not support the settings, the target or the drafter.
@@ -85,7 +84,6 @@ class SpeculativeBatchingManager:
         config = self.generation_config
         self._call = ManagedCall(model, drafter, config, settings, longest, self._queue, attachment, tree)
         self._factory = RequestFactory(self._call)
-        self.num_positions = self._factory.num_positions
         self._rounds = (RoundThread if tensor_parallel_group(model) is None else SplitRoundThread)(self._call)
         self.background_thread_status = self._rounds.status
         self._is_warming_up = False
@@ -240,12 +238,8 @@ class SpeculativeBatchingManager:
                 raise
         return names
 
-    def check_room(self, num_tokens: int) -> None:
-        """Raise `ValueError` if the target has no positions for a prompt of `num_tokens` tokens, and `queue.Full` if
-        `max_queue_size` requests wait."""
-        error = self._factory.why_too_long(num_tokens)
-        if error is not None:
-            raise ValueError(error)
+    def check_room(self) -> None:
+        """Raise `queue.Full` if `max_queue_size` requests wait."""
         self._queue.check_room()
 
     def is_active(self, request_id: str) -> bool:
