@@ -151,14 +151,18 @@ class SessionPool:
     """The idle sessions of a drafter by `SessionKey`, its `Hosting`s, and the acceptance of its drafts.
 
     A call takes a session out of the pool, so simultaneous calls, perhaps on different streams, get different sessions.
+
+    Attributes:
+        acceptances: acceptance of the drafts of all calls with `num_assistant_tokens="auto"`, greedy (False) and
+            sampling (True).
+        substitute: takes the drafter's place in calls that are faster without it.
     """
 
     def __init__(self) -> None:
         # Least recently used first.
         self._idle: list[tuple[SessionKey, Session]] = []
         self._hostings: list[Hosting] = []
-        self._acceptances: defaultdict[bool, Acceptance] = defaultdict(Acceptance)
-        # Takes the drafter's place in calls that are faster without it.
+        self.acceptances: defaultdict[bool, Acceptance] = defaultdict(Acceptance)
         self.substitute: Drafter | None = None
         self._lock = threading.Lock()
 
@@ -204,10 +208,6 @@ class SessionPool:
         dropped = [one for one in self._idle if one[0].hosting not in hostings]
         self._idle = [one for one in self._idle if one[0].hosting in hostings]
         return dropped
-
-    def acceptance(self, is_sampling: bool) -> Acceptance:
-        """Acceptance of the drafts of all calls with `num_assistant_tokens="auto"`, greedy or sampling."""
-        return self._acceptances[is_sampling]
 
     def of_rows(self, count: int, has_drafts: bool) -> list[Session]:
         """Idle sessions of `count` rows, of calls with drafts or of calls without."""

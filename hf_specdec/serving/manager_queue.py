@@ -50,10 +50,6 @@ class RequestQueue:
         """Whether requests have arrived or were withdrawn since the last `take`."""
         return bool(self._arrived or self._withdrawn)
 
-    def is_in_use(self, request_id: str) -> bool:
-        """Whether a request with this id is not over, or its result was not taken."""
-        return request_id in self.active or self.results.has(request_id)
-
     @property
     def is_full(self) -> bool:
         most = self._settings.max_queue_size

@@ -214,6 +214,8 @@ class ReplayCache(DynamicCache):
     `target`; `crop` restores the copy and runs the kept tokens again. It shares the layers of `cache`, if given.
     """
 
+    is_croppable = True
+
     def __init__(self, target: PreTrainedModel, cache: Cache | None):
         super().__init__(config=target.config.get_text_config())
         if cache is not None and cache.layers:
@@ -228,10 +230,6 @@ class ReplayCache(DynamicCache):
 
     def __exit__(self, *exception: Any) -> None:
         self._handle.remove()
-
-    @property
-    def is_croppable(self) -> bool:
-        return True
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove < 0:
