@@ -163,10 +163,6 @@ class _ByColumn:
     """The keys and values of one pass, `[B, kv_heads, n, head_dim]`, stored by column, as a layer gives them."""
 
     is_compileable = False
-    keys: torch.Tensor | None
-    values: torch.Tensor | None
-    indexer_keys: torch.Tensor | None
-    is_initialized: bool
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

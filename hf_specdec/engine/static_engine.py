@@ -15,7 +15,7 @@ from ..auto_k.auto_drafts import Workload
 from ..calls.call import Call, SpeculativeOutput
 from ..calls.first_pass import FirstPass
 from ..calls.kv_transfer import DeferredCache, FinishedCall, has_other_dtypes, holds_all_keys, read_cache
-from ..calls.prompts import Prompts, PromptSpan
+from ..calls.prompts import PromptSpan
 from ..calls.request import Arrived, ContinuousBatching, Request
 from ..calls.transcript import Transcript
 from ..graphs.buckets import next_power_of_two
@@ -72,8 +72,8 @@ class Lockstep(Runner):
     def __init__(self, call: Call, target: HostedTarget):
         # For prompts that the target itself runs; kept until the drafter has read its results.
         self._first_pass = None if call.inputs is None else FirstPass(call, target.keeps_hidden_states)
-        prompts = _with_reread(call, target)
-        call = call if prompts is call.prompts else replace(call, prompts=prompts)
+        call = _with_reread(call, target)
+        prompts = call.prompts
         padding = [pad - prompts.hidden for pad in prompts.padding]
         texts = prompts.input_ids.to(call.device)
         process = BlockProcessor(call.processors, texts, padding, call.temperature, call.ends)
@@ -289,13 +289,13 @@ class Lockstep(Runner):
         )
 
 
-def _with_reread(call: Call, target: HostedTarget) -> Prompts:
-    """The prompts of `call`, with the number of cached columns that the target should run again for the drafter."""
+def _with_reread(call: Call, target: HostedTarget) -> Call:
+    """`call` with the number of cached columns that the target should run again for the drafter."""
     prompts = call.prompts
     is_known = prompts.cached and not prompts.hidden and call.inputs is None and not target.has_hooks
     if not is_known or call.cache is None or not target.reads_hidden_states:
-        return prompts
+        return call
     if not holds_all_keys(call.cache, prompts.cached):
-        return prompts
+        return call
     most = min(MOST_REREAD, REREAD_PER_NEW_TOKEN * call.max_new_tokens)
-    return replace(prompts, reread=min(prompts.cached, most))
+    return replace(call, prompts=replace(prompts, reread=min(prompts.cached, most)))

@@ -250,7 +250,7 @@ class SpeculativeBatchingManager:
         """Counts and times of all requests so far, in Prometheus' text format."""
         with self._queue.changed:
             started = [one.has_started for one in self._queue.active.values()]
-        return self._queue.metrics.text(sum(started), len(started) - sum(started))
+            return self._queue.metrics.text(sum(started), len(started) - sum(started))
 
     def cancel_request(self, request_id: str) -> None:
         """End a request; its result has an error and the tokens so far. Does nothing if the request is over.

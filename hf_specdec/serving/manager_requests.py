@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections.abc import Sequence
 from math import inf
 from numbers import Real
@@ -65,7 +64,6 @@ class RequestFactory:
         self._seeds, seed = torch.Generator(), call.settings.seed
         with on_host():
             self._seeds.manual_seed(int(torch.randint(0, 2**63 - 1, (1,))) if seed is None else seed)
-        self._lock = threading.Lock()
         self._names = map("req_{}".format, itertools.count())
         # Stopping criteria by tokenizer and stop strings, because making them reads the whole vocabulary.
         self._criteria = functools.lru_cache(MOST_STOP_STRINGS)(
@@ -152,7 +150,7 @@ class RequestFactory:
 
     def _seeds_of(self, seed: int | None, count: int) -> list[int]:
         if seed is None:
-            with self._lock:
+            with self._call.requests.changed:
                 return torch.randint(0, 2**63 - 1, (count,), generator=self._seeds).tolist()
         if not is_integer(seed) or not -(2**63) <= seed < 2**63:
             raise ValueError(f"seed is {seed!r}; expected an integer of 64 bits.")
