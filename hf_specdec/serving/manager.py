@@ -1,7 +1,7 @@
 """`model.init_continuous_batching(..., assistant_model=drafter)`: the manager that users call.
 
-`manager_requests.py` checks and makes requests, `manager_queue.py` holds them until they are over,
-`manager_results.py` delivers their results, and `manager_thread.py` runs rounds by the calls of `manager_call.py`.
+`manager_requests.py` checks and makes requests, `manager_queue.py` holds them and delivers their results, and
+`manager_thread.py` runs rounds by the calls of `manager_call.py`.
 """
 
 from __future__ import annotations
@@ -204,9 +204,7 @@ class SpeculativeBatchingManager:
                 )
             self._rounds.add(requests)
         except BaseException:
-            with self._queue.changed:
-                if request_id not in self._queue.active:
-                    self._queue.results.drop_handler(request_id)
+            self._queue.drop_handler(request_id)
             raise
         return requests[-1].request_id
 
@@ -270,7 +268,7 @@ class SpeculativeBatchingManager:
             is_running = self.is_running() and not self._rounds.has_stopped
             return is_running and (request_id is None or self._rounds.expects(request_id))
 
-        return self._queue.results.take(request_id, is_expected, timeout)
+        return self._queue.take_result(request_id, is_expected, timeout)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Results as they come, until the manager stops."""
@@ -286,4 +284,4 @@ class SpeculativeBatchingManager:
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         """Call `callback` on the running event loop with every result of a request, including earlier ones."""
-        self._queue.results.add_handler(request_id, callback)
+        self._queue.add_handler(request_id, callback)

@@ -100,7 +100,7 @@ class RequestFactory:
         logprobs = asked_logprobs(self._call.settings.return_logprobs if logprobs is None else logprobs)
         if request_id is None:
             queue = self._call.requests
-            request_id = next(one for one in self._names if one not in queue.active and not queue.results.has(one))
+            request_id = next(one for one in self._names if one not in queue.active and not queue.has_result(one))
         requests = [
             Request(
                 index=0,
