@@ -17,8 +17,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 from ..drafters.attachment import Attachment
 from ..drafters.base import Drafter
-from ..host.generation import GenerationOutput, prepared_config
-from ..integration.continuous import check_known, checked_settings
+from ..host.generation import GenerationOutput
+from ..integration.continuous import settings_of
 from ..modules.patch import on_host
 from ..parallel.tensor_parallel import tensor_parallel_group
 from .manager_call import ManagedCall
@@ -75,13 +75,11 @@ class SpeculativeBatchingManager:
         **kwargs: Any,
     ):
         self.model, self.drafter, hints = model, drafter, workload_hints
-        settings = checked_settings(model, kwargs, generation_config, continuous_batching_config, hints)
-        self.continuous_batching_config = settings
-        self.generation_config, unknown = prepared_config(model, generation_config, **kwargs)
-        check_known(unknown, "a manager")
+        given = generation_config, continuous_batching_config, hints
+        config, settings = settings_of("a manager", model, kwargs, *given)
+        self.generation_config, self.continuous_batching_config = config, settings
         self._queue = RequestQueue(settings)
         longest = 1 if hints is None else max(hints.max_prompt_length + hints.max_generated_length, 1)
-        config = self.generation_config
         self._call = ManagedCall(model, drafter, config, settings, longest, self._queue, attachment, tree)
         self._factory = RequestFactory(self._call)
         self._rounds = (RoundThread if tensor_parallel_group(model) is None else SplitRoundThread)(self._call)
