@@ -324,7 +324,7 @@ class DecodeState:
         """Position ids of the target at `slots` `[B, n]` int64; 0 for the dummy slot. With M-RoPE a token of a prompt
         may have several: with `sections` the result may be `[sections, B, n]`, otherwise it is the first section."""
         if self.records is not None:
-            return self.records.position_ids(slots, sections)
+            return self.records.position_ids(self, slots, sections)
         if self.row_slots == self.slots:
             return ops.position_ids(slots, self.position_offsets, self.dummy_slot)
         offsets = self.position_offsets[slots // self.row_slots]  # rows packed in one

@@ -318,15 +318,6 @@ class FirstPass:
         if not prompts.cached:
             self._cache = None
 
-    @contextmanager
-    def records_of(self, state: DecodeState) -> Iterator[None]:
-        """Context in which `state.records` gives drafters the inputs of this pass."""
-        self._state, state.records = state, self
-        try:
-            yield
-        finally:
-            state.records = None
-
     def __call__(
         self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: torch.Tensor | int = 0
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -334,14 +325,14 @@ class FirstPass:
         parts of auxiliary hidden states."""
         return self._logits[self._rows(slots)[:, 0]], tuple(self._at(one, slots) for one in self._aux_hidden_states)
 
-    def position_ids(self, slots: torch.Tensor, sections: bool) -> torch.Tensor:
+    def position_ids(self, state: DecodeState, slots: torch.Tensor, sections: bool) -> torch.Tensor:
         """See `DecodeState.position_ids`."""
         if self._position_ids is None:
-            return self._state.text_positions(slots)
+            return state.text_positions(slots)
         rows, columns = self._rows(slots), self._columns(slots)
         given = self._position_ids.expand(-1, self._call.batch, -1)
         found = given[:, rows, columns] if sections and len(given) > 1 else given[0, rows, columns]
-        return torch.where(slots < self._state.dummy_slot, found, 0)
+        return torch.where(slots < state.dummy_slot, found, 0)
 
     def embeddings(self, slots: torch.Tensor) -> torch.Tensor | None:
         """The embeddings that the decoder was given at `slots`, `[B, n, H]`; None if they were not recorded."""

@@ -82,9 +82,12 @@ class SessionPrefill:
         prompts = PromptBuffers(state)
         chunks = self._eager_chunks(max(span.end - span.begin for span in spans))
         prompts.fill(spans, sum(chunks))
-        with first_pass.records_of(state):
+        state.records = first_pass
+        try:
             for chunk in chunks:
                 prefill_chunk(state, first_pass, drafter, chunk, prompts)
+        finally:
+            state.records = None
         finish_prefill(state, prompts, slice(None))
 
     def reread(self, spans: Sequence[PromptSpan]) -> None:
