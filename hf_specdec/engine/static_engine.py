@@ -91,7 +91,7 @@ class Lockstep(Runner):
         self._numbers = {
             "cached": prompts.cached_lengths,
             "draft_starts": prompts.draft_starts(target.reads_hidden_states),
-            "prompt_length_gap": prompts.prompt_length_gap,
+            "prompt_length_gap": [prompts.longest - length for length in prompts.lengths],
         }
         if call.position_offsets is not None:
             self._numbers["position_offsets"] = call.position_offsets
