@@ -242,14 +242,10 @@ def _recorded_inputs(decoder: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 class FirstPass:
-    """The first pass of a call with `inputs`. It replaces the `Target` when the engine prefills the drafter.
+    """The first pass of a call with `inputs`. It replaces the `Target` when the engine prefills the drafter."""
 
-    `keeps_hidden_states` tells whether the user gets the hidden states of the prompt.
-    """
-
-    def __init__(self, call: Call, keeps_hidden_states: bool):
+    def __init__(self, call: Call):
         self._call = call
-        self._keeps_hidden_states = keeps_hidden_states
         self._cache: Cache | None = None
 
     @torch.no_grad()
@@ -296,7 +292,7 @@ class FirstPass:
             self._embeddings = inputs.get("inputs_embeds") if drafter.reads_embeddings else None
             position_ids = inputs.get("position_ids")
             self._position_ids = None if position_ids is None else _sections(position_ids)
-            self._hidden_states = out.hidden_states if self._keeps_hidden_states else None
+            self._hidden_states = out.hidden_states if "hidden_states" in call.kept else None
         self._cache = cache
 
     def _new_cache(self, slots: int, num_draft_tokens: int) -> Cache:

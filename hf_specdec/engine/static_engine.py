@@ -71,7 +71,7 @@ class Lockstep(Runner):
 
     def __init__(self, call: Call, target: HostedTarget):
         # For prompts that the target itself runs; kept until the drafter has read its results.
-        self._first_pass = None if call.inputs is None else FirstPass(call, target.keeps_hidden_states)
+        self._first_pass = None if call.inputs is None else FirstPass(call)
         call = _with_reread(call, target)
         prompts = call.prompts
         padding = [pad - prompts.hidden for pad in prompts.padding]
