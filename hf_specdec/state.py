@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -86,9 +85,11 @@ class RoundShape(NamedTuple):
         return cls(*map(int, text.split("/", 1)))
 
 
-@dataclass
 class DecodeState:
-    """Device buffers and settings of one generation over B rows; slot == position throughout.
+    """Device buffers and settings of generations over B rows, of one shape; slot == position throughout.
+
+    Args:
+        layers: kinds of the layers of the target's cache; empty if the target runs on a cache of transformers.
 
     Attributes:
         tokens: `[B, slots]` int64, committed tokens; the prompt, without padding, comes first.
@@ -133,73 +134,39 @@ class DecodeState:
         memory: buffers of the drafter; set from `Drafter.new_memory`.
     """
 
-    tokens: torch.Tensor
-    numbers: torch.Tensor
-    settings: torch.Tensor
-    finished: torch.Tensor
-    eos: torch.Tensor
-    temperature: torch.Tensor
-    slots: int
-    most_draft_tokens: int
-    most_nodes: int
-    num_draft_tokens: int
-    num_nodes: int
-    is_sampling: bool
-    draft_probs: bool
-    verification: str
-    result: VerificationResult
-    row_slots: int
-    cache: RaggedCache | None = None
-    live: int = 1
-    block_width: int = 1
-    logprobs: tuple[str, ...] = ()
-    aux_hidden_states: torch.Tensor | None = None
-    prompt_logits: torch.Tensor | None = None
-    records: Any = None
-    memory: Any = None
-    num_before: int | None = None
-    dummy_slot: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.dummy_slot = self.slots - 1
-        vars(self).update(zip((*NUMBERS, *SETTINGS), (*self.numbers, *self.settings), strict=True))
-
-    @classmethod
-    def allocate(cls, shape: Shape, layers: LayerKinds, device: torch.device) -> DecodeState:
-        """Buffers for generations of one shape; empty `layers` if the target runs on a cache of transformers."""
+    def __init__(self, shape: Shape, layers: LayerKinds, device: torch.device):
         batch = shape.batch
+        self.tokens = torch.zeros(batch, shape.slots, dtype=torch.int64, device=device)
         # Kernels take `[batch]` views; for an address that 16 does not divide, Triton would compile another variant.
-        numbers = torch.empty(len(NUMBERS), batch + batch % 2, dtype=torch.int64, device=device)[:, :batch]
-        settings = torch.empty(len(SETTINGS), batch + -batch % 4, dtype=torch.float32, device=device)[:, :batch]
-        state = cls(
-            tokens=torch.zeros(batch, shape.slots, dtype=torch.int64, device=device),
-            finished=torch.empty(batch, dtype=torch.bool, device=device),
-            eos=torch.empty(batch, shape.num_ends, dtype=torch.int64, device=device),
-            temperature=torch.ones((), dtype=torch.float32, device=device),
-            slots=shape.slots,
-            most_draft_tokens=shape.num_draft_tokens,
-            most_nodes=shape.num_nodes,
-            num_draft_tokens=shape.num_draft_tokens,
-            num_nodes=shape.num_nodes,
-            is_sampling=shape.is_sampling,
-            draft_probs=shape.draft_probs,
-            verification=shape.verification,
-            row_slots=shape.slots,
-            numbers=numbers,
-            settings=settings,
-            result=VerificationResult(
-                tokens=torch.zeros(batch, shape.num_draft_tokens + 1, dtype=torch.int64, device=device),
-                accepted=torch.zeros(batch, dtype=torch.int64, device=device),
-                committed=torch.zeros(batch, dtype=torch.int64, device=device),
-            ),
+        self.numbers = torch.empty(len(NUMBERS), batch + batch % 2, dtype=torch.int64, device=device)[:, :batch]
+        self.settings = torch.empty(len(SETTINGS), batch + -batch % 4, dtype=torch.float32, device=device)[:, :batch]
+        vars(self).update(zip((*NUMBERS, *SETTINGS), (*self.numbers, *self.settings), strict=True))
+        self.finished = torch.empty(batch, dtype=torch.bool, device=device)
+        self.eos = torch.empty(batch, shape.num_ends, dtype=torch.int64, device=device)
+        self.temperature = torch.ones((), dtype=torch.float32, device=device)
+        self.result = VerificationResult(
+            tokens=torch.zeros(batch, shape.num_draft_tokens + 1, dtype=torch.int64, device=device),
+            accepted=torch.zeros(batch, dtype=torch.int64, device=device),
+            committed=torch.zeros(batch, dtype=torch.int64, device=device),
         )
+        self.slots = self.row_slots = shape.slots
+        self.dummy_slot = shape.slots - 1
+        self.most_draft_tokens = self.num_draft_tokens = shape.num_draft_tokens
+        self.most_nodes = self.num_nodes = shape.num_nodes
+        self.is_sampling, self.draft_probs, self.verification = shape.is_sampling, shape.draft_probs, shape.verification
+        self.cache: RaggedCache | None = None
         if layers:
-            state.cache = RaggedCache(layers, shape.slots, state.lengths, None, shape.num_draft_tokens)
+            self.cache = RaggedCache(layers, shape.slots, self.lengths, None, shape.num_draft_tokens)
         if shape.keeps_hidden_states:
-            state.cache.hidden_states = HiddenStates()
-        state.clear()
-        state.live = shape.slots
-        return state
+            self.cache.hidden_states = HiddenStates()
+        self.logprobs: tuple[str, ...] = ()
+        self.aux_hidden_states: torch.Tensor | None = None
+        self.prompt_logits: torch.Tensor | None = None
+        self.records: Any = None
+        self.memory: Any = None
+        self.num_before: int | None = None
+        self.clear()
+        self.live = shape.slots
 
     def admit(
         self,
@@ -357,7 +324,7 @@ class DecodeState:
         """Position ids of the target at `slots` `[B, n]` int64; 0 for the dummy slot. With M-RoPE a token of a prompt
         may have several: with `sections` the result may be `[sections, B, n]`, otherwise it is the first section."""
         if self.records is not None:
-            return self.records.position_ids(slots, sections)
+            return self.records.position_ids(self, slots, sections)
         if self.row_slots == self.slots:
             return ops.position_ids(slots, self.position_offsets, self.dummy_slot)
         offsets = self.position_offsets[slots // self.row_slots]  # rows packed in one

@@ -143,9 +143,7 @@ class Call:
             own = None if self.adapters is None else self.adapters[index]
             one = Request(index, prompt, self.max_new_tokens, ends=self.ends, seed=seed, adapter=own)
             if count is not None:
-                one.remaining = fitting_tokens(len(prompt), self.max_new_tokens, count)
-                one.is_cut = one.remaining < self.max_new_tokens
-                one.error = why_too_long(self.model, len(prompt), count)
+                one.limit_to(count, type(self.model).__name__)
             found.append(one)
         return found
 
@@ -190,22 +188,6 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     speculation: SpeculationStats | None = None
     logprobs: torch.Tensor | None = None
     raw_logprobs: torch.Tensor | None = None
-
-
-def why_too_long(model: PreTrainedModel, length: int, count: int | None) -> str | None:
-    """The error for a prompt of `length` tokens if `model` has `count` positions; None if the prompt fits."""
-    if count is None or length <= count:
-        return None
-    return (
-        f"A prompt has {length} tokens, but {type(model).__name__} has {count} positions "
-        "(max_position_embeddings); expected no more tokens than that."
-    )
-
-
-def fitting_tokens(length: int, max_new_tokens: int, count: int | None) -> int:
-    """How many of `max_new_tokens` fit after a prompt of `length` tokens into `count` positions (None: any number). The
-    last token of a text is not embedded, so it needs no position."""
-    return max_new_tokens if count is None else min(max_new_tokens, count + 1 - length)
 
 
 def no_positions(what: str, request: Request) -> str:

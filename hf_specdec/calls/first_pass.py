@@ -163,10 +163,6 @@ class _ByColumn:
     """The keys and values of one pass, `[B, kv_heads, n, head_dim]`, stored by column, as a layer gives them."""
 
     is_compileable = False
-    keys: torch.Tensor | None
-    values: torch.Tensor | None
-    indexer_keys: torch.Tensor | None
-    is_initialized: bool
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -246,14 +242,10 @@ def _recorded_inputs(decoder: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 class FirstPass:
-    """The first pass of a call with `inputs`. It replaces the `Target` when the engine prefills the drafter.
+    """The first pass of a call with `inputs`. It replaces the `Target` when the engine prefills the drafter."""
 
-    `keeps_hidden_states` tells whether the user gets the hidden states of the prompt.
-    """
-
-    def __init__(self, call: Call, keeps_hidden_states: bool):
+    def __init__(self, call: Call):
         self._call = call
-        self._keeps_hidden_states = keeps_hidden_states
         self._cache: Cache | None = None
 
     @torch.no_grad()
@@ -300,7 +292,7 @@ class FirstPass:
             self._embeddings = inputs.get("inputs_embeds") if drafter.reads_embeddings else None
             position_ids = inputs.get("position_ids")
             self._position_ids = None if position_ids is None else _sections(position_ids)
-            self._hidden_states = out.hidden_states if self._keeps_hidden_states else None
+            self._hidden_states = out.hidden_states if "hidden_states" in call.kept else None
         self._cache = cache
 
     def _new_cache(self, slots: int, num_draft_tokens: int) -> Cache:
@@ -322,15 +314,6 @@ class FirstPass:
         if not prompts.cached:
             self._cache = None
 
-    @contextmanager
-    def records_of(self, state: DecodeState) -> Iterator[None]:
-        """Context in which `state.records` gives drafters the inputs of this pass."""
-        self._state, state.records = state, self
-        try:
-            yield
-        finally:
-            state.records = None
-
     def __call__(
         self, state: DecodeState, tokens: torch.Tensor, slots: torch.Tensor, logits_to_keep: torch.Tensor | int = 0
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -338,14 +321,14 @@ class FirstPass:
         parts of auxiliary hidden states."""
         return self._logits[self._rows(slots)[:, 0]], tuple(self._at(one, slots) for one in self._aux_hidden_states)
 
-    def position_ids(self, slots: torch.Tensor, sections: bool) -> torch.Tensor:
+    def position_ids(self, state: DecodeState, slots: torch.Tensor, sections: bool) -> torch.Tensor:
         """See `DecodeState.position_ids`."""
         if self._position_ids is None:
-            return self._state.text_positions(slots)
+            return state.text_positions(slots)
         rows, columns = self._rows(slots), self._columns(slots)
         given = self._position_ids.expand(-1, self._call.batch, -1)
         found = given[:, rows, columns] if sections and len(given) > 1 else given[0, rows, columns]
-        return torch.where(slots < self._state.dummy_slot, found, 0)
+        return torch.where(slots < state.dummy_slot, found, 0)
 
     def embeddings(self, slots: torch.Tensor) -> torch.Tensor | None:
         """The embeddings that the decoder was given at `slots`, `[B, n, H]`; None if they were not recorded."""

@@ -60,11 +60,6 @@ class Prompts:
     def longest(self) -> int:
         return max(self.lengths)
 
-    @property
-    def prompt_length_gap(self) -> list[int]:
-        """How many tokens shorter than the longest row each row is."""
-        return [self.longest - length for length in self.lengths]
-
     @cached_property
     def cached_lengths(self) -> list[int]:
         """Tokens of each row that the cache holds."""

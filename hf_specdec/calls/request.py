@@ -28,11 +28,10 @@ class Request:
         is_cut: whether `remaining` is less than was asked for, since the target has no positions for more.
         ends: tokens that end it.
         seed: key of its random numbers.
-        sampling: its sampling settings, where requests have their own.
-        config: settings of its own logits processors, `max_new_tokens` among them; None if `processors` are known.
+        sampling: its own sampling settings, if it has some.
         user_processors: those of its own logits processors that the user passed.
-        processors: its own logits processors, or its `RowRules` for those that all rows share; None if these are not
-            known before it has a row, see `ContinuousBatching.processors_of`.
+        processors: its own logits processors, or its `RowRules` for those that all rows share. Before it has a row
+            their settings, `max_new_tokens` among them, or None; see `ContinuousBatching.processors_of`.
         criteria: stopping criteria besides `ends`, called with its text, `[1, n]` int64 on the host, after each token.
         request_id: its name; None if nobody takes its result.
         prompt_id: the name of the last sequence of its prompt, by which a manager cancels all of them.
@@ -54,10 +53,9 @@ class Request:
     is_cut: bool = False
     ends: frozenset[int] = frozenset()
     seed: int = 0
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    config: GenerationConfig | None = None
+    sampling: SamplingSettings | None = None
     user_processors: LogitsProcessorList | None = None
-    processors: LogitsProcessorList | RowRules | None = None
+    processors: LogitsProcessorList | RowRules | GenerationConfig | None = None
     criteria: StoppingCriteriaList | None = None
     records_timestamps: bool = False
     request_id: str | None = None
@@ -127,6 +125,16 @@ class Request:
     def longest(self) -> int:
         """Most tokens of its text, prompt included."""
         return self._prompt_length + self.remaining
+
+    def limit_to(self, num_positions: int, model: str) -> None:
+        """Limit it to the positions of the target, of the class `model`; it gets an error if its prompt is too long."""
+        fitting = num_positions + 1 - self._prompt_length  # the last token of a text is not embedded
+        self.is_cut, self.remaining = fitting < self.remaining, min(fitting, self.remaining)
+        if fitting < 1:
+            self.error = (
+                f"A prompt has {self._prompt_length} tokens, but {model} has {num_positions} positions "
+                "(max_position_embeddings); expected no more tokens than that."
+            )
 
     def add(self, tokens: Sequence[int], now: float) -> bool:
         """Add the committed tokens of a round; returns whether one of `ends`, or before it `criteria`, ends it."""
@@ -206,7 +214,7 @@ class ContinuousBatching:
         longest: tokens of a text that the first buffers have room for, if requests arrive.
         records_timestamps: whether the requests of a call record when each token reached the host.
         reuses_prefixes: whether keys and values of shared prefixes are computed once.
-        processors_of: returns what `Request.processors` is to be; called where that is None.
+        processors_of: returns the processors or rules of a request that lacks them, see `Request.processors`.
     """
 
     max_rows: int | None = None

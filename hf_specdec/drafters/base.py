@@ -587,8 +587,8 @@ class Drafter(PreTrainedModel):
         super().save_pretrained(save_directory, save_original_format=False, **kwargs)
 
     def new_state(self, shape: Shape, layers: LayerKinds, device: torch.device) -> DecodeState:
-        """Buffers of a generation, with the drafter's memory. It takes the arguments of `DecodeState.allocate`."""
-        state = DecodeState.allocate(shape, layers.storing(self.key_dtype), device)
+        """Buffers of a generation, with the drafter's memory. It takes the arguments of `DecodeState`."""
+        state = DecodeState(shape, layers.storing(self.key_dtype), device)
         state.memory = self.new_memory(state)
         return state
 

@@ -49,7 +49,7 @@ def choose(call: Call, target: HostedTarget, rows: int, work: Workload) -> Choic
     most = RoundShape(call.num_draft_tokens, shape.num_nodes)
     # Eager rounds need no capture, so a first call with the drafter finds out at hardly any cost.
     first = first_drafts(call, shape, times) if target.is_captured else most
-    acceptance = pool.acceptance(call.temperature is not None)
+    acceptance = pool.acceptances[call.temperature is not None]
 
     def price(has_drafts: bool) -> float:
         """Milliseconds to capture a session of this kind: 0 if there is one, else what those of the other kind took."""

@@ -26,11 +26,10 @@ from ..memory.virtual_memory import allocating, slots_in_memory
 from ..modules.patch import user_code
 from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
 from ..patching.support import stated_positions
-from ..sampling.logits import RowSampling
 from ..sampling.processors import BlockProcessor
 from ..sampling.row_processors import RowsProcessor
 from ..sampling.text_rules import TEXT_RULES, with_all_rules
-from ..state import DecodeState, RoundShape, set_rows, upload
+from ..state import RoundShape, set_rows, upload
 from .alone import choose, without_drafter
 from .groups import Groups
 from .hosted_target import HostedTarget
@@ -86,14 +85,13 @@ def _run(
         return
     runner.open(arrived.requests)
     run = Run(runner, arrived, runner.counters(max(num_requests, 1)), settings)
-    draft_probs = runner.lease.shape.draft_probs
     try:
         run.run()
     except BaseException:
         with settled_on_error(runner.session):
             raise
     runner.keep()
-    run.stats(call, draft_probs)
+    run.stats(call)
 
 
 def _most_rows(call: Call, settings: ContinuousBatching) -> int:
@@ -136,8 +134,6 @@ class ContinuousRunner(Runner):
         process = RowsProcessor(*blocks, fails_alone=settings.arrivals is not None)
         super().__init__(call, target, process)
         self._settings = settings
-        self._samples_each = any(type(one) is RowSampling for one in call.processors)
-        self._row_sampling = blocks[0].row_sampling
         self._most = _most_rows(call, settings)
         # The sessions in which requests are prefilled; None if their prompts are packed.
         self._groups = None if can_pack(target) else Groups(call, target, is_continuous=True)
@@ -193,7 +189,7 @@ class ContinuousRunner(Runner):
         """The logits processors or rules of requests that have their own, by row; made when first asked for."""
         make, found = self._settings.processors_of, {}
         for row, one in requests:
-            if one.processors is None and make is not None:
+            if make is not None and not isinstance(one.processors, (LogitsProcessorList, RowRules)):
                 with user_code():
                     one.processors = make(one)
             if one.processors not in (None, RowRules()):
@@ -232,8 +228,8 @@ class ContinuousRunner(Runner):
             lease.session.state.live = live
             if lease.lacks_round(drafted):
                 lease.capture_round(drafted)
-        self._longest = longest
         self._commit_texts(lease, rows)
+        self._longest = longest
         return lease
 
     def _lease_of(self, num_rows: int, longest: int) -> SessionLease:
@@ -260,8 +256,30 @@ class ContinuousRunner(Runner):
         return not self._stays
 
     def move(self, rows: Mapping[int, int], kept: Mapping[int, int], waiting: Sequence[Request]) -> int | None:
-        lease = self._larger_lease(rows, waiting) if waiting else self._fewer_lease(rows)
-        return None if lease is None else self._switch(lease, rows, kept)
+        larger = self._larger_sizes(len(rows), waiting) if waiting else []
+        try:
+            lease = self._largest(larger, rows) if larger else self._fewer_lease(rows)
+        except torch.OutOfMemoryError:
+            # Ranks of one model need the same rows.
+            if tensor_parallel_group(self._call.model) is not None:
+                raise
+            lease = None
+        if lease is not None:
+            if larger:
+                self._stays = False
+                if lease.shape.batch < larger[0][0]:
+                    self._most = lease.shape.batch
+            return self._switch(lease, rows, kept)
+        if not larger:
+            self._stays = True
+            return None
+        self.free_others()
+        longest = larger[0][1]
+        if longest > max(self._longest, self.capacity):
+            self._too_long = longest
+        else:
+            self._most = self.num_rows
+        return None
 
     def _rows_for(self, count: int) -> int:
         """The smallest of the row sizes that holds `count` requests, or else the largest."""
@@ -281,28 +299,6 @@ class ContinuousRunner(Runner):
         fewest = num_occupied + 1 if is_longer else self.num_rows + 1
         sizes = {*row_sizes(self._most, self.target.is_captured), self.num_rows}
         return [(size, longest) for size in sorted(sizes, reverse=True) if min(fewest, most) <= size <= most]
-
-    def _larger_lease(self, rows: Mapping[int, int], waiting: Sequence[Request]) -> SessionLease | None:
-        """A session with more rows than `rows`, or for longer texts, if there is memory for it."""
-        sizes, before = self._larger_sizes(len(rows), waiting), self._longest
-        try:
-            lease = self._largest(sizes, rows)
-        except torch.OutOfMemoryError:
-            if tensor_parallel_group(self._call.model) is not None:
-                raise
-            lease = None
-        if lease is not None:
-            self._stays = False
-            if lease.shape.batch < sizes[0][0]:
-                self._most = lease.shape.batch
-            return lease
-        self.free_others()
-        self._longest, longest = before, sizes[0][1]
-        if longest > max(before, self.capacity):
-            self._too_long = longest
-        else:
-            self._most = self.num_rows
-        return None
 
     def why_refused(self, request: Request) -> str | None:
         if self._too_long is None or request.longest < self._too_long:
@@ -332,19 +328,12 @@ class ContinuousRunner(Runner):
         is_worth = max(left / 2, SHARE_OF_THE_END * times.total) > 1e3 * self.session.seconds_a_capture
         return bool(from_first_rank(torch.tensor(is_worth), self._call.model))
 
-    def _fewer_lease(self, rows: Mapping[int, int]) -> SessionLease | None:
-        """A smaller session for the requests of `rows`, if there is memory for it."""
+    def _fewer_lease(self, rows: Mapping[int, int]) -> SessionLease:
+        """A smaller session for the requests of `rows`."""
         lease = self._smaller_lease(len(rows))
-        try:
-            with allocating(lease.shape.batch, lease.shape.slots, self.state.tokens.device):
-                self._clear(lease)
-            self._commit_texts(lease, rows)
-        except torch.OutOfMemoryError:
-            # Ranks of one model need the same rows.
-            if tensor_parallel_group(self._call.model) is not None:
-                raise
-            self._stays = True
-            return None
+        with allocating(lease.shape.batch, lease.shape.slots, self.state.tokens.device):
+            self._clear(lease)
+        self._commit_texts(lease, rows)
         # Its graphs are assumed to take as long as those of the session before.
         lease.session.capture_seconds = lease.session.capture_seconds or self.session.seconds_a_capture
         return lease
@@ -403,7 +392,7 @@ class ContinuousRunner(Runner):
             lease.prefill.capture(spans)
             self.finish(rows)  # until they are prefilled
             copy_prefixes(state, self._call.drafter, prefixes, margin)
-            lease.prefill.start_rows(spans, self._entering)
+            lease.prefill.start(spans, self._entering)
 
     def prefill_next(self) -> tuple[int, RoundReport] | None:
         with settled_on_error(self.session):
@@ -432,23 +421,3 @@ class ContinuousRunner(Runner):
 
     def retire(self, row: int) -> None:
         self._process.own.pop(row, None)
-
-    def _fill(self, requests: Sequence[Request], state: DecodeState, rows: Sequence[int]) -> None:
-        """Put `requests` into `rows` of `state`; they are to be prefilled."""
-        state.admit(
-            rows,
-            [one.text[: one.num_prefilled] for one in requests],
-            [one.longest - one.num_prefilled for one in requests],
-            [one.seed for one in requests],
-            [one.ends for one in requests],
-            prompt_lengths=[len(one.prompt) for one in requests],
-            adapters=self.target.adapters_of(requests),
-        )
-        if self._samples_each:
-            state.set_row_sampling(rows, [one.sampling for one in requests])
-        elif self._row_sampling is not None:
-            state.set_row_sampling(rows, [self._row_sampling] * len(rows))
-        rules = {row: one.processors for row, one in zip(rows, requests, strict=True)}
-        rules = {row: one for row, one in rules.items() if isinstance(one, RowRules) and one != RowRules()}
-        if rules:
-            state.set_row_rules(list(rules), list(rules.values()))

@@ -78,7 +78,9 @@ class Groups:
             source.cached[: len(runs)] = upload([one.length for one in own], source.cached)
             spans = spans_after(own, [one.num_prefilled for one in requests])
             lease.prefill.capture(spans)
-            lease.prefill.start(spans, lambda: copy_prefixes(source, drafter, own, margin, state))
+            lease.prefill.restart()
+            copy_prefixes(source, drafter, own, margin, state)
+            lease.prefill.start(spans)
 
         def finish() -> None:
             at = {prefixes[place].row: row for row, place in enumerate(runs)}

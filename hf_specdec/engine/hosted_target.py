@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
 
-import torch
 from transformers import PreTrainedModel
 
 from ..auto_k.round_costs import CostTable, find_table
 from ..cache.hidden_states import HiddenStates
-from ..calls.request import Request
 from ..device_policy import policy_of
 from ..drafters.base import Drafter
 from ..modules.module_hooks import has_hooks
@@ -45,7 +43,7 @@ class HostedTarget(ExitStack):
         self._device = model.device
         self._signatures = signature_of(model), signature_of(drafter)
         self.has_hooks = has_hooks(chain.from_iterable(one.hooked for one in self._signatures))
-        self.eager_reason = _why_not_captured(model, self._device, self.has_hooks, kept, runs_once)
+        self.eager_reason = self._why_not_captured(kept, runs_once)
         self.is_captured = self.eager_reason is None
         self.keeps_hidden_states = "hidden_states" in kept
         self.adapters = self._signatures[0].adapters
@@ -61,11 +59,6 @@ class HostedTarget(ExitStack):
             self.enter_context(batch_invariant())
         self.callback(self._patches.close)
         return self
-
-    def adapters_of(self, requests: Sequence[Request]) -> list[int]:
-        """`DecodeState.adapters` of the rows of `requests`."""
-        adapters = self.adapters
-        return [adapters.active if one.adapter is None else adapters.bits([one.adapter]) for one in requests]
 
     def unpatch(self) -> None:
         """Restore the target until it is used again."""
@@ -124,20 +117,17 @@ class HostedTarget(ExitStack):
         """All hidden states, if the caller asked for them and the target is patched; else None."""
         return None if self._patched is None else self._patched.hidden_states
 
-
-def _why_not_captured(
-    model: PreTrainedModel, device: torch.device, has_hooks: bool, kept: Sequence[str], runs_once: bool
-) -> str | None:
-    """The reason why the rounds of a call run eagerly; None if they are captured."""
-    if not policy_of(device).cuda_graphs:
-        return f"there are no CUDA graphs on a device of type {device.type}"
-    if "hidden_states" in kept:
-        return "the hidden states of every round are kept for the caller"
-    if runs_once:
-        return "no other call is like this one"
-    if has_hooks:
-        reason = "modules have hooks, which a replayed CUDA graph does not call"
-        name = type(model).__name__
-        logger.warning_once(f"Rounds of {name} run eagerly: {reason}. Remove the hooks to have rounds captured.")
-        return reason
-    return None
+    def _why_not_captured(self, kept: Sequence[str], runs_once: bool) -> str | None:
+        """The reason why the rounds of the call run eagerly; None if they are captured."""
+        if not policy_of(self._device).cuda_graphs:
+            return f"there are no CUDA graphs on a device of type {self._device.type}"
+        if "hidden_states" in kept:
+            return "the hidden states of every round are kept for the caller"
+        if runs_once:
+            return "no other call is like this one"
+        if self.has_hooks:
+            reason = "modules have hooks, which a replayed CUDA graph does not call"
+            name = type(self.model).__name__
+            logger.warning_once(f"Rounds of {name} run eagerly: {reason}. Remove the hooks to have rounds captured.")
+            return reason
+        return None

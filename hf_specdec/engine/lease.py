@@ -110,6 +110,7 @@ def find_layout(target: HostedTarget, shape: Shape) -> KeyLayout | None:
 
     with ops.references(note):
         prefill = SessionPrefill(Session(state), target, None, is_continuous=False)
+        prefill.restart()
         prefill.start(())
         prefill.run_rest()
         with state.idle():
@@ -309,6 +310,7 @@ class SessionLease:
         if session.state.prompt_logits is not None:
             return
         with ops.compile_only(target.model.device), ops.capturing():
+            self.prefill.restart()
             self.prefill.start(())
             self.prefill.run_rest()
             if drafted is not None and ops.is_compile_only() and not target.drafter.compiles_rounds:

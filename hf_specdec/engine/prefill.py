@@ -70,13 +70,6 @@ class PromptBuffers:
                 self.slots[: len(slots)] = upload(slots, self.slots)
 
 
-def start_prefill(state: DecodeState, drafter: Drafter) -> None:
-    """Begin to prefill the prompts of all rows of `state`; `prefill_chunk` comes next."""
-    state.cache.restart()
-    drafter.start_prefill(state)
-    state.block_width = 1
-
-
 def prefill_chunk(
     state: DecodeState, target: Target | FirstPass, drafter: Drafter, columns: int, prompts: PromptBuffers
 ) -> None:

@@ -126,7 +126,7 @@ class Run:
             self._read_results(self._rounds_ahead)
         return True
 
-    def stats(self, call: Call, draft_probs: bool) -> SpeculationStats:
+    def stats(self, call: Call) -> SpeculationStats:
         """The statistics of the call; they become the drafter's."""
         rounds, by_k, by_tree = self.rounds_by_shape, Counter(), Counter()
         for drafted, count in rounds.items():
@@ -140,7 +140,7 @@ class Run:
             reason=call.reason,
             execution=self._runner.execution,
             batch_invariant=call.drafter.batch_invariant,
-            draft_probs=draft_probs,
+            draft_probs=call.draft_probs,
             num_rounds=rounds.total(),
             rounds_by_k=dict(by_k),
             rounds_by_tree=dict(by_tree),
@@ -183,12 +183,12 @@ class Run:
         longest, room, runner = 0, 0.0, self._runner
         if self._waiting and runner.memory is not None:
             room = self._room()
-            while runner.bytes_for(_at_first(self._waiting[0])) > room and runner.free_others():
+            while runner.memory.bytes_for(_at_first(self._waiting[0])) > room and runner.free_others():
                 room = self._room()
         while self._waiting and len(group) < len(self._free):
             one = self._waiting[0]
             if runner.memory is not None:
-                room -= runner.bytes_for(_at_first(one))
+                room -= runner.memory.bytes_for(_at_first(one))
             longest = max(longest, one.num_prefilled)
             if one.longest > runner.capacity or room < 0 or not runner.fits_group(len(group) + 1, longest):
                 break
@@ -198,7 +198,7 @@ class Run:
 
     def _room(self) -> float:
         """Bytes for requests that enter rows, while each running request may still grow by a step."""
-        return self._runner.room(self._free) - self._num_occupied * self._runner.bytes_for(1)
+        return self._runner.room(self._free) - self._num_occupied * self._runner.memory.bytes_for(1)
 
     def _place_group(self, group: list[Request]) -> tuple[list[Prefix], list[Request]]:
         """Place `group`: returns the prefixes and the requests that are prefilled now; none if memory is short."""

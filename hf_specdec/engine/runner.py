@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -10,11 +11,13 @@ import torch
 from ..auto_k.auto_drafts import Drafts
 from ..calls.call import Call
 from ..calls.request import Request
+from ..kernels.types import RowRules
 from ..memory.virtual_memory import RowMemory, available_bytes
 from ..parallel.tensor_parallel import tensor_parallel_group
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState, RoundShape, set_rows, upload
 from ..stats import Counters
+from .groups import Groups
 from .hosted_target import HostedTarget
 from .lease import SessionLease
 from .prefix_cache import Prefix
@@ -50,11 +53,17 @@ class Runner:
     drafts: Drafts
     prefix_margin: int | None = None
     merges_equal = False
+    # The sessions in which requests are prefilled; None if they are prefilled in their rows.
+    _groups: Groups | None = None
+    # What a row starts with besides its text: for each buffer of the state a list over requests.
+    _numbers: Mapping[str, Sequence[int]] = MappingProxyType({})
 
     def __init__(self, call: Call, target: HostedTarget, process: BlockProcessor):
         self._call, self.target, self._process = call, target, process
-        self.acceptance = sessions_of(call.drafter).acceptance(call.temperature is not None)
+        self.acceptance = sessions_of(call.drafter).acceptances[call.temperature is not None]
         self._logprobs = call.logprobs
+        # Sampling settings of requests without their own; None for none.
+        self._row_sampling = process.row_sampling
         self.execution = "no rounds"
 
     def counters(self, count: int) -> Counters:
@@ -89,6 +98,31 @@ class Runner:
         A prefill may be abandoned: the next one starts afresh.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement prefill_next.")
+
+    def _fill(self, requests: Sequence[Request], state: DecodeState, rows: Sequence[int]) -> None:
+        """Put `requests` into `rows` of `state`; they are to be prefilled."""
+        adapters, temperatures = self.target.adapters, self._call.row_temperatures
+        state.admit(
+            rows,
+            [one.text[: one.num_prefilled] if one.tokens else one.prompt for one in requests],
+            [one.remaining - max(len(one.tokens) - 1, 0) for one in requests],
+            [one.seed for one in requests],
+            [one.ends for one in requests],
+            prompt_lengths=[len(one.prompt) for one in requests],
+            adapters=[adapters.active if one.adapter is None else adapters.bits([one.adapter]) for one in requests],
+            **{name: [values[one.index] for one in requests] for name, values in self._numbers.items()},
+        )
+        if self._row_sampling or requests[0].sampling:
+            state.set_row_sampling(rows, [one.sampling or self._row_sampling for one in requests])
+        if temperatures is not None:
+            at = upload(rows, state.lengths)
+            state.row_temperatures[at] = upload(temperatures[[one.index for one in requests]], state.row_temperatures)
+        rules = {}
+        for row, one in zip(rows, requests, strict=True):
+            if isinstance(one.processors, RowRules) and one.processors != RowRules():
+                rules[row] = one.processors
+        if rules:
+            state.set_row_rules(list(rules), list(rules.values()))
 
     def _commit_first_tokens(self, rows: torch.Tensor | slice, known: torch.Tensor | None = None) -> RoundReport:
         return self.report(commit_first_token(self.state, self._process, rows, known))
@@ -170,10 +204,6 @@ class Runner:
     def room(self, rows: Sequence[int]) -> int:
         """Bytes that `rows` may have in all: the free memory and what they hold now."""
         return available_bytes(self.state.tokens.device) + self.memory.held(rows)
-
-    def bytes_for(self, slots: int) -> int:
-        """Bytes of a row with `slots` tokens."""
-        return self.memory.bytes_for(min(slots, self.memory.capacity))
 
     def reserve(self, lengths: Mapping[int, int]) -> bool:
         """Commit memory for `lengths` tokens, by row; returns whether there is enough."""

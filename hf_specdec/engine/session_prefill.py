@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -18,7 +18,7 @@ from ..patching.support import why_not_used
 from ..state import upload
 from .capture import capture_prefill
 from .hosted_target import HostedTarget
-from .prefill import PromptBuffers, finish_prefill, prefill_chunk, start_prefill
+from .prefill import PromptBuffers, finish_prefill, prefill_chunk
 from .sessions import Session
 
 # Most tokens of an eager forward pass: of a call's single row, which plain `generate()` runs at once; of rows packed in
@@ -58,55 +58,49 @@ class SessionPrefill:
             is_call = self._batch == 1 and not is_continuous
             self.chunk_size = chunk_size or (EAGER_ROW_TOKENS if is_call else EAGER_COLUMNS)
 
-    def start(self, spans: Sequence[PromptSpan], bring_cached: Callable[[], None] | None = None) -> None:
-        """Begin a prefill of all rows, which `run_next` runs; `bring_cached` copies the cached part of the prompts."""
-        start_prefill(self._session.state, self._target.drafter)
-        if bring_cached is not None:
-            bring_cached()
-        self._start(spans, slice(None))
+    def restart(self) -> None:
+        """Begin with no text in any row. The caller may then copy cached parts of prompts, before `start`."""
+        state = self._session.state
+        state.cache.restart()
+        self._target.drafter.start_prefill(state)
+        state.block_width = 1
 
-    def start_rows(self, spans: Sequence[PromptSpan], rows: torch.Tensor) -> None:
-        """Begin a packed prefill of `rows` `[n]` int64, which `run_next` runs; other rows may be between two rounds."""
-        if not self._is_packed:
+    def start(self, spans: Sequence[PromptSpan], rows: torch.Tensor | slice = slice(None)) -> None:
+        """Begin a prefill of `rows`, `[n]` int64 or a slice of all, which `run_next` runs; others may be between two
+        rounds."""
+        if isinstance(rows, torch.Tensor) and not self._is_packed:
             state = self._session.state
             state.cached[rows] = upload([span.begin for span in spans], state.cached)
-        self._start(spans, rows)
+        self._spans, self._rows = spans, rows
+        self._left, self._done, self._num_finished = deque(self._chunks(spans)), 0, 0
+        self._fill(spans, sum(self._left))
 
-    def run_first_pass(
-        self, spans: Sequence[PromptSpan], first_pass: FirstPass, bring_cached: Callable[[], None]
-    ) -> None:
-        """Prefill the drafter, padded, after the target itself has run the prompts. Arguments as in `start`."""
+    def run_first_pass(self, spans: Sequence[PromptSpan], first_pass: FirstPass) -> None:
+        """Prefill the drafter, padded, after the target itself has run the prompts."""
         state, drafter = self._session.state, self._target.drafter
-        start_prefill(state, drafter)
-        bring_cached()
         self._target()  # patches the drafter, too
         prompts = PromptBuffers(state)
         chunks = self._eager_chunks(max(span.end - span.begin for span in spans))
         prompts.fill(spans, sum(chunks))
-        with first_pass.records_of(state):
+        state.records = first_pass
+        try:
             for chunk in chunks:
                 prefill_chunk(state, first_pass, drafter, chunk, prompts)
+        finally:
+            state.records = None
         finish_prefill(state, prompts, slice(None))
 
-    def reread(self, spans: Sequence[PromptSpan], bring_cached: Callable[[], None]) -> None:
-        """Run the last positions of the user's cache again, so that the drafter gets their hidden states.
-
-        `bring_cached` then restores the contents of that cache, which may differ from what the tokens give.
-        """
+    def reread(self, spans: Sequence[PromptSpan]) -> None:
+        """Run the last positions of the user's cache again, so that the drafter gets their hidden states. The keys and
+        values that this leaves may differ from those of that cache."""
         state = self._session.state
         rows = upload([span.row for span in spans], state.lengths)
         state.cached[rows] = upload([span.begin for span in spans], state.cached)
-        self._start(spans, slice(None))
+        self.start(spans)
         while self._left:
             self._run_chunk(self._left.popleft())
         state.cached[rows] = upload([span.end for span in spans], state.cached)
-        bring_cached()
         self._goes_on = True
-
-    def _start(self, spans: Sequence[PromptSpan], rows: torch.Tensor | slice) -> None:
-        self._spans, self._rows = spans, rows
-        self._left, self._done, self._num_finished = deque(self._chunks(spans)), 0, 0
-        self._fill(spans, sum(self._left))
 
     def run_next(self) -> slice:
         """Run the next chunk of the prefill; returns which of the spans it completes. Those of some packed rows are

@@ -151,14 +151,18 @@ class SessionPool:
     """The idle sessions of a drafter by `SessionKey`, its `Hosting`s, and the acceptance of its drafts.
 
     A call takes a session out of the pool, so simultaneous calls, perhaps on different streams, get different sessions.
+
+    Attributes:
+        acceptances: acceptance of the drafts of all calls with `num_assistant_tokens="auto"`, greedy (False) and
+            sampling (True).
+        substitute: takes the drafter's place in calls that are faster without it.
     """
 
     def __init__(self) -> None:
         # Least recently used first.
         self._idle: list[tuple[SessionKey, Session]] = []
         self._hostings: list[Hosting] = []
-        self._acceptances: defaultdict[bool, Acceptance] = defaultdict(Acceptance)
-        # Takes the drafter's place in calls that are faster without it.
+        self.acceptances: defaultdict[bool, Acceptance] = defaultdict(Acceptance)
         self.substitute: Drafter | None = None
         self._lock = threading.Lock()
 
@@ -198,10 +202,6 @@ class SessionPool:
         """Drop the hosting with this fingerprint; the next `hosting` drops its sessions."""
         with self._lock:
             self._hostings = [one for one in self._hostings if one.fingerprint != fingerprint]
-
-    def acceptance(self, is_sampling: bool) -> Acceptance:
-        """Acceptance of the drafts of all calls with `num_assistant_tokens="auto"`, greedy or sampling."""
-        return self._acceptances[is_sampling]
 
     def of_rows(self, count: int, has_drafts: bool) -> list[Session]:
         """Idle sessions of `count` rows, of calls with drafts or of calls without."""

@@ -6,7 +6,6 @@ shape. Its rows are admitted together and run in lockstep: a `Run` passes all to
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,14 +15,14 @@ from ..auto_k.auto_drafts import Workload
 from ..calls.call import Call, SpeculativeOutput
 from ..calls.first_pass import FirstPass
 from ..calls.kv_transfer import DeferredCache, FinishedCall, has_other_dtypes, holds_all_keys, read_cache
-from ..calls.prompts import Prompts, PromptSpan
+from ..calls.prompts import PromptSpan
 from ..calls.request import Arrived, ContinuousBatching, Request
 from ..calls.transcript import Transcript
 from ..graphs.buckets import next_power_of_two
 from ..host.caches import OUTPUT_NAME
 from ..modules.patch import user_code
 from ..sampling.processors import BlockProcessor
-from ..state import DecodeState, upload
+from ..state import upload
 from . import prefix_cache
 from .alone import choose, without_drafter
 from .groups import Groups
@@ -72,9 +71,9 @@ class Lockstep(Runner):
 
     def __init__(self, call: Call, target: HostedTarget):
         # For prompts that the target itself runs; kept until the drafter has read its results.
-        self._first_pass = None if call.inputs is None else FirstPass(call, target.keeps_hidden_states)
-        prompts = _with_reread(call, target)
-        call = call if prompts is call.prompts else replace(call, prompts=prompts)
+        self._first_pass = None if call.inputs is None else FirstPass(call)
+        call = _with_reread(call, target)
+        prompts = call.prompts
         padding = [pad - prompts.hidden for pad in prompts.padding]
         texts = prompts.input_ids.to(call.device)
         process = BlockProcessor(call.processors, texts, padding, call.temperature, call.ends)
@@ -87,19 +86,18 @@ class Lockstep(Runner):
         for one in self._requests:
             if one.error is not None:
                 raise ValueError(one.error)
-        starts = prompts.draft_starts(target.reads_hidden_states)
-        # What a row starts with besides its text: a list over rows for each buffer.
+            if process.row_rules:
+                one.processors = process.row_rules[one.index]
         self._numbers = {
             "cached": prompts.cached_lengths,
-            "draft_starts": starts,
-            "prompt_length_gap": prompts.prompt_length_gap,
+            "draft_starts": prompts.draft_starts(target.reads_hidden_states),
+            "prompt_length_gap": [prompts.longest - length for length in prompts.lengths],
         }
         if call.position_offsets is not None:
             self._numbers["position_offsets"] = call.position_offsets
 
     def _plan_reuse(self) -> None:
         """Choose what rows reuse of each other: prefixes if prompts are packed, else whole prompts."""
-        self._groups: Groups | None = None
         call, target, prompts = self._call, self.target, self._call.prompts
         has_others = call.inputs is not None or any(call.position_offsets or ())  # inputs besides tokens
         if prompts.cached or has_others or (call.batch - 1) * prompts.longest < prefix_cache.FEWEST_SAVED:
@@ -183,41 +181,23 @@ class Lockstep(Runner):
             PromptSpan(one.row, max(one.length, cached[one.row]), len(request.prompt))
             for one, request in zip(prefixes, requests, strict=True)
         ]
-        if self._first_pass is not None:
-            prefill.run_first_pass(spans, self._first_pass, self._bring_cached)
-            return
-        if self._captures_prefill:
+        if self._captures_prefill and self._first_pass is None:
             prefill.capture(spans)
         if running:
             copy_prefixes(state, self._call.drafter, prefixes, margin)
-            prefill.start_rows(spans, self._entering)
         else:
-            prefill.start(spans, self._bring_cached if self._call.prompts.cached else None)
+            prefill.restart()
+            if self._first_pass is not None or self._call.prompts.cached:
+                self._bring_cached()
+        if self._first_pass is not None:
+            prefill.run_first_pass(spans, self._first_pass)
+            return
+        prefill.start(spans, self._entering)
         prefill.run_rest()
 
     def prefill_next(self) -> tuple[int, RoundReport]:
         self._first_pass = None
         return self._num_entering, self._commit_first_tokens(self._entering)
-
-    def _fill(self, requests: Sequence[Request], state: DecodeState, rows: Sequence[int]) -> None:
-        """Put `requests` into `rows` of `state`; they are to be prefilled."""
-        state.admit(
-            rows,
-            [one.prompt for one in requests],
-            [one.remaining for one in requests],
-            [one.seed for one in requests],
-            [one.ends for one in requests],
-            adapters=self.target.adapters_of(requests),
-            **{name: [values[one.index] for one in requests] for name, values in self._numbers.items()},
-        )
-        if self._process.row_rules:
-            state.set_row_rules(rows, [self._process.row_rules[one.index] for one in requests])
-        if self._process.row_sampling is not None:
-            state.set_row_sampling(rows, [self._process.row_sampling] * len(rows))
-        temperatures = self._call.row_temperatures
-        if temperatures is not None:
-            at = upload(rows, state.lengths)
-            state.row_temperatures[at] = upload(temperatures[[one.index for one in requests]], state.row_temperatures)
 
     def _bring_cached(self) -> None:
         call, prompts, state = self._call, self._call.prompts, self.state
@@ -227,10 +207,11 @@ class Lockstep(Runner):
             if not prompts.cached:
                 return
         else:
-            read = functools.partial(read_cache, call.cache, state.cache, prompts, self.num_rows, call.device)
-            read()
+            given = call.cache, state.cache, prompts, self.num_rows, call.device
+            read_cache(*given)
             if prompts.reread:
-                self.lease.prefill.reread(prompts.reread_spans, read)
+                self.lease.prefill.reread(prompts.reread_spans)
+                read_cache(*given)
         if not (self.target.reads_hidden_states or prompts.hidden):
             self.target()  # patches the drafter, too
             prefill_drafter(state, call.drafter, max(prompts.cached_lengths), self.lease.prefill.chunk_size)
@@ -290,7 +271,7 @@ class Lockstep(Runner):
         if call.cache is not None:
             with user_code():
                 self._finished.complete(call.cache)
-        stats = run.stats(call, self._shape.draft_probs)
+        stats = run.stats(call)
         if not call.config.return_dict_in_generate:
             return self._sequences
         kept, prompts = self.target.hidden_states, call.prompts
@@ -308,13 +289,13 @@ class Lockstep(Runner):
         )
 
 
-def _with_reread(call: Call, target: HostedTarget) -> Prompts:
-    """The prompts of `call`, with the number of cached columns that the target should run again for the drafter."""
+def _with_reread(call: Call, target: HostedTarget) -> Call:
+    """`call` with the number of cached columns that the target should run again for the drafter."""
     prompts = call.prompts
     is_known = prompts.cached and not prompts.hidden and call.inputs is None and not target.has_hooks
     if not is_known or call.cache is None or not target.reads_hidden_states:
-        return prompts
+        return call
     if not holds_all_keys(call.cache, prompts.cached):
-        return prompts
+        return call
     most = min(MOST_REREAD, REREAD_PER_NEW_TOKEN * call.max_new_tokens)
-    return replace(prompts, reread=min(prompts.cached, most))
+    return replace(call, prompts=replace(prompts, reread=min(prompts.cached, most)))

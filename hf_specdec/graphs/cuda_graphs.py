@@ -6,8 +6,8 @@ import functools
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -138,18 +138,13 @@ def compiled(function: Callable[..., _T], backend: str, same_everywhere: bool = 
     return run
 
 
-@contextmanager
-def without_autocast_cache() -> Iterator[None]:
-    """Context in which autocast does not cache casts of weights, which a graph would go on reading when outdated."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
+def without_autocast_cache(kind: str) -> AbstractContextManager[Any]:
+    """Context in which autocast, on a device of type `kind`, does not cache casts of weights, which a graph would go on
+    reading when outdated."""
+    return torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False)
 
 
 def capture(function: Callable[[], Any], device: torch.device, memory: GraphPool) -> CudaGraph:
     """`function` as a graph; a call replays it, and every replay overwrites its `result`."""
-    with on_device(device), without_autocast_cache():
+    with on_device(device), without_autocast_cache(device.type):
         return CudaGraph(function, memory)

@@ -89,10 +89,8 @@ def generate_batch(
         return {}
     prompts = [tokens_of(prompt, f"inputs[{index}]") for index, prompt in enumerate(inputs)]
     _check_inputs(model, kwargs)
-    settings = checked_settings(model, kwargs, generation_config, continuous_batching_config)
     given = {name: kwargs.pop(name) for name in _OF_CALL if kwargs.get(name) is not None}
-    config, unknown = prepared_config(model, generation_config, **kwargs)
-    check_known(unknown, "generate_batch()")
+    config, settings = settings_of("generate_batch()", model, kwargs, generation_config, continuous_batching_config)
     sequences = check_int("num_return_sequences", config.num_return_sequences or 1, 1)
     with on_host():
         check_tokens(model, torch.cat(prompts)[None], None)
@@ -217,13 +215,6 @@ def asked_logprobs(asked: bool | str | None) -> str | None:
     return kinds[asked]
 
 
-def check_known(unknown: Mapping[str, Any], what: str) -> None:
-    """Raise `ValueError` if a call or a manager has `unknown` settings, except those of outputs."""
-    names = sorted(name for name, value in unknown.items() if value is not None and name not in _OUTPUTS)
-    if names:
-        raise ValueError(f"{', '.join(names)} is no setting of {what}; expected settings of a generation config.")
-
-
 def tokens_of(prompt: Any, name: str) -> torch.Tensor:
     """`prompt`, which is the argument `name`, as `[length]` int64 on the host; raises `ValueError` if it is not one."""
     try:
@@ -249,15 +240,17 @@ def _check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         )
 
 
-def checked_settings(
+def settings_of(
+    what: str,
     model: PreTrainedModel,
     kwargs: Mapping[str, Any],
     generation_config: GenerationConfig | None,
     continuous_batching_config: ContinuousBatchingConfig | None,
     workload_hints: WorkloadHints | None = None,
-) -> ContinuousBatchingConfig:
-    """The settings of continuous batching of a call or a manager. Raises `ValueError` if an argument has another type,
-    or if texts are limited including their prompts, since prompts differ in length."""
+) -> tuple[GenerationConfig, ContinuousBatchingConfig]:
+    """The settings of `what`, a call of continuous batching or a manager, with its `kwargs`. Raises `ValueError` if an
+    argument has another type, a setting is unknown, or texts are limited including their prompts, since prompts differ
+    in length."""
     check_type("generation_config", generation_config, GenerationConfig | None)
     check_type("workload_hints", workload_hints, WorkloadHints | None)
     check_type("continuous_batching_config", continuous_batching_config, ContinuousBatchingConfig | None)
@@ -273,4 +266,8 @@ def checked_settings(
             f"max_length is {longest}, which counts the tokens of a prompt, too, and max_new_tokens is not "
             "set; expected max_new_tokens, which holds for prompts of any length."
         )
-    return settings
+    prepared, unknown = prepared_config(model, generation_config, **kwargs)
+    unknown = sorted(name for name, value in unknown.items() if value is not None and name not in _OUTPUTS)
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)} is no setting of {what}; expected settings of a generation config.")
+    return prepared, settings

@@ -36,12 +36,14 @@ class RowsProcessor:
         fails_alone: whether an error of a row's processors is recorded instead of raised.
 
     Attributes:
+        row_sampling: see `BlockProcessor`.
         own: processors, or `RowRules`, of the rows that have their own, by row.
         failed: recorded errors, by row; the scores of such rows are meaningless.
     """
 
     def __init__(self, without_rules: BlockProcessor, with_rules: BlockProcessor, fails_alone: bool):
         self._without_rules, self._with_rules, self._fails_alone = without_rules, with_rules, fails_alone
+        self.row_sampling = without_rules.row_sampling
         self.own: dict[int, LogitsProcessorList | RowRules] = {}
         self.failed: dict[int, str] = {}
 

@@ -1,7 +1,7 @@
 """`model.init_continuous_batching(..., assistant_model=drafter)`: the manager that users call.
 
-`manager_requests.py` checks and makes requests, `manager_queue.py` holds them until they are over,
-`manager_results.py` delivers their results, and `manager_thread.py` runs rounds by the calls of `manager_call.py`.
+`manager_requests.py` checks and makes requests, `manager_queue.py` holds them and delivers their results, and
+`manager_thread.py` runs rounds by the calls of `manager_call.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 from ..drafters.attachment import Attachment
 from ..drafters.base import Drafter
-from ..host.generation import GenerationOutput, prepared_config
-from ..integration.continuous import check_known, checked_settings
+from ..host.generation import GenerationOutput
+from ..integration.continuous import settings_of
 from ..modules.patch import on_host
 from ..parallel.tensor_parallel import tensor_parallel_group
 from .manager_call import ManagedCall
@@ -58,7 +58,6 @@ class SpeculativeBatchingManager:
 
     Attributes:
         background_thread_status: its `fatal_error` is the error that ended the thread, or None.
-        num_positions: positions that the target has embeddings of; None for any number.
 
     Raises:
         ValueError: continuous batching does not support the settings, the target or the drafter.
@@ -76,16 +75,13 @@ class SpeculativeBatchingManager:
         **kwargs: Any,
     ):
         self.model, self.drafter, hints = model, drafter, workload_hints
-        settings = checked_settings(model, kwargs, generation_config, continuous_batching_config, hints)
-        self.continuous_batching_config = settings
-        self.generation_config, unknown = prepared_config(model, generation_config, **kwargs)
-        check_known(unknown, "a manager")
+        given = generation_config, continuous_batching_config, hints
+        config, settings = settings_of("a manager", model, kwargs, *given)
+        self.generation_config, self.continuous_batching_config = config, settings
         self._queue = RequestQueue(settings)
         longest = 1 if hints is None else max(hints.max_prompt_length + hints.max_generated_length, 1)
-        config = self.generation_config
         self._call = ManagedCall(model, drafter, config, settings, longest, self._queue, attachment, tree)
         self._factory = RequestFactory(self._call)
-        self.num_positions = self._factory.num_positions
         self._rounds = (RoundThread if tensor_parallel_group(model) is None else SplitRoundThread)(self._call)
         self.background_thread_status = self._rounds.status
         self._is_warming_up = False
@@ -206,9 +202,7 @@ class SpeculativeBatchingManager:
                 )
             self._rounds.add(requests)
         except BaseException:
-            with self._queue.changed:
-                if request_id not in self._queue.active:
-                    self._queue.results.drop_handler(request_id)
+            self._queue.drop_handler(request_id)
             raise
         return requests[-1].request_id
 
@@ -240,12 +234,8 @@ class SpeculativeBatchingManager:
                 raise
         return names
 
-    def check_room(self, num_tokens: int) -> None:
-        """Raise `ValueError` if the target has no positions for a prompt of `num_tokens` tokens, and `queue.Full` if
-        `max_queue_size` requests wait."""
-        error = self._factory.why_too_long(num_tokens)
-        if error is not None:
-            raise ValueError(error)
+    def check_room(self) -> None:
+        """Raise `queue.Full` if `max_queue_size` requests wait."""
         self._queue.check_room()
 
     def is_active(self, request_id: str) -> bool:
@@ -256,7 +246,7 @@ class SpeculativeBatchingManager:
         """Counts and times of all requests so far, in Prometheus' text format."""
         with self._queue.changed:
             started = [one.has_started for one in self._queue.active.values()]
-        return self._queue.metrics.text(sum(started), len(started) - sum(started))
+            return self._queue.metrics.text(sum(started), len(started) - sum(started))
 
     def cancel_request(self, request_id: str) -> None:
         """End a request; its result has an error and the tokens so far. Does nothing if the request is over.
@@ -276,7 +266,7 @@ class SpeculativeBatchingManager:
             is_running = self.is_running() and not self._rounds.has_stopped
             return is_running and (request_id is None or self._rounds.expects(request_id))
 
-        return self._queue.results.take(request_id, is_expected, timeout)
+        return self._queue.take_result(request_id, is_expected, timeout)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Results as they come, until the manager stops."""
@@ -292,4 +282,4 @@ class SpeculativeBatchingManager:
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         """Call `callback` on the running event loop with every result of a request, including earlier ones."""
-        self._queue.results.add_handler(request_id, callback)
+        self._queue.add_handler(request_id, callback)

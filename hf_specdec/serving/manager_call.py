@@ -147,8 +147,9 @@ class ManagedCall:
                 attachment.note(stats, stats.seconds)
 
     def _processors_of(self, request: Request) -> LogitsProcessorList:
-        prompt, limit = request.prompt.to(self.model.device), request.config.max_new_tokens
-        return processors_of_prompt(self.model, request.config, prompt, limit, request.ends, request.user_processors)
+        prompt, config = request.prompt.to(self.model.device), request.processors
+        limit = config.max_new_tokens
+        return processors_of_prompt(self.model, config, prompt, limit, request.ends, request.user_processors)
 
     def seen(self) -> tuple:
         """A description of how target and drafter compute, which is equal later unless they were changed.
@@ -160,7 +161,7 @@ class ManagedCall:
 
     def check(self) -> None:
         """Make the call without requests."""
-        self.run(_Script([]))
+        self.run(_script([]))
 
     def warm_up_groups(self) -> list[list[Request]]:
         """Groups of requests whose runs capture rounds and prefills for all numbers of rows; empty without CUDA
@@ -180,8 +181,7 @@ class ManagedCall:
                     torch.zeros(length, dtype=torch.int64),
                     _WARMUP_ANSWER,
                     ends=ends,
-                    config=None if isinstance(one, RowRules) else one,
-                    processors=one if isinstance(one, RowRules) else None,
+                    processors=one,
                     return_logprobs=asked_logprobs(self.settings.return_logprobs),
                 )
                 for length in lengths
@@ -194,7 +194,7 @@ class ManagedCall:
     def warm_up(self, groups: list[list[Request]]) -> None:
         """Run `groups` of `warm_up_groups` one after the other."""
         if groups:
-            self.run(_Script(groups))
+            self.run(_script(groups))
 
     def _warmup_lengths(self, count: int) -> Iterator[list[int]]:
         """Lists of the lengths of `count` prompts, one list for each possible chunk of packed prompts."""
@@ -206,15 +206,12 @@ class ManagedCall:
                 yield [1 + many + (row < rest) for row in range(count)]
 
 
-class _Script:
+def _script(groups: list[list[Request]]) -> Arrivals:
     """Arrivals of groups of requests; a group arrives when the group before it has ended."""
+    left = deque([*map(Arrived, groups), Arrived(is_open=False)])
 
-    def __init__(self, groups: list[list[Request]]):
-        self._groups = deque(groups)
-        self._is_first = True
+    def arrivals(is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
+        is_first = len(left) > len(groups)
+        return left.popleft() if is_idle or is_first else Arrived()
 
-    def __call__(self, is_idle: bool, leave_target: Callable[[], None]) -> Arrived:
-        if not (is_idle or self._is_first):
-            return Arrived()
-        self._is_first = False
-        return Arrived(self._groups.popleft()) if self._groups else Arrived(is_open=False)
+    return arrivals

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left
 from collections import Counter
 from itertools import accumulate
@@ -38,7 +37,7 @@ class Histogram:
 
 
 class ManagerMetrics:
-    """Metrics of the requests of a manager that are over.
+    """Metrics of the requests of a manager that are over. `RequestQueue.changed` guards them.
 
     Attributes:
         requests: counts by outcome, `"finished"` or `"failed"`.
@@ -47,37 +46,34 @@ class ManagerMetrics:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self.requests: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self.first_token, self.whole = Histogram(), Histogram()
 
     def count(self, request: Request) -> None:
         """Add a request that is over."""
-        with self._lock:
-            self.requests["finished" if request.error is None else "failed"] += 1
-            self.tokens["prompt"] += len(request.prompt)
-            self.tokens["generated"] += len(request.tokens)
-            self.tokens["drafted"] += request.num_drafted
-            self.tokens["accepted"] += request.num_accepted
-            if request.first_token >= 0:
-                self.first_token.add(request.first_token - request.created_time)
-            self.whole.add(request.lifespan[1] - request.created_time)
+        self.requests["finished" if request.error is None else "failed"] += 1
+        self.tokens["prompt"] += len(request.prompt)
+        self.tokens["generated"] += len(request.tokens)
+        self.tokens["drafted"] += request.num_drafted
+        self.tokens["accepted"] += request.num_accepted
+        if request.first_token >= 0:
+            self.first_token.add(request.first_token - request.created_time)
+        self.whole.add(request.lifespan[1] - request.created_time)
 
     def text(self, running: int, waiting: int) -> str:
         """All metrics in Prometheus' text format, with the numbers of requests that run and wait now."""
-        with self._lock:
-            outcomes = [(f'{{outcome="{one}"}}', self.requests[one]) for one in ("finished", "failed")]
-            tokens = [(f"{one}_tokens_total", about, [("", self.tokens[one])]) for one, about in _TOKENS.items()]
-            first, whole = self.first_token.samples(), self.whole.samples()
-            found = [
-                ("requests_total", "counter", "Requests that are over.", outcomes),
-                *((name, "counter", about, samples) for name, about, samples in tokens),
-                ("requests_running", "gauge", "Requests that have a row.", [("", running)]),
-                ("requests_waiting", "gauge", "Requests that wait for a row.", [("", waiting)]),
-                ("time_to_first_token_seconds", "histogram", "From a request's arrival to its first token.", first),
-                ("request_seconds", "histogram", "From a request's arrival to its end.", whole),
-            ]
+        outcomes = [(f'{{outcome="{one}"}}', self.requests[one]) for one in ("finished", "failed")]
+        tokens = [(f"{one}_tokens_total", about, [("", self.tokens[one])]) for one, about in _TOKENS.items()]
+        first, whole = self.first_token.samples(), self.whole.samples()
+        found = [
+            ("requests_total", "counter", "Requests that are over.", outcomes),
+            *((name, "counter", about, samples) for name, about, samples in tokens),
+            ("requests_running", "gauge", "Requests that have a row.", [("", running)]),
+            ("requests_waiting", "gauge", "Requests that wait for a row.", [("", waiting)]),
+            ("time_to_first_token_seconds", "histogram", "From a request's arrival to its first token.", first),
+            ("request_seconds", "histogram", "From a request's arrival to its end.", whole),
+        ]
         return "".join(
             f"# HELP hf_specdec_{name} {about}\n# TYPE hf_specdec_{name} {kind}\n"
             + "".join(f"hf_specdec_{name}{suffix} {value}\n" for suffix, value in samples)

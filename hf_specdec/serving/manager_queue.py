@@ -1,22 +1,29 @@
-"""The requests of a manager that are not over: arrived, running, and withdrawn requests."""
+"""The requests of a manager, from their arrival until their results were taken or passed to handlers of event loops."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from transformers import ContinuousBatchingConfig
 
 from ..calls.request import Request
+from ..host.generation import GenerationOutput
 from .manager_metrics import ManagerMetrics
-from .manager_results import Results
+
+logger = logging.getLogger(__name__)
+
+ResultHandler: TypeAlias = Callable[[GenerationOutput], None]
 
 
 class RequestQueue:
-    """Requests that are not over. When they end, their results go to `results`.
+    """Requests that are not over, results that were not taken yet, and handlers of future results.
 
     Attributes:
         changed: guards the manager's state and notifies of changes. It is never held while waiting for the target's
@@ -29,7 +36,6 @@ class RequestQueue:
     def __init__(self, settings: ContinuousBatchingConfig):
         self._settings = settings
         self.changed = threading.Condition()
-        self.results = Results(self.changed)
         self.metrics = ManagerMetrics()
         self.active: dict[str, Request] = {}
         self.on_failed: Callable[[Request], None] | None = None
@@ -39,6 +45,11 @@ class RequestQueue:
         self._withdrawn: list[tuple[Request, str]] = []
         # Ids of `active` requests whose results nobody expects.
         self._disowned: set[str] = set()
+        # Results by number, in order of arrival; and the numbers by request.
+        self._kept: OrderedDict[int, GenerationOutput] = OrderedDict()
+        self._numbers: dict[str, deque[int]] = {}
+        self._num_kept = 0
+        self._handlers: dict[str, tuple[ResultHandler, asyncio.AbstractEventLoop]] = {}
 
     @property
     def has_arrivals(self) -> bool:
@@ -49,10 +60,6 @@ class RequestQueue:
     def has_news(self) -> bool:
         """Whether requests have arrived or were withdrawn since the last `take`."""
         return bool(self._arrived or self._withdrawn)
-
-    def is_in_use(self, request_id: str) -> bool:
-        """Whether a request with this id is not over, or its result was not taken."""
-        return request_id in self.active or self.results.has(request_id)
 
     @property
     def is_full(self) -> bool:
@@ -106,7 +113,7 @@ class RequestQueue:
                 self._disowned |= prompt & self.active.keys()
                 self.cancel(name)
                 for one in prompt:
-                    self.results.drop(one)
+                    self._take_results(one)
 
     def take(self) -> tuple[list[Request], list[tuple[Request, str]]]:
         """Requests that arrived since the last call, and requests that were withdrawn, with an error each."""
@@ -153,11 +160,89 @@ class RequestQueue:
                 self._disowned.remove(request.request_id)
                 self.changed.notify_all()
             else:
-                self.results.deliver([request.result()])
+                self.deliver([request.result()])
 
     def on_tokens(self, requests: list[Request]) -> None:
         """Deliver the tokens so far of streamed requests."""
         streamed = [one for one in requests if one.streaming and one.request_id not in self._disowned]
         if streamed:
             with self.changed:
-                self.results.deliver([one.result() for one in streamed])
+                self.deliver([one.result() for one in streamed])
+
+    # Results.
+
+    @property
+    def has_no_results(self) -> bool:
+        """Whether no result is kept, and no handler waits for one."""
+        return not (self._kept or self._handlers)
+
+    def take_result(
+        self, request_id: str | None, is_expected: Callable[[], bool], timeout: float | None
+    ) -> GenerationOutput | None:
+        """The next result, of `request_id` if given; None after `timeout` seconds or if none is expected."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.has_result(request_id) or not is_expected(), timeout)
+            return self._next_result(request_id) if self.has_result(request_id) else None
+
+    def has_result(self, request_id: str | None) -> bool:
+        """Whether a result is kept, of `request_id` if given."""
+        return bool(self._kept) if request_id is None else request_id in self._numbers
+
+    def _next_result(self, request_id: str | None) -> GenerationOutput:
+        """Remove the first kept result, of `request_id` if given, and return it."""
+        number = next(iter(self._kept)) if request_id is None else self._numbers[request_id][0]
+        result = self._kept.pop(number)
+        numbers = self._numbers[result.request_id]
+        numbers.popleft()
+        if not numbers:
+            del self._numbers[result.request_id]
+        return result
+
+    def _take_results(self, request_id: str) -> list[GenerationOutput]:
+        """Remove all kept results of a request, and return them."""
+        return [self._next_result(request_id) for _ in tuple(self._numbers.get(request_id, ()))]
+
+    def add_handler(self, request_id: str, callback: ResultHandler) -> None:
+        """Call `callback` on the running event loop with every result of a request, including kept ones."""
+        loop = asyncio.get_running_loop()
+        with self.changed:
+            self._handlers[request_id] = callback, loop
+            self.deliver(self._take_results(request_id))
+
+    def drop_handler(self, request_id: str | None) -> None:
+        """Drop the handler of a request, unless it is active."""
+        with self.changed:
+            if request_id not in self.active:
+                self._handlers.pop(request_id, None)
+
+    def deliver(self, results: list[GenerationOutput]) -> None:
+        """Pass results to their handlers, one call for each event loop, and keep the others; `changed` is held."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[ResultHandler, GenerationOutput]]] = {}
+        for one in results:
+            callback, loop = self._handlers.get(one.request_id, (None, None))
+            if callback is None:
+                self._kept[self._num_kept] = one
+                self._numbers.setdefault(one.request_id, deque()).append(self._num_kept)
+                self._num_kept += 1
+                continue
+            by_loop.setdefault(loop, []).append((callback, one))
+            if one.is_finished():
+                del self._handlers[one.request_id]
+        for loop, calls in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_call_all, calls)
+            except RuntimeError:
+                logger.warning("%d results were dropped, since their event loop is closed.", len(calls))
+        self.changed.notify_all()
+
+
+def _call_all(calls: list[tuple[ResultHandler, GenerationOutput]]) -> None:
+    """Call handlers in the event loop; an error of one does not stop the others."""
+    for callback, result in calls:
+        try:
+            callback(result)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            message = f"The result handler of the request {result.request_id} failed."
+            asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})

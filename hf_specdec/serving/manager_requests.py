@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections.abc import Sequence
 from math import inf
 from numbers import Real
@@ -13,13 +12,12 @@ from typing import Any
 import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
 
-from ..calls.call import fitting_tokens, why_too_long
 from ..calls.request import Request
 from ..config import check_int, check_type, is_integer
 from ..integration.continuous import asked_logprobs, tokens_of
 from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS
 from ..integration.validation import check_tokens
-from ..kernels.types import NO_TOP_K, RowRules, SamplingSettings
+from ..kernels.types import NO_TOP_K, SamplingSettings
 from ..modules.adapters import check_adapters
 from ..modules.patch import on_host
 from ..ops import row_seeds
@@ -62,11 +60,10 @@ class RequestFactory:
 
     def __init__(self, call: ManagedCall):
         self._call, self._model, self._config = call, call.model, call.config
-        self.num_positions = num_positions(call.model)
+        self._num_positions = num_positions(call.model)
         self._seeds, seed = torch.Generator(), call.settings.seed
         with on_host():
             self._seeds.manual_seed(int(torch.randint(0, 2**63 - 1, (1,))) if seed is None else seed)
-        self._lock = threading.Lock()
         self._names = map("req_{}".format, itertools.count())
         # Stopping criteria by tokenizer and stop strings, because making them reads the whole vocabulary.
         self._criteria = functools.lru_cache(MOST_STOP_STRINGS)(
@@ -96,29 +93,26 @@ class RequestFactory:
         self._check_options(options, processors)
         check_adapters(self._model, None if adapter is None else [adapter])
         limit = self._limit(max_new_tokens, len(prompt))
-        remaining = fitting_tokens(len(prompt), limit, self.num_positions)
         count = check_int("num_return_sequences", self._config.num_return_sequences or 1, 1)
         seeds, prompt_ids, ends = self._seeds_of(seed, count), prompt.tolist(), self._call.end_tokens(eos_token_id)
         sampling = self._sampling(options)
         own = self._call.own_processing(options, prompt, limit, ends, processors)
         logprobs = asked_logprobs(self._call.settings.return_logprobs if logprobs is None else logprobs)
         if request_id is None:
-            request_id = next(name for name in self._names if not self._call.requests.is_in_use(name))
-        return [
+            queue = self._call.requests
+            request_id = next(one for one in self._names if one not in queue.active and not queue.has_result(one))
+        requests = [
             Request(
                 index=0,
                 prompt=prompt,
-                remaining=remaining,
-                is_cut=remaining < limit,
+                remaining=limit,
                 ends=ends,
                 seed=seeds[number],
                 sampling=sampling,
-                config=None if isinstance(own, RowRules) else own,
                 user_processors=processors,
-                processors=own if isinstance(own, RowRules) else None,
+                processors=own,
                 criteria=self._stop_strings(stop_strings, tokenizer),
                 records_timestamps=record_timestamps,
-                error=self.why_too_long(len(prompt)),
                 request_id=request_id if number == count - 1 else f"{request_id}__child#{number}",
                 prompt_id=request_id,
                 prompt_ids=prompt_ids,
@@ -128,6 +122,9 @@ class RequestFactory:
             )
             for number in range(count)
         ]
+        for one in requests if self._num_positions is not None else ():
+            one.limit_to(self._num_positions, type(self._model).__name__)
+        return requests
 
     def _stop_strings(self, strings: str | list[str] | None, tokenizer: Any) -> StoppingCriteriaList | None:
         check_type("stop_strings", strings, str | list[str] | None)
@@ -137,10 +134,6 @@ class RequestFactory:
         if tokenizer is None:
             raise ValueError(f"stop_strings is {strings!r}, but the request has no tokenizer; expected both.")
         return self._criteria(tokenizer, tuple(found))
-
-    def why_too_long(self, num_tokens: int) -> str | None:
-        """The reason why a prompt of `num_tokens` tokens cannot run; None if the target has positions for it."""
-        return why_too_long(self._model, num_tokens, self.num_positions)
 
     def _limit(self, max_new_tokens: int | None, length: int) -> int:
         """Limit of a request's new tokens: `max_new_tokens`, the generation config's, or all that have positions."""
@@ -157,7 +150,7 @@ class RequestFactory:
 
     def _seeds_of(self, seed: int | None, count: int) -> list[int]:
         if seed is None:
-            with self._lock:
+            with self._call.requests.changed:
                 return torch.randint(0, 2**63 - 1, (count,), generator=self._seeds).tolist()
         if not is_integer(seed) or not -(2**63) <= seed < 2**63:
             raise ValueError(f"seed is {seed!r}; expected an integer of 64 bits.")
@@ -182,9 +175,9 @@ class RequestFactory:
                 "ContinuousBatchingConfig(per_request_processors=True), or no such setting."
             )
 
-    def _sampling(self, options: dict[str, Any]) -> SamplingSettings:
+    def _sampling(self, options: dict[str, Any]) -> SamplingSettings | None:
         if not self._call.samples_each:
-            return SamplingSettings()
+            return None
         do_sample, temperature, top_k, top_p = (
             getattr(self._config, name) if options.get(name) is None else options[name] for name in SAMPLING_OPTIONS
         )

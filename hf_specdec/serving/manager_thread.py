@@ -36,7 +36,10 @@ class RoundThread:
         status: transformers' status; `fatal_error` is the error that ended the thread, or None.
         thread: None before the start, and after `join` has seen the thread end.
         warm_ups: groups of `ManagedCall.warm_up_groups` that are still to run while there are no requests.
+        takes_requests: whether requests go to this process, not to another process of a split model.
     """
+
+    takes_requests = True
 
     def __init__(self, call: ManagedCall):
         self.status = BackgroundThreadStatus()
@@ -75,11 +78,6 @@ class RoundThread:
         return self._requests.has_news or self._is_stopping
 
     # For other threads.
-
-    @property
-    def takes_requests(self) -> bool:
-        """Whether requests go to this process, not to another process of a split model."""
-        return True
 
     def expects(self, request_id: str) -> bool:
         """Whether a request with this id was added and is not over."""

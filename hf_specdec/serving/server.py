@@ -35,7 +35,7 @@ from ..host.parts import about
 from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS
 from ..modules.adapters import NO_ADAPTER
 from ..ops import row_seeds
-from ..patching.support import stated_positions
+from ..patching.support import num_positions, stated_positions
 from ..sampling.logits import PenaltyLogitsProcessor
 from .answers import StopStringQueue, join, join_streams, without_stops
 from .bodies import ParsedBody, RefusedRequest, read_body
@@ -101,18 +101,15 @@ class ServeSettings:
         """A running manager, with the generation config of `model`, not of the first request."""
         for name, place in self.adapters.items():
             model.load_adapter(place, adapter_name=name)
-        manager = model.init_continuous_batching(
-            generation_config=model.generation_config,
-            continuous_batching_config=replace(
-                settings or ContinuousBatchingConfig(),
-                per_request_processors=True,
-                max_requests_per_batch=self.max_requests,
-                max_queue_size=self.max_queue_size,
-                seed=_SEED.get(),  # set by --default-seed, before there are requests
-            ),
-            workload_hints=WorkloadHints(max_prompt_length=self.longest),
-            assistant_model=self.load_drafter(model),
+        settings = replace(
+            settings or ContinuousBatchingConfig(),
+            per_request_processors=True,
+            max_requests_per_batch=self.max_requests,
+            max_queue_size=self.max_queue_size,
+            seed=_SEED.get(),  # set by --default-seed, before there are requests
         )
+        hints = WorkloadHints(max_prompt_length=self.longest)
+        manager = ServedManager(model, self.load_drafter(model), model.generation_config, settings, hints)
         if self.warmup:
             manager.warmup(block=False)
         # Exclude all present objects, such as modules and models, from garbage collection: all rows wait for it, for
@@ -125,17 +122,11 @@ class ServeSettings:
         return manager
 
 
-class _OptionsManager:
+class ServedManager(SpeculativeBatchingManager):
     """A manager that adds the options of the current task's request, and reads log-probabilities from results."""
 
-    def __init__(self, manager: SpeculativeBatchingManager):
-        self._manager = manager
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
-
     def add_request(self, *args: Any, **kwargs: Any) -> str:
-        return self._manager.add_request(*args, **kwargs | _BODY.get().options)
+        return super().add_request(*args, **kwargs | _BODY.get().options)
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         logprobs = _BODY.get().logprobs
@@ -145,7 +136,7 @@ class _OptionsManager:
                 logprobs.read(result)
             callback(result)
 
-        self._manager.register_result_handler(request_id, read)
+        super().register_result_handler(request_id, read)
 
 
 @contextmanager
@@ -191,7 +182,7 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
 
         def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
             if self._cb is None:
-                self._cb = _OptionsManager(settings.manager_for(model, self._cb_config))
+                self._cb = settings.manager_for(model, self._cb_config)
 
         def generate_streaming(self, model, processor, inputs, gen_config, request_id, **kwargs):
             with self._request(model, processor, inputs, gen_config, request_id) as parsed:
@@ -230,7 +221,7 @@ def _generate_manager(utils: Any, settings: ServeSettings) -> type:
             options = _options_of(gen_config, self._cb.generation_config, processor, parsed, length)
             before = _BODY.set(replace(parsed, options=options))
             try:
-                self._cb.check_room(length)
+                self._cb.check_room()
                 yield parsed
             except queue.Full as error:
                 raise RefusedRequest(str(error), 429) from error
@@ -251,7 +242,7 @@ def _fit(
 ) -> None:
     """Limit the answer to a prompt of `length` tokens to the room for it, in texts of at most `most` tokens. Raises
     `RefusedRequest` if there is no room, or less than was asked for although the target could have more."""
-    positions = manager.num_positions
+    positions = num_positions(manager.model)
     if positions is not None:  # the last token of a text is not embedded
         most = min(positions + 1, most or positions + 1)
     elif most is None:

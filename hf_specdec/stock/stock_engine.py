@@ -210,9 +210,12 @@ class ReachableProcessors(LogitsProcessorList):
 class ReplayCache(DynamicCache):
     """A `DynamicCache` with recurrent layers that can be cropped.
 
-    The last tokens cannot be removed from a recurrent state. So the layers are copied before each forward pass of
-    `target`; `crop` restores the copy and runs the kept tokens again. It shares the layers of `cache`, if given.
+    The last tokens cannot be removed from a recurrent state. So `remember`, a pre-hook of `target`, copies the layers
+    before each forward pass; `crop` restores the copy and runs the kept tokens again. It shares the layers of `cache`,
+    if given.
     """
+
+    is_croppable = True
 
     def __init__(self, target: PreTrainedModel, cache: Cache | None):
         super().__init__(config=target.config.get_text_config())
@@ -221,17 +224,6 @@ class ReplayCache(DynamicCache):
         self._target = target
         self._snapshot: list[dict[str, Any]] = []
         self._inputs: dict[str, Any] = {}
-
-    def __enter__(self) -> ReplayCache:
-        self._handle = register_pre_hook(self._target, self._remember)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._handle.remove()
-
-    @property
-    def is_croppable(self) -> bool:
-        return True
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove < 0:
@@ -244,7 +236,7 @@ class ReplayCache(DynamicCache):
             self._target(**kept)
         super().crop(0)
 
-    def _remember(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def remember(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if given_cache(kwargs) is not self:
             return
         self._inputs = kwargs
@@ -345,7 +337,9 @@ def _assist_row(
             prepare_rest = _prepares_rest(model, cached)
             stack.enter_context(replaced("prepare_inputs_for_generation", [(model, prepare_rest)]))
         if configured_layers(model).keeps_states:
-            model_kwargs = model_kwargs | {OUTPUT_NAME: stack.enter_context(ReplayCache(model, cache))}
+            replay = ReplayCache(model, cache)
+            stack.enter_context(register_pre_hook(model, replay.remember))
+            model_kwargs = model_kwargs | {OUTPUT_NAME: replay}
         generator = DrafterCandidateGenerator(call, row, recorder, criteria, counters)
         output = assisted_decoding(
             model,

@@ -471,7 +471,7 @@ def test_what_is_withdrawn_or_has_no_adapter_ends():
 
 def test_rows_are_admitted_beside_others():
     """They are those of no text before; whoever wants no others clears the state."""
-    state = DecodeState.allocate(Shape(3, 16, 2, False, False, 2), LayerKinds(), torch.device("cpu"))
+    state = DecodeState(Shape(3, 16, 2, False, False, 2), LayerKinds(), torch.device("cpu"))
     state.admit([2], [torch.tensor([5, 6, 7])], [4], [9], ends=[[3]], cached=[2])
     before = {name: getattr(state, name)[2].clone() for name in ("tokens", "numbers", "finished", "eos")}
     state.admit(range(2), [torch.tensor([8]), torch.tensor([1, 2])], [1, 1], [0, 0])

@@ -300,7 +300,7 @@ def test_calls_note_what_they_reach(folder, is_bulk, monkeypatch):
         if is_alone:
             tokens_a_ms = 1 / times.milliseconds(RoundShape(0))
         else:
-            tokens_a_ms = best_rate(RoundShape(7), drafter.sessions.acceptance(False), times)
+            tokens_a_ms = best_rate(RoundShape(7), drafter.sessions.acceptances[False], times)
         assert share == pytest.approx(stats.committed / (2 * 1e3 * stats.seconds * tokens_a_ms))
         assert work.kind == Workload(24, 24, 5).kind and times.reached(work) > 0
     assert len({id(times) for times, *_ in noted}) == 2

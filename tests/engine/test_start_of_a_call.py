@@ -184,7 +184,7 @@ def test_classes_that_make_caches_in_their_own_way_get_one(target, caches):
 @pytest.mark.parametrize("batch", [2, 3])
 def test_rows_begin_as_they_are_admitted(batch):
     shape = Shape(batch, slots=12, num_draft_tokens=2, is_sampling=True, draft_probs=False, num_ends=3)
-    states = [DecodeState.allocate(shape, attention_layers(1), torch.device("cpu")) for _ in range(2)]
+    states = [DecodeState(shape, attention_layers(1), torch.device("cpu")) for _ in range(2)]
     prompts, ends = [torch.arange(1, 5), torch.arange(3)], [[5], [5]]
     one, other = states
     for row, name in enumerate(("lengths", "limits", "seeds", "prompt_length_gap", "row_top_k", "eos", "row_tail")):
@@ -204,7 +204,7 @@ def test_writes_to_buffers_do_not_grow_with_the_rows():
     counts, copies = [], []
     for batch in (2, 8):
         shape = Shape(batch, slots=12, num_draft_tokens=2, is_sampling=False, draft_probs=False, num_ends=3)
-        state = DecodeState.allocate(shape, attention_layers(1), torch.device("cpu"))
+        state = DecodeState(shape, attention_layers(1), torch.device("cpu"))
         buffers = storages([value for value in vars(state).values() if isinstance(value, torch.Tensor)])
         with Recorder() as recorder:
             state.admit(range(batch), [torch.arange(4)] * batch, [4] * batch, [0] * batch, [[5]] * batch)

@@ -156,7 +156,7 @@ class Session:
             self.results = {name: list(self.manager.request_id_iter(name)) for name in self.asked}
         finally:
             self.manager.stop(timeout=120)
-        assert not self.manager.is_running() and self.manager._queue.results.is_empty
+        assert not self.manager.is_running() and self.manager._queue.has_no_results
 
     def alone(self, prompt, options):
         """What `generate()` says, plain or, if it draws, with such a drafter."""

@@ -53,7 +53,7 @@ class Replay:
         self.result = function()
 
     def __call__(self):
-        with cuda_graphs.without_autocast_cache():
+        with cuda_graphs.without_autocast_cache("cpu"):
             return self._replay()
 
     def _replay(self):

@@ -38,7 +38,7 @@ from hf_specdec.memory import virtual_memory
 from hf_specdec.memory.virtual_memory import allocating
 from hf_specdec.serving import manager_requests, manager_thread
 from hf_specdec.serving.manager import SpeculativeBatchingManager
-from hf_specdec.serving.manager_results import Results
+from hf_specdec.serving.manager_queue import RequestQueue
 
 END, NEW = list(range(3, 96, 8)), 12
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END}
@@ -155,7 +155,7 @@ def test_random_schedules(data):
                     assert last.status == RequestStatus.FAILED
         finally:
             manager.stop(timeout=60)
-    assert not manager.is_running() and not manager._queue.active and manager._queue.results.is_empty
+    assert not manager.is_running() and not manager._queue.active and manager._queue.has_no_results
 
 
 def test_a_long_prompt_is_prefilled_between_rounds(running, monkeypatch):
@@ -271,15 +271,15 @@ def test_many_results_are_found_at_once(running):
             return str.__eq__(self, other)
 
     names = [Name(number) for number in range(60)]
-    results = Results(threading.Condition())
-    with results._changed:
+    results = RequestQueue(ContinuousBatchingConfig())
+    with results.changed:
         for text in ([1], [1, 2]):
             results.deliver([GenerationOutput(name, generated_tokens=text) for name in names])
-    assert results.take(None, lambda: True, 0).request_id == names[0]
+    assert results.take_result(None, lambda: True, 0).request_id == names[0]
     for name in reversed(names):
         for text in [[1], [1, 2]][name == names[0] :]:
-            assert results.take(name, lambda: True, 0).generated_tokens == text
-    assert results.is_empty and len(compared) < 10 * len(names)
+            assert results.take_result(name, lambda: True, 0).generated_tokens == text
+    assert results.has_no_results and len(compared) < 10 * len(names)
 
 
 def test_a_queue_is_counted_when_it_may_be_full(running, monkeypatch):
@@ -673,9 +673,6 @@ def test_requests_without_positions_fail_alone(running):
     assert first.error is None and len(first.generated_tokens) == NEW
     assert second.error.startswith("A prompt has 40 tokens, but OPTForCausalLM has 32 positions")
     assert third.error.startswith("The request has 28 tokens and has not ended after 5 new ones")
-    manager.check_room(28)
-    with pytest.raises(ValueError, match="A prompt has 40 tokens"):
-        manager.check_room(40)
 
 
 @pytest.mark.core_for(is_captured=[False])
@@ -847,7 +844,7 @@ def test_a_full_queue(running, monkeypatch):
         with pytest.raises(queue.Full, match="2 requests wait, as many as may"):
             manager.add_request(prompts()[0])
         with pytest.raises(queue.Full, match="2 requests wait, as many as may"):
-            manager.check_room(1)
+            manager.check_room()
 
         async def ask():
             start = time.perf_counter()
@@ -908,7 +905,7 @@ def test_handlers_of_an_event_loop(running):
     asyncio.run(ask_beside_one_that_fails())
     for index, texts in enumerate(asyncio.run(ask_all())):
         assert texts[-1] == alone(index) and texts == sorted(texts, key=len)
-    assert manager._queue.results.is_empty
+    assert manager._queue.has_no_results
 
 
 def test_captured_rounds_and_warmup(monkeypatch, running):
@@ -1006,7 +1003,7 @@ def test_requests_that_do_not_fit_a_queue_leave_nothing_behind(running, monkeypa
     assert manager.get_result(timeout=20).request_id == first
     while manager._queue.active:
         time.sleep(0.005)
-    assert manager.get_result(timeout=0.05) is None and manager._queue.results.is_empty
+    assert manager.get_result(timeout=0.05) is None and manager._queue.has_no_results
     assert texts_of(manager, [manager.add_request(prompts()[0])]) == [alone(0)]
 
 
