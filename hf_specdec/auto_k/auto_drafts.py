@@ -13,7 +13,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
@@ -271,6 +271,11 @@ class RoundTimes:
         self.total, self.unsaved, self.spent, self.alone = total, 0.0, _BUDGET * total, 0.0
         self.since_trial = 0
         self._reached: dict[Workload, deque[float]] = {}
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """All that was measured."""
+        return {name: value for name, value in vars(self).items() if name != "expected"}
 
     def reach(self, work: Workload, share: float) -> None:
         """Note which `share` of the tokens that its rounds promise, in all rows all the time, a call has reached."""

@@ -17,6 +17,7 @@ import platform
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -73,6 +74,11 @@ class CostTable:
                 known, total = self._read().get(name, ({}, 0.0))
                 self._times[name] = RoundTimes(known, total)
             return self._times[name]
+
+    @property
+    def known(self) -> dict[str, dict[str, Any]]:
+        """The times by their names, as far as they were measured."""
+        return {name: one.known for name, one in self._times.items()}
 
     def save(self) -> None:
         """Add what was measured to the file, now and then. If several processes do so at once, the times of one of them
@@ -138,8 +144,8 @@ table_of = functools.cache(CostTable)
 
 
 def find_table(model: PreTrainedModel, drafter: Drafter, is_captured: bool) -> CostTable:
-    """The table of `model` with `drafter` as they are now. For split targets it is not on disk, since their ranks must
-    agree."""
+    """The table of `model` with `drafter` as they are now. For split targets it is a new one, not on disk, since their
+    ranks must agree."""
     group, device = tensor_parallel_group(model), model.device
     packages = "torch", "triton", "transformers", __name__.partition(".")[0]
     identity = {
@@ -155,7 +161,8 @@ def find_table(model: PreTrainedModel, drafter: Drafter, is_captured: bool) -> C
         "device": _device(device),
         "versions": {name: installed_version(name) or "none" for name in packages},
     }
-    return table_of(json.dumps(identity, sort_keys=True), table_folder() if group is None else None)
+    name = json.dumps(identity, sort_keys=True)
+    return table_of(name, table_folder()) if group is None else CostTable(name, None)
 
 
 def _description(module: PreTrainedModel) -> list[str]:

@@ -221,7 +221,7 @@ class ContinuousRunner(Runner):
         lease, device = self._lease_of(num_rows, longest), self._call.model.device
         slots = lease.shape.slots
         with allocating(num_rows, slots, device), settled_on_error(lease.take()):
-            drafted = lease.allowed(lease.drafts(self.acceptance).current)
+            drafted = lease.allowed(lease.drafts().current)
             lease.session.state.live = live = min(self._expected, slots)
             lease.session.state.logprobs = self._logprobs
             self._clear(lease, drafted)

@@ -126,7 +126,7 @@ def round_times(call: Call, target: HostedTarget, shape: Shape) -> RoundTimes:
     if times.expected is not None:
         return times
     model, drafter = call.model, call.drafter
-    size = num_bytes(text_decoder(model).parameters())
+    size = int(from_first_rank(torch.tensor(num_bytes(text_decoder(model).parameters())), model))  # parts differ
     used = size * share_of_experts(model.config.get_text_config(decoder=True))
     layers, drafting = getattr(drafter.attention_config, "num_hidden_layers", 1), {}
     for one in CANDIDATES[1:]:
@@ -222,7 +222,12 @@ class SessionLease:
         """The captured round of the next text lengths; None if rounds run eagerly."""
         return self.session.rounds.get(self._round_key(drafted)) if self._target.is_captured else None
 
-    def drafts(self, acceptance: Acceptance, first: RoundShape | None = None) -> Drafts:
+    @property
+    def acceptance(self) -> Acceptance:
+        """Acceptance of the drafts of this call and of earlier calls."""
+        return self._pool.acceptances[self._call.temperature is not None]
+
+    def drafts(self, first: RoundShape | None = None) -> Drafts:
         """What chooses the drafts of each round, beginning with `first`; None stands for `first_drafts`."""
         call, most = self._call, RoundShape(self.shape.num_draft_tokens, self.shape.num_nodes)
         split = None if tensor_parallel_group(call.model) is None else call.model
@@ -232,7 +237,7 @@ class SessionLease:
             return FixedDrafts(most, self.session.round_times, times)
         if first is None:
             first = first_drafts(call, self.shape, times)
-        return AutoDrafts(most, first, acceptance, times, self._price, split)
+        return AutoDrafts(most, first, self.acceptance, times, self._price, split)
 
     def allowed(self, drafted: RoundShape) -> RoundShape:
         """`drafted`, or its chain while a processor reads the text: a tree is not one text."""

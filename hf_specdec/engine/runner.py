@@ -38,7 +38,6 @@ class Runner:
         memory: memory of the rows, which grows with their texts; None if the buffers have a fixed size.
         num_rows, capacity: rows of the session; most tokens of a text, prompt included.
         drafts: chooses the number of drafts of each round.
-        acceptance: of the drafts of this call and of earlier calls.
         prefix_margin: see `Drafter.prefix_margin`; None if there is no prefix reuse.
         target: of the call.
         merges_equal: whether requests with equal prompts in one group are prefilled as one.
@@ -60,7 +59,6 @@ class Runner:
 
     def __init__(self, call: Call, target: HostedTarget, process: BlockProcessor):
         self._call, self.target, self._process = call, target, process
-        self.acceptance = sessions_of(call.drafter).acceptances[call.temperature is not None]
         self._logprobs = call.logprobs
         # Sampling settings of requests without their own; None for none.
         self._row_sampling = process.row_sampling
@@ -69,13 +67,13 @@ class Runner:
     def counters(self, count: int) -> Counters:
         """The counters of `count` requests."""
         call = self._call
-        return Counters(count, call.num_draft_tokens, self.acceptance.observe if call.is_auto else None)
+        return Counters(count, call.num_draft_tokens, self.lease.acceptance.observe if call.is_auto else None)
 
     def _use(self, lease: SessionLease, first: RoundShape | None = None) -> None:
         """Let rounds run on the session of `lease`; `first` as in `SessionLease.drafts`."""
         self.lease, self.session, self.state = lease, lease.session, lease.session.state
         self.state.logprobs = self._logprobs
-        self.drafts = lease.drafts(self.acceptance, first)
+        self.drafts = lease.drafts(first)
         self.num_rows, self.memory = len(self.state.lengths), self.state.cache.row_memory
         # The last drafts of a tree have slots behind the last position of the text.
         slots = self.state.slots - 1 if self.memory is None else self.memory.capacity

@@ -188,10 +188,13 @@ class SessionPool:
         return found
 
     def contents(self, fingerprint: Fingerprint) -> list[tuple]:
-        """What is kept for the target and the drafter with this fingerprint: a description with the same `repr` in all
-        processes that have made the same calls."""
+        """What is kept for the target and the drafter with this fingerprint, and how many drafts were accepted: a
+        description with the same `repr` in all processes that have made the same calls."""
         with self._lock:
-            kept = [(bool(one.patches),) for one in self._hostings if one.fingerprint == fingerprint]
+            kept: list[tuple] = [(key, vars(one)) for key, one in sorted(self.acceptances.items())]
+            for one in self._hostings:
+                if one.fingerprint == fingerprint:
+                    kept.append((bool(one.patches), {key: table.known for key, table in one.costs.items()}))
             for key, one in self._idle:
                 if key.hosting.fingerprint == fingerprint:
                     graphs = len(one.rounds), len(one.catch_ups), len(one.prefills)
@@ -199,8 +202,9 @@ class SessionPool:
         return kept
 
     def forget(self, fingerprint: Fingerprint) -> None:
-        """Drop the hosting with this fingerprint; the next `hosting` drops its sessions."""
+        """Drop what `contents` describes; the next `hosting` drops the sessions."""
         with self._lock:
+            self.acceptances.clear()
             self._hostings = [one for one in self._hostings if one.fingerprint != fingerprint]
 
     def of_rows(self, count: int, has_drafts: bool) -> list[Session]:
