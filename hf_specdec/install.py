@@ -37,6 +37,7 @@ from .modules.evaluation import Evaluation
 from .modules.locks import lock_of
 from .modules.patch import engine
 from .modules.signature import watch_optimizers
+from .parallel.tensor_parallel import failing_together
 from .sampling.randomness import Randomness
 from .serving.manager import SpeculativeBatchingManager
 from .stock.stock_engine import DrafterCandidateGenerator
@@ -192,7 +193,8 @@ def _validate_generation_mode(original, self, generation_mode, generation_config
     # transformers checks the rest as plain decoding: its rules for assistant models do not apply.
     others = {name: value for name, value in generation_mode_kwargs.items() if name != "assistant_model"}
     if isinstance(drafter, Drafter):
-        _check(self, drafter, generation_mode, generation_config, others)
+        with failing_together(self):
+            _check(self, drafter, generation_mode, generation_config, others)
         generation_mode = GenerationMode.SAMPLE
     elif isinstance(drafter, Attachment):
         try:
@@ -226,7 +228,7 @@ def _check_attached(self, attachment, generation_mode, generation_config, others
     if generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         generation_mode = GenerationMode.ASSISTED_GENERATION
     try:
-        with lock_of(self), attachment.evaluation():
+        with lock_of(self), failing_together(self), attachment.evaluation():
             _check(self, attachment.drafter, generation_mode, generation_config, others)
     except ValueError:
         generation_config.use_cache = use_cache

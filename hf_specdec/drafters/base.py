@@ -528,11 +528,28 @@ class Drafter(PreTrainedModel):
         _targets[self] = ref(target)
         self.release()
 
-    def sync_with(self, target: PreTrainedModel) -> None:
+    def _changes_of(self, target: PreTrainedModel) -> list[str]:
+        """Message parts on why the drafter must be bound again to `target`."""
+        shared = self._shared_weights.values()
+        changes = [change for one in shared if (change := one.how_changed(target)) is not None]
+        vocab_size = target.config.get_text_config().vocab_size
+        if vocab_size != self._bound_vocab_size:
+            changes.append(f"its vocabulary had {self._bound_vocab_size} tokens and has {vocab_size}")
+        if (num_layers := num_decoder_layers(target)) != self._bound_num_layers:
+            changes.append(f"it had {self._bound_num_layers} decoder layers and has {num_layers}")
+        return changes
+
+    def outdated(self, target: PreTrainedModel) -> list[bool]:
+        """What `sync_with` would do: whether it would bind the drafter again, then whether it would refresh each shared
+        weight."""
+        shared = self._shared_weights.values()
+        return [bool(self._changes_of(target)), *(one.is_stale(target) for one in shared)]
+
+    def sync_with(self, target: PreTrainedModel, anew: bool = False) -> None:
         """Refresh copies of shared weights that the target has changed since. Every call begins with it.
 
         The drafter is bound again if the target's embedding or head was replaced, moved, cast or resized, or if its
-        vocabulary size or number of layers has changed.
+        vocabulary size or number of layers has changed; also with `anew`, if other ranks of `target` have noticed it.
 
         Raises:
             ValueError: the drafter no longer fits the target, or was bound to another one.
@@ -540,13 +557,7 @@ class Drafter(PreTrainedModel):
         if self._bound_vocab_size is None:
             return
         self.check_bound_to(target)
-        changes = [shared.how_changed(target) for shared in self._shared_weights.values()]
-        changes = [change for change in changes if change is not None]
-        vocab_size = target.config.get_text_config().vocab_size
-        if vocab_size != self._bound_vocab_size:
-            changes.append(f"its vocabulary had {self._bound_vocab_size} tokens and has {vocab_size}")
-        if (num_layers := num_decoder_layers(target)) != self._bound_num_layers:
-            changes.append(f"it had {self._bound_num_layers} decoder layers and has {num_layers}")
+        changes = self._changes_of(target) or ["as another process has noticed"] * anew
         if not changes:
             for shared in self._shared_weights.values():
                 shared.refresh(target)

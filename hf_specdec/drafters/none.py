@@ -37,8 +37,8 @@ class WeightlessDrafter(Drafter):
         self._device = target.device
         self.config.vocab_size = self.config.draft_vocab_size = target.config.get_text_config().vocab_size
 
-    def sync_with(self, target: PreTrainedModel) -> None:
-        super().sync_with(target)
+    def sync_with(self, target: PreTrainedModel, anew: bool = False) -> None:
+        super().sync_with(target, anew)
         if self._device != target.device:
             self.bind(target)
 

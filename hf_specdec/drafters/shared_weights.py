@@ -78,10 +78,9 @@ class SharedWeight:
 
     def refresh(self, target: PreTrainedModel) -> None:
         """Update `weight` from `target` if it is a copy. It keeps its memory, so captured rounds stay valid."""
-        source = _MODULES[self.what](target).weight
-        shares_memory = self._rows is None and is_plain(source)
-        if shares_memory or not self._is_stale(source):
+        if not self.is_stale(target):
             return
+        source = _MODULES[self.what](target).weight
         weight = plain_weight(source).detach()
         with torch.no_grad():
             if self._rows is None:
@@ -90,8 +89,11 @@ class SharedWeight:
                 torch.index_select(weight, 0, self._rows, out=self.weight)
         self._versions = versions_of([source])
 
-    def _is_stale(self, source: torch.Tensor) -> bool:
-        """Whether `source` was written to since it was copied."""
+    def is_stale(self, target: PreTrainedModel) -> bool:
+        """Whether the weight of `target` was written to since it was copied."""
+        source = _MODULES[self.what](target).weight
+        if self._rows is None and is_plain(source):  # they share memory
+            return False
         if source.is_inference() or versions_of([source]) != self._versions:  # inference tensors count no writes
             return True
         if not is_plain(source):  # to gather or dequantise a weight in every call would cost too much

@@ -35,6 +35,7 @@ from ..host.generation import GenerationOutput, WorkloadHints, pad_token, prepar
 from ..host.generation import stopping_criteria as make_criteria
 from ..kernels.types import RowRules
 from ..modules.patch import on_host
+from ..parallel.tensor_parallel import failing_together
 from ..sampling.processors import are_of_all_rows, readers_of
 from ..sampling.randomness import Randomness
 from ..sampling.text_rules import rules_of_prompt
@@ -84,23 +85,24 @@ def generate_batch(
         ValueError: a prompt is not a list of token ids, or continuous batching does not support the call.
         RuntimeError: a request of a call by an attachment has failed; a trainer would take its tokens for a text.
     """
-    check_type("inputs", inputs, Collection)
-    if len(inputs) == 0:
-        return {}
-    prompts = [tokens_of(prompt, f"inputs[{index}]") for index, prompt in enumerate(inputs)]
-    _check_inputs(model, kwargs)
-    given = {name: kwargs.pop(name) for name in _OF_CALL if kwargs.get(name) is not None}
-    config, settings = settings_of("generate_batch()", model, kwargs, generation_config, continuous_batching_config)
-    sequences = check_int("num_return_sequences", config.num_return_sequences or 1, 1)
-    with on_host():
-        check_tokens(model, torch.cat(prompts)[None], None)
-        # The checks depend on the longest text, and on a second row if modules have hooks.
-        call, model_kwargs = call_of(model, drafter, config, heapq.nlargest(2, prompts, key=len), **given)
-        logprobs = asked_logprobs(settings.return_logprobs)
-        names = row_adapters(model, adapter_names, len(prompts))
-        if names is not None:
-            names = [name for name in names for _ in range(sequences)]
-        call = replace(call, logprobs=() if logprobs is None else (logprobs,), adapters=names)
+    with failing_together(model):
+        check_type("inputs", inputs, Collection)
+        if len(inputs) == 0:
+            return {}
+        prompts = [tokens_of(prompt, f"inputs[{index}]") for index, prompt in enumerate(inputs)]
+        _check_inputs(model, kwargs)
+        given = {name: kwargs.pop(name) for name in _OF_CALL if kwargs.get(name) is not None}
+        config, settings = settings_of("generate_batch()", model, kwargs, generation_config, continuous_batching_config)
+        sequences = check_int("num_return_sequences", config.num_return_sequences or 1, 1)
+        with on_host():
+            check_tokens(model, torch.cat(prompts)[None], None)
+            # The checks depend on the longest text, and on a second row if modules have hooks.
+            call, model_kwargs = call_of(model, drafter, config, heapq.nlargest(2, prompts, key=len), **given)
+            logprobs = asked_logprobs(settings.return_logprobs)
+            names = row_adapters(model, adapter_names, len(prompts))
+            if names is not None:
+                names = [name for name in names for _ in range(sequences)]
+            call = replace(call, logprobs=() if logprobs is None else (logprobs,), adapters=names)
 
     with tqdm(total=len(prompts) * sequences, disable=not progress_bar, unit="request") as bar:
         run = ContinuousBatching(

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -37,9 +37,17 @@ from ..hosting.equivalence import check_stock, why_not_equivalent, why_not_equiv
 from ..modules.adapters import names_in_hooks, names_of_rows, without_row_hooks
 from ..modules.evaluation import Evaluation
 from ..modules.locks import lock_of
+from ..modules.module_hooks import hooks_of
 from ..modules.patch import engine as engine_context
-from ..modules.signature import looked_at_once, signature_of
-from ..parallel.tensor_parallel import check_same_call, check_same_tokens, from_first_rank, tensor_parallel_group
+from ..modules.signature import looked_at_once, settings_of, signature_of, torch_settings
+from ..parallel.tensor_parallel import (
+    LateErrors,
+    check_same_call,
+    check_same_tokens,
+    failing_together,
+    from_first_rank,
+    tensor_parallel_group,
+)
 from ..patching.linear import computed_by_libraries
 from ..patching.support import configured_layers
 from ..sampling.processors import check_processors, check_rows_are_apart, readers_of
@@ -63,29 +71,46 @@ UNUSED_SETTINGS = {
 _NEUTRAL = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 
 
-def _call_of(call: Call, engine: str, prompts: Sequence[torch.Tensor] | None) -> dict[str, Any]:
-    """What the ranks of one model must agree on, by name; `prompts` are those of continuous batching, or None."""
-    model, config, randomness, own = call.model, call.config, call.randomness, call.prompts
-    seeds, state = None, None
-    if config.do_sample and randomness.seeds is not None:
-        seeds = torch.as_tensor(randomness.seeds)
-    elif config.do_sample and engine == "stock" and randomness.generator is None:
-        # transformers samples with the generator of the target's device; our seeds are those of the first rank.
-        on_gpu = model.device.type == "cuda"
-        state = torch.cuda.get_rng_state(model.device) if on_gpu else torch.get_rng_state()
-    return {
+# Settings of drafters besides those that are in a `Call`.
+_SETTINGS = ("engine", "draft_probs", "compile_rounds", "batch_invariant", "draft_window_size", "kv_cache_dtype")
+
+
+def _check_same(
+    call: Call,
+    model_kwargs: dict[str, Any],
+    prompts: Sequence[torch.Tensor] | None = None,
+    settings: ContinuousBatching | None = None,
+) -> None:
+    """`check_same_call` for a split target, before anything depends on what ranks know of it. `prompts` are those of
+    several texts, `settings` those of continuous batching."""
+    model, drafter, config, own = call.model, call.drafter, call.config, call.prompts
+    seeds, signatures = call.randomness.seeds, (signature_of(model), signature_of(drafter))
+    inputs = {name: list(one.shape) for name, one in model_kwargs.items() if isinstance(one, torch.Tensor)}
+    values = {
         "prompts": own.input_ids,
         "attention_mask": (own.padding, own.width),
+        "model inputs": inputs,
         "requests": None if prompts is None else [one.tolist() for one in prompts],
-        "cache": own.cached,
-        "num_assistant_tokens": (call.num_draft_tokens, call.is_auto, call.num_nodes),
-        "engine": engine,
-        "kv_cache_dtype": call.drafter.kv_cache_dtype,
+        "cache": (own.cached, call.cache is not None),
+        "num_assistant_tokens": (call.num_draft_tokens, call.is_auto, call.num_nodes, call.verification),
+        "drafters": (type(drafter), settings_of(drafter.config), drafter.rollouts is not None),
+        "settings of the drafter": {name: getattr(drafter, name) for name in _SETTINGS},
         "generation settings": {name: value for name, value in config.to_dict().items() if not name.startswith("_")},
-        "seeds": seeds,
-        "use of a generator": randomness.generator is not None,
-        "random state (set_seed)": state,
+        "logits processors or stopping criteria": [
+            [type(rule).__name__ for rule in rules] for rules in (call.processors, call.criteria)
+        ],
+        "return_logprobs": call.logprobs,
+        "seeds": torch.as_tensor(seeds) if config.do_sample and seeds is not None else None,
+        "use of a generator": call.randomness.generator is not None,
+        "adapters": (call.adapters, signatures[0].adapters.state),
+        "forward hooks": [len(hooks_of(one.hooked, of_engines=True)) for one in signatures],
+        "settings of torch": torch_settings(model.device),
     }
+    if settings is not None:
+        limits = settings.max_rows, settings.longest, settings.reuses_prefixes
+        values["settings of continuous batching"] = (*limits, type(settings.arrivals))
+    if check_same_call(model, call.criteria, values, {"facts": signatures[0].known}):
+        signatures[0].facts.clear()  # finding one out may run the target
 
 
 def _fitted_to_static_engine(call: Call, model_kwargs: dict[str, Any], is_continuous: bool) -> tuple[Call, str | None]:
@@ -192,40 +217,45 @@ def generate_with_drafter(
     `SpeculativeOutput.logprobs`), `adapter_names` (as in PEFT's own `generate()`) and `tree` (see `Drafter.configure`).
     Raises `ValueError` if no engine can run the call, or arguments are wrong.
     """
-    # A criterion of the caller replaces the limit of the settings; it is evaluated after a token.
-    limits = [rule.max_length for rule in stopping_criteria if type(rule) is MaxLengthCriteria]
-    longest = math.ceil(min(limits, default=generation_config.max_length))
-    generation_config.max_length = max(longest, input_ids.shape[1] + 1)
-    mask = model_kwargs.get("attention_mask")
-    mask = None if mask is None else mask.cpu()  # read several times, with a single wait for the device
-    # A cache with recurrent states only does not know how many tokens it holds.
-    cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
-    check_prompts(input_ids, mask, cache, model_kwargs)
-    check_cache(cache)
-    prompts = read_prompts(input_ids.long(), mask, mask_length(generation_config), cache)
-    check_processors(logits_processor)
-    call = new_call(
-        drafter,
-        generation_config,
-        Randomness(seeds, generator),
-        logits_processor,
-        tree=tree,
-        model=model,
-        prompts=prompts,
-        processors=logits_processor,
-        criteria=stopping_criteria,
-        streamer=streamer,
-        cache=cache if is_of_caller(cache) else None,
-        logprobs=_logprobs(return_logprobs, generation_config),
-        adapters=row_adapters(model, adapter_names, len(input_ids)),
-    )
-    if logits_processor:
-        check_rows_are_apart(logits_processor, prompts.input_ids, vocabulary_of(model))
-    attentions = drop_empty_attentions(call, model_kwargs)
-    call, engine = _choose_engine(call, model_kwargs, False)
-    if engine == "stock" or call.inputs is not None:
-        make_call_cache(model, generation_config, model_kwargs)
-    _check_engine(call, engine, None)
+    is_split = tensor_parallel_group(model) is not None
+    late = LateErrors(streamer) if is_split and streamer is not None else None
+    with failing_together(model) if is_split else nullcontext():
+        # A criterion of the caller replaces the limit of the settings; it is evaluated after a token.
+        limits = [rule.max_length for rule in stopping_criteria if type(rule) is MaxLengthCriteria]
+        longest = math.ceil(min(limits, default=generation_config.max_length))
+        generation_config.max_length = max(longest, input_ids.shape[1] + 1)
+        mask = model_kwargs.get("attention_mask")
+        mask = None if mask is None else mask.cpu()  # read several times, with a single wait for the device
+        # A cache with recurrent states only does not know how many tokens it holds.
+        cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
+        check_prompts(input_ids, mask, cache, model_kwargs)
+        check_cache(cache)
+        prompts = read_prompts(input_ids.long(), mask, mask_length(generation_config), cache)
+        check_processors(logits_processor)
+        call = new_call(
+            drafter,
+            generation_config,
+            Randomness(seeds, generator),
+            logits_processor,
+            tree=tree,
+            model=model,
+            prompts=prompts,
+            processors=logits_processor,
+            criteria=stopping_criteria,
+            streamer=late or streamer,
+            cache=cache if is_of_caller(cache) else None,
+            logprobs=_logprobs(return_logprobs, generation_config),
+            adapters=row_adapters(model, adapter_names, len(input_ids)),
+        )
+        if logits_processor:
+            check_rows_are_apart(logits_processor, prompts.input_ids, vocabulary_of(model))
+        if is_split:
+            _check_same(call, model_kwargs)
+        attentions = drop_empty_attentions(call, model_kwargs)
+        call, engine = _choose_engine(call, model_kwargs, False)
+        if engine == "stock" or call.inputs is not None:
+            make_call_cache(model, generation_config, model_kwargs)
+        _check_engine(call, engine, is_split)
     if engine == "static":
         check_tokens(model, prompts.on_host, mask)
         on_begin()
@@ -242,7 +272,10 @@ def generate_with_drafter(
         check_stock(call, model_kwargs)
         on_begin()
         output = assist(inputs_tensor, model_kwargs, call)
-    check_same_tokens(model, output if isinstance(output, torch.Tensor) else output.sequences)
+    if is_split:
+        check_same_tokens(model, output if isinstance(output, torch.Tensor) else output.sequences)
+    if late is not None:
+        late.raise_error()
     if attentions is not None:
         output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
     return output
@@ -324,7 +357,7 @@ def generate_continuously(
     `model_kwargs` belong to. Raises `ValueError` if the static engine cannot run the call."""
     model = call.model
     with lock_of(model), on_device(model.device), engine_context(), Evaluation(call.drafter), looked_at_once():
-        call = on_static_engine(call, model_kwargs, prompts)
+        call = on_static_engine(call, model_kwargs, prompts, settings)
         requests: list[Request] = []
         if prompts:  # requests that arrive have seeds already
             seeds = from_first_rank(call.randomness.row_seeds(len(prompts), call.temperature), model)
@@ -339,15 +372,23 @@ def generate_continuously(
     return requests
 
 
-def _check_engine(call: Call, engine: str, prompts: Sequence[torch.Tensor] | None) -> None:
-    """Check that `engine` can run the call now, on all ranks of the target; `prompts` as in `_call_of`."""
-    model, drafter = call.model, call.drafter
+def _check_engine(call: Call, engine: str, is_split: bool) -> None:
+    """Check that `engine` can run the call now, on all ranks of a split target."""
+    model, drafter, config = call.model, call.drafter, call.config
     check_configured(call, engine)
     if engine == "static":
         check_same_device(call)
-    drafter.sync_with(model)
-    if tensor_parallel_group(model) is not None:
-        check_same_call(model, call.criteria, _call_of(call, engine, prompts))
+    anew: list[str] = []
+    if is_split:
+        state = None
+        if engine == "stock" and config.do_sample and not call.randomness.is_given:
+            # transformers samples with the generator of the target's device; our seeds are those of the first rank.
+            on_gpu = model.device.type == "cuda"
+            state = torch.cuda.get_rng_state(model.device) if on_gpu else torch.get_rng_state()
+        values = {"engine": engine, "random state (set_seed)": state}
+        # To gather a split embedding or head takes all ranks.
+        anew = check_same_call(model, call.criteria, values, {"shared weights": drafter.outdated(model)})
+    drafter.sync_with(model, anew=bool(anew))
 
 
 def make_call_cache(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -358,13 +399,28 @@ def make_call_cache(model: PreTrainedModel, config: GenerationConfig, model_kwar
         make_cache(model, config, model_kwargs, *args, **kwargs)
 
 
-def on_static_engine(call: Call, model_kwargs: dict[str, Any], prompts: Sequence[torch.Tensor] | None) -> Call:
+def on_static_engine(
+    call: Call,
+    model_kwargs: dict[str, Any],
+    prompts: Sequence[torch.Tensor],
+    settings: ContinuousBatching | None = None,
+) -> Call:
     """`call` prepared for the static engine, for a pass over several texts. Raises `ValueError` if that cannot run it.
-    `prompts` as in `_call_of`; None if texts are only scored."""
+    `prompts` and `settings` as in `_check_same`; no `settings` if texts are only scored."""
+    with failing_together(call.model):
+        return _on_static_engine(call, model_kwargs, prompts, settings)
+
+
+def _on_static_engine(
+    call: Call, model_kwargs: dict[str, Any], prompts: Sequence[torch.Tensor], settings: ContinuousBatching | None
+) -> Call:
+    is_split = tensor_parallel_group(call.model) is not None
+    if is_split:
+        _check_same(call, model_kwargs, prompts, settings)
     drop_empty_attentions(call, model_kwargs)
     call, engine = _choose_engine(call, model_kwargs, True)
     name, what, instead = type(call.model).__name__, "Continuous batching", "Use generate(assistant_model=...)."
-    if prompts is None:
+    if settings is None:
         what, instead = "drafter.score()", "Compute log-probabilities from the logits of the model's own forward."
     if engine != "static":
         raise ValueError(
@@ -376,5 +432,5 @@ def on_static_engine(call: Call, model_kwargs: dict[str, Any], prompts: Sequence
             f"{what} runs several texts together, but {name} itself must run them in a pass of their own; expected a "
             f"target whose text is causal. {instead}"
         )
-    _check_engine(call, engine, prompts)
+    _check_engine(call, engine, is_split)
     return call

@@ -71,7 +71,7 @@ def score(
             prompt = next(one for one, columns in texts if len(columns) == longest)
             config = GenerationConfig(**default_settings(GenerationConfig) | {"max_new_tokens": 1})
             call, model_kwargs = call_of(model, scorer, config, [prompt])
-        on_static_engine(call, model_kwargs, None)
+        on_static_engine(call, model_kwargs, [tokens for tokens, _ in texts])
         with HostedTarget(model, scorer) as target:
             # Longest first: texts of a pass have similar lengths.
             order = sorted(range(len(texts)), key=lambda row: -len(texts[row][1]))

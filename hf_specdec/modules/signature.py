@@ -145,6 +145,12 @@ def keep(results: dict[Hashable, _T], key: Hashable, result: _T) -> _T:
     return result
 
 
+def _name_of(key: Hashable) -> str:
+    if isinstance(key, tuple):
+        return f"({', '.join(map(_name_of, key))})"
+    return str(key) if type(key) in PLAIN_VALUES else getattr(key, "__qualname__", type(key).__name__)
+
+
 class Identity:
     """Equal to another one of the same object, and to nothing later. Keeps alive only what has no weak references."""
 
@@ -256,6 +262,11 @@ class Signature:
         """What was found out about models of the same `kind`; add to it with `keep`."""
         with _keeping:  # the least recently used kinds are dropped
             return keep(_facts, self.kind, _facts.pop(self.kind, {}))
+
+    @property
+    def known(self) -> list[str]:
+        """Names of `facts`: the same in all processes that have found out the same."""
+        return sorted(map(_name_of, self.facts))
 
     @property
     def behaviour(self) -> tuple:

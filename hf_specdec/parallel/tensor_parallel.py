@@ -6,8 +6,8 @@ import hashlib
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -18,8 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
 
+from ..host.generation import BaseStreamer
 from ..host.serving import ColwiseParallel, ReplicatedWithGradAllReduce, TensorParallelLayer, tensor_parallel_mesh
 from ..modules.hidden_states import modules_of
+from ..modules.locks import lock_of
 from ..modules.patch import ABSENT, Replacements, constant
 from ..modules.weights import PLAIN_WEIGHTS
 
@@ -140,36 +142,79 @@ class local_linears(Replacements):
         super()._enter(stack)
 
 
+class OutOfStep(ValueError):
+    """Ranks of one model are at different steps of their calls; raised on all of them."""
+
+
+# Numbers that each rank sends in `find_differences`, whatever the step of a call: ranks at different steps must notice.
+_NUM_DIGESTS = 32
+# The step of a rank that has raised an error.
+_ERROR = {"error": None}
+
+
 def find_differences(model: PreTrainedModel, values: dict[str, Any]) -> list[str]:
     """Names of `values` that differ between the ranks of `model`; the same list on all ranks, from one all-gather of
     hashes.
 
-    `values` are tensors, or objects that are equal if their `repr` is. Their names must be the same on all ranks.
+    `values` are tensors, or objects that are equal if their `repr` is. Raises `OutOfStep` if their names are others on
+    other ranks, or if one of these has raised an error in `failing_together`.
     """
     group = tensor_parallel_group(model)
     if group is None:
         return []
-    digests = torch.tensor([_digest(value) for value in values.values()], device=model.device)
+    digests = torch.zeros(_NUM_DIGESTS, dtype=torch.int64)
+    digests[: 1 + len(values)] = torch.tensor([_step(values), *map(_digest, values.values())])
+    digests = digests.to(model.device)
     gathered = [torch.empty_like(digests) for _ in range(group.size())]
     dist.all_gather(gathered, digests, group=group)
-    differs = (torch.stack(gathered) != gathered[0]).any(dim=0).tolist()
-    return [name for name, differ in zip(values, differs, strict=True) if differ]
+    (step, *others), *rows = zip(*torch.stack(gathered).tolist(), strict=True)
+    if any(one != step for one in others):
+        has_failed = _step(_ERROR) in (step, *others)
+        what = "one of them has raised an error in this call" if has_failed else "they make different calls"
+        raise OutOfStep(
+            f"The processes that {type(model).__name__} is split over (tensor parallel) are not at the same step: "
+            f"{what}; expected the same calls, in the same order, on every one of them. See the errors of all."
+        )
+    return [name for name, (one, *others) in zip(values, rows, strict=False) if any(other != one for other in others)]
 
 
-def check_same_call(model: PreTrainedModel, criteria: StoppingCriteriaList, values: dict[str, Any]) -> None:
+@contextmanager
+def failing_together(model: PreTrainedModel) -> Iterator[None]:
+    """Context of a part of a call in which the ranks of `model` run it only as their agreements say. An error of one of
+    them is told to the others, whose next `find_differences` raises `OutOfStep`."""
+    try:
+        yield
+    except OutOfStep:
+        raise
+    except BaseException:
+        if tensor_parallel_group(model) is not None:
+            # A `RuntimeError` if a process has died, or if the call was not to be made, as a manager runs its rounds.
+            with suppress(OutOfStep, RuntimeError), lock_of(model):
+                find_differences(model, _ERROR)
+        raise
+
+
+def check_same_call(
+    model: PreTrainedModel, criteria: StoppingCriteriaList, values: dict[str, Any], kept: dict[str, Any]
+) -> list[str]:
     """Check that all ranks of `model` make the same call; with different calls they would hang. Raises `ValueError` if
-    the arguments `values` differ, or if `criteria` have a time limit, which ranks would reach at different tokens."""
+    the arguments `values` differ, or if `criteria` have a time limit, which ranks would reach at different tokens.
+
+    Returns the names of what ranks have `kept` of earlier calls and differs, which they must find out anew together.
+    """
     if any(isinstance(rule, MaxTimeCriteria) for rule in criteria):
         raise ValueError(
             f"max_time is set, but {type(model).__name__} is split over processes (tensor parallel) whose clocks "
             "differ, so that they would stop at different tokens; expected a limit on tokens. Use max_new_tokens."
         )
-    different = find_differences(model, values)
-    if different:
+    different = find_differences(model, values | kept)
+    wrong = [name for name in different if name in values]
+    if wrong:
         raise ValueError(
             f"The processes that {type(model).__name__} is split over (tensor parallel) were called with different "
-            f"{', '.join(different)}; expected the same call on every one of them."
+            f"{', '.join(wrong)}; expected the same call on every one of them."
         )
+    return different
 
 
 def check_same_tokens(model: PreTrainedModel, sequences: torch.Tensor) -> None:
@@ -182,9 +227,38 @@ def check_same_tokens(model: PreTrainedModel, sequences: torch.Tensor) -> None:
         )
 
 
+def _step(values: dict[str, Any]) -> int:
+    return _digest(tuple(values))
+
+
 def _digest(value: Any) -> int:
     content = value.cpu().numpy().tobytes() + repr(tuple(value.shape)).encode() if torch.is_tensor(value) else b""
     return int.from_bytes(hashlib.sha256(content or repr(value).encode()).digest()[:8], "little", signed=True)
+
+
+class LateErrors(BaseStreamer):
+    """A `streamer` on one rank of a split target. Its first error ends it, and is raised after the call, in which other
+    ranks wait for this one in every round."""
+
+    def __init__(self, streamer: BaseStreamer):
+        self._streamer, self._error = streamer, None
+
+    def put(self, value: torch.Tensor) -> None:
+        self._run(lambda: self._streamer.put(value))
+
+    def end(self) -> None:
+        self._run(self._streamer.end)
+
+    def _run(self, function: Callable[[], object]) -> None:
+        if self._error is None:
+            try:
+                function()
+            except Exception as error:
+                self._error = error
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 class RankAgreement:

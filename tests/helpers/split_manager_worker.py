@@ -107,6 +107,14 @@ def stopped_by_another(target: PreTrainedModel, drafter: Drafter) -> str:
     return results[-1].error
 
 
+def made_otherwise(target: PreTrainedModel, drafter: Drafter) -> list[str]:
+    """Errors of managers that processes make with other settings, and of one that only the first process warms up."""
+    rank = dist.get_rank()
+    others = error_of(lambda: managed(target, drafter, rows=2 + rank))
+    manager = managed(target, drafter)
+    return [others, error_of(manager.warmup if rank == 0 else lambda: managed(target, drafter))]
+
+
 def failing_on_one(target: PreTrainedModel, drafter: Drafter) -> list:
     """The thread of one process fails; that of the other ends, too."""
     manager = managed(target, drafter)
@@ -136,6 +144,7 @@ def main(folder: str, answers: str, device: str) -> None:
         "arrive": arrive_at_the_first(target, drafter),
         "same": the_same_script(target, drafter),
         "stopped": stopped_by_another(target, drafter),
+        "otherwise": made_otherwise(target, drafter),
         "failing": failing_on_one(target, drafter),
         "threads": [one.name for one in threading.enumerate() if one.name.startswith("hf_specdec")],
     }

@@ -36,6 +36,7 @@ from transformers import (
     set_seed,
 )
 from transformers.distributed import DistributedConfig
+from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import Drafter, cli
 from hf_specdec.auto_k.auto_drafts import ExpectedCosts
@@ -45,6 +46,7 @@ from hf_specdec.bench.traffic import round_bytes
 from hf_specdec.drafters.none import NoDrafter
 from hf_specdec.engine.target import patched_target
 from hf_specdec.hosting.equivalence import why_not_equivalent
+from hf_specdec.modules import signature
 from hf_specdec.modules.patch import EXPERT_GATE
 from hf_specdec.modules.signature import Fingerprint, Signature
 from hf_specdec.modules.weights import local_shard
@@ -124,10 +126,10 @@ def generate_all(target: PreTrainedModel) -> dict[str, Any]:
     return generated
 
 
-def generate_many(target: PreTrainedModel, drafter: Drafter) -> list:
+def generate_many(target: PreTrainedModel, drafter: Drafter, rows: int = 2) -> list:
     """Texts of five requests on two rows, and how many drafts of each were accepted."""
     prompts = [list(range(5, 5 + length)) for length in (9, 2, 5, 14, 1)]
-    config = ContinuousBatchingConfig(max_requests_per_batch=2)
+    config = ContinuousBatchingConfig(max_requests_per_batch=rows)
     options = {**SAMPLING, "max_new_tokens": NEW_TOKENS, "num_assistant_tokens": 3, "seeds": 5}
     out = target.generate_batch(prompts, None, config, assistant_model=drafter, **options)
     accepted = [row.accepted for row in drafter.stats.rows]
@@ -176,6 +178,16 @@ def managed_by_fsdp(target: PreTrainedModel, drafter: Drafter) -> list:
         return generate(target, drafter)
     finally:
         del target._is_fsdp_managed_module
+
+
+def generate_hooked(target: PreTrainedModel, drafter: Drafter, count: int) -> list:
+    """`generate` with forward hooks of the caller."""
+    hooks = [target.model.norm.register_forward_hook(lambda *arguments: None) for _ in range(count)]
+    try:
+        return generate(target, drafter)
+    finally:
+        for one in hooks:
+            one.remove()
 
 
 def error_of(call) -> str:
@@ -237,6 +249,7 @@ def errors_of_disagreeing_ranks(target: PreTrainedModel) -> dict[str, str]:
     texts = torch.tensor([[2] * NEW_TOKENS])
     oracle = OracleDrafter(target, texts, [9], accuracy=1.0)
     last = LogitsProcessorList([ForbidsOnOtherRanks(9 + NEW_TOKENS - 1)])
+    drafters = [uncompiled(target, name) for name in ("borrower", "p-eagle")]
     return {
         "other prompts": error_of(lambda: generate(target, drafter, lengths=[5 + rank])),
         "other settings": error_of(lambda: generate(target, drafter, max_new_tokens=4 + rank)),
@@ -252,7 +265,72 @@ def errors_of_disagreeing_ranks(target: PreTrainedModel) -> dict[str, str]:
         "max_time": error_of(lambda: generate(target, drafter, max_time=100.0)),
         "other tokens": error_of(lambda: generate(target, oracle, lengths=[9], logits_processor=last)),
         "fsdp": error_of(lambda: managed_by_fsdp(target, drafter)),
+        "other log-probabilities": error_of(
+            lambda: generate(target, drafter, return_dict_in_generate=True, return_logprobs=[None, "raw"][rank])
+        ),
+        "other settings of drafters": error_of(
+            lambda: generate(target, borrower(target).configure(compile_rounds=rank == 0))
+        ),
+        "other drafters": error_of(lambda: generate(target, drafters[rank])),
+        "other processors": error_of(
+            lambda: generate(target, drafter, logits_processor=LogitsProcessorList([ForbidsOnOtherRanks(99)] * rank))
+        ),
+        "other rows": error_of(lambda: generate_many(target, uncompiled(target, "borrower"), rows=2 + rank)),
+        "hooks on one": error_of(lambda: generate_hooked(target, drafter, rank)),
+        "refused by one": error_of(lambda: generate(target, drafter, num_beams=1 + rank)),
+        "wrong on one": error_of(lambda: generate(target, drafter, return_logprobs=[None, "some"][rank])),
     }
+
+
+class FailingStreamer(BaseStreamer):
+    """Raises an error at the third token."""
+
+    count = 0
+
+    def put(self, value):
+        self.count += 1
+        if self.count == 3:
+            raise RuntimeError("the client is gone")
+
+    def end(self):
+        raise AssertionError("it has ended")
+
+
+def texts_after_drift(target: PreTrainedModel) -> dict[str, Any]:
+    """Texts by what the last process alone has done before: in captured rounds, and with K chosen by times."""
+    is_last, head = dist.get_rank() == 1, target.lm_head.weight
+    drafters = [uncompiled(target, "borrower") for _ in range(2)]
+
+    def text(streamer: BaseStreamer | None = None) -> list:
+        set_seed(3)
+        options = {"max_new_tokens": NEW_TOKENS, "num_assistant_tokens": 3, "streamer": streamer, **SAMPLING}
+        return target.generate(**padded_prompts(PROMPT_LENGTHS), assistant_model=drafters[0], **options).tolist()
+
+    def replace_head() -> None:
+        target.lm_head.weight = torch.nn.Parameter(head.detach().clone(), requires_grad=False)
+
+    def write_head() -> None:
+        with torch.no_grad():
+            target.lm_head.weight.mul_(1)
+
+    changes = {
+        "nothing": lambda: None,
+        "free buffers": drafters[0].release,
+        "forget facts": signature._facts.clear,
+        "replace the head": replace_head,
+        "write to the head": write_head,
+    }
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        replay_on_cpu(patch)
+        for name, change in changes.items():
+            if is_last:
+                change()
+            found[name] = text()
+        found["streamer"] = error_of(lambda: text(FailingStreamer())) if is_last else text()
+    target.lm_head.weight = head
+    found["another drafter"] = [generate_many_by_time(target, drafters[is_last * call]) for call in range(2)]
+    return found
 
 
 def generate_replayed(target: PreTrainedModel) -> list:
@@ -442,6 +520,7 @@ def main(folder: str, answers: str, device: str) -> None:
     if device == "cpu":
         generated["replayed"] = generate_replayed(target)
         generated |= errors_of_disagreeing_ranks(target)
+        generated["after drift"] = texts_after_drift(target)
         generated["in memory"] = generate_with_symmetric_memory(Path(folder))
         generated["in memory, as on a GPU"] = generate_with_gpu_policy(Path(folder))
         for failing in ("host", "allocate", "check"):

@@ -62,6 +62,13 @@ def test_the_same_script_on_both(answers, device):
         assert "within manager.pause()" in wrong and wrong.startswith("RuntimeError: LlamaForCausalLM is split over")
 
 
+def test_managers_that_are_not_the_same(answers):
+    for found in answers:
+        others, warmed_up = found["otherwise"]
+        assert "called with different settings of continuous batching" in others
+        assert warmed_up.startswith("OutOfStep: ") and "they make different calls" in warmed_up
+
+
 def test_a_stop_and_an_error_reach_both(answers):
     for rank, found in enumerate(answers):
         assert found["stopped"] == "The manager was stopped before the request had ended."

@@ -113,12 +113,40 @@ def test_seeds_are_those_of_rank_0(answers):
         ("a generator on one", "ValueError: .* called with different use of a generator; expected"),
         ("fsdp", r"ValueError: synced_gpus is set: .* \(FSDP or DeepSpeed stage 3\)"),
         ("max_time", "ValueError: max_time is set, .* clocks differ, .* Use max_new_tokens"),
+        ("other log-probabilities", "ValueError: .* called with different return_logprobs; expected"),
+        ("other settings of drafters", "ValueError: .* called with different settings of the drafter; expected"),
+        ("other drafters", "ValueError: .* called with different drafters; expected"),
+        ("other processors", "ValueError: .* called with different logits processors or stopping criteria; expected"),
+        ("other rows", "ValueError: .* called with different settings of continuous batching; expected"),
+        ("hooks on one", "ValueError: .* called with different forward hooks; expected"),
         ("other tokens", "RuntimeError: .* generated different tokens, .* Logits processors and stopping criteria"),
     ],
 )
 def test_ranks_that_disagree(answers, case, words):
     for generated in answers:
         assert re.match(words, generated[case]), generated[case]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("case", "words"), [("refused by one", "asks for beam_search"), ("wrong on one", "return_logprobs is 'some'")]
+)
+def test_a_call_that_one_rank_refuses(answers, case, words):
+    """The other one raises an error, too, and the next calls of both belong together."""
+    first, second = (generated[case] for generated in answers)
+    assert first.startswith("OutOfStep: The processes") and "one of them has raised an error in this call" in first
+    assert second.startswith("ValueError: ") and words in second
+
+
+@pytest.mark.core
+def test_ranks_that_have_kept_other_things_begin_anew_together(answers):
+    for rank, generated in enumerate(answers):
+        found = generated["after drift"]
+        assert found.pop("another drafter") == [generated["auto, fewer rows"]] * 2
+        if rank == 1:
+            assert found.pop("streamer") == "RuntimeError: the client is gone"
+        different = [name for name, text in found.items() if text != generated["borrower, sampling"][0]]
+        assert not different
 
 
 @pytest.mark.core
