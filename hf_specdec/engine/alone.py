@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from ..auto_k.auto_drafts import Acceptance, RoundTimes, Workload, best_rate, is_better_alone
 from ..calls.call import Call
 from ..drafters.none import NoDrafter
-from ..parallel.tensor_parallel import tensor_parallel_group
 from ..state import RoundShape
 from ..stats import SpeculationStats
 from .hosted_target import HostedTarget
@@ -41,7 +40,7 @@ class Choice:
 def choose(call: Call, target: HostedTarget, rows: int, work: Workload) -> Choice | None:
     """Choose whether `call`, for `work` on `rows` rows, runs without its drafter; None if that is no question."""
     # Ranks of one model would have to agree.
-    if not (call.is_auto and call.num_draft_tokens) or tensor_parallel_group(call.model) is not None:
+    if not (call.is_auto and call.num_draft_tokens) or target.is_split:
         return None
     shape, pool = shape_of(call, rows, 1, target.is_captured), sessions_of(call.drafter)
     times = round_times(call, target, shape)

@@ -24,7 +24,7 @@ from ..host.caches import OUTPUT_NAME
 from ..kernels.types import NO_TOKEN, RowRules
 from ..memory.virtual_memory import allocating, slots_in_memory
 from ..modules.patch import user_code
-from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
+from ..parallel.tensor_parallel import from_first_rank
 from ..patching.support import stated_positions
 from ..sampling.processors import BlockProcessor
 from ..sampling.row_processors import RowsProcessor
@@ -261,7 +261,7 @@ class ContinuousRunner(Runner):
             lease = self._largest(larger, rows) if larger else self._fewer_lease(rows)
         except torch.OutOfMemoryError:
             # Ranks of one model need the same rows.
-            if tensor_parallel_group(self._call.model) is not None:
+            if self.target.is_split:
                 raise
             lease = None
         if lease is not None:

@@ -30,6 +30,8 @@ class HostedTarget(ExitStack):
     A context manager; on exit the target is restored. `kept` and `runs_once` are those of `Call`.
 
     Attributes:
+        is_split: whether other processes run it, too, which must run the same rounds.
+        pool: the sessions of the drafter.
         has_hooks: whether modules of target or drafter have forward hooks of the caller.
         eager_reason: why rounds are not captured; None if they are.
         is_captured: whether rounds are captured; if so, sessions are kept for other calls.
@@ -40,6 +42,7 @@ class HostedTarget(ExitStack):
     def __init__(self, model: PreTrainedModel, drafter: Drafter, kept: Sequence[str] = (), runs_once: bool = False):
         super().__init__()
         self.model, self.drafter = model, drafter
+        self.is_split, self.pool = tensor_parallel_group(model) is not None, sessions_of(drafter)
         self._device = model.device
         self._signatures = signature_of(model), signature_of(drafter)
         self.has_hooks = has_hooks(chain.from_iterable(one.hooked for one in self._signatures))
@@ -94,11 +97,9 @@ class HostedTarget(ExitStack):
     def _hosting_of(self, fingerprint: Fingerprint) -> Hosting:
         """The `Hosting` of `fingerprint`. Processes of one model that do not keep the same for it begin anew together:
         a capture runs the model, which a process that has the graph would not take part in."""
-        pool = sessions_of(self.drafter)
-        is_split = tensor_parallel_group(self.model) is not None
-        if is_split and find_differences(self.model, {"sessions": pool.contents(fingerprint)}):
-            pool.forget(fingerprint)
-        return pool.hosting(fingerprint)
+        if self.is_split and find_differences(self.model, {"sessions": self.pool.contents(fingerprint)}):
+            self.pool.forget(fingerprint)
+        return self.pool.hosting(fingerprint)
 
     def costs(self, substitute: Drafter | None = None) -> CostTable:
         """The costs of rounds of target and drafter, or of the `substitute` in its place."""

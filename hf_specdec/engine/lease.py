@@ -29,7 +29,7 @@ from ..graphs.buckets import next_power_of_two, slots_for, span_for, useful_draf
 from ..memory.virtual_memory import RowMemory, has_virtual_memory, tensor_bytes
 from ..modules.hidden_states import num_decoder_layers, text_decoder
 from ..modules.weights import num_bytes, share_of_experts
-from ..parallel.tensor_parallel import from_first_rank, tensor_parallel_group
+from ..parallel.tensor_parallel import from_first_rank
 from ..patching.support import cache_layers, stated_positions, uses_attention_interface
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState, RoundShape, Shape
@@ -37,7 +37,7 @@ from .capture import CapturedRound, capture_catch_up, capture_round, run_once
 from .hosted_target import HostedTarget
 from .rounds import RoundOutput, catch_up, draft_and_forward, run_round
 from .session_prefill import SessionPrefill
-from .sessions import Session, SessionKey, sessions_of
+from .sessions import Session, SessionKey
 
 
 def shape_of(call: Call, batch: int, longest: int, is_captured: bool) -> Shape:
@@ -64,7 +64,7 @@ def can_grow(target: HostedTarget) -> bool:
     """Whether keys and values may be in a `RowMemory`, which requires that attention reads visible slots only."""
     model, drafter = target.model, target.drafter
     # Ranks of one model need the same rows; the buffers of hidden states that are kept have all slots.
-    if tensor_parallel_group(model) is not None or drafter.rollouts is not None:
+    if target.is_split or drafter.rollouts is not None:
         return False
     kinds = [cache_layers(model)]
     if isinstance(drafter, CachedDrafter):
@@ -163,19 +163,18 @@ class SessionLease:
     ):
         self._call, self._target, self._process = call, target, process
         self.shape, self._grows, self._is_continuous = shape, grows, is_continuous
-        self._pool = sessions_of(target.drafter)
         self.session: Session | None = None
         self.prefill: SessionPrefill | None = None
 
     @property
     def is_kept(self) -> bool:
         """Whether the pool has a session of the shape."""
-        return self._target.is_captured and self._key() in self._pool
+        return self._target.is_captured and self._key() in self._target.pool
 
     def take(self) -> Session:
         """Take a session of the shape out of the pool, or make one, and make it ready for use."""
         target = self._target
-        session = self._pool.take(self._key()) if target.is_captured else None
+        session = self._target.pool.take(self._key()) if target.is_captured else None
         # The tensors of a new session are counted as a whole; torch's own count is slow on the host.
         self._bytes_before = None
         if session is None and target.is_captured:
@@ -225,19 +224,19 @@ class SessionLease:
     @property
     def acceptance(self) -> Acceptance:
         """Acceptance of the drafts of this call and of earlier calls."""
-        return self._pool.acceptances[self._call.temperature is not None]
+        return self._target.pool.acceptances[self._call.temperature is not None]
 
     def drafts(self, first: RoundShape | None = None) -> Drafts:
         """What chooses the drafts of each round, beginning with `first`; None stands for `first_drafts`."""
         call, most = self._call, RoundShape(self.shape.num_draft_tokens, self.shape.num_nodes)
-        split = None if tensor_parallel_group(call.model) is None else call.model
+        is_split = self._target.is_split
         # Ranks of a split model agree on the times of calls with "auto" only.
-        times = round_times(call, self._target, self.shape) if call.is_auto or split is None else None
+        times = round_times(call, self._target, self.shape) if call.is_auto or not is_split else None
         if not call.is_auto:
             return FixedDrafts(most, self.session.round_times, times)
         if first is None:
             first = first_drafts(call, self.shape, times)
-        return AutoDrafts(most, first, self.acceptance, times, self._price, split)
+        return AutoDrafts(most, first, self.acceptance, times, self._price, call.model if is_split else None)
 
     def allowed(self, drafted: RoundShape) -> RoundShape:
         """`drafted`, or its chain while a processor reads the text: a tree is not one text."""
@@ -259,7 +258,7 @@ class SessionLease:
                 self.capture_round(drafted)
             except torch.OutOfMemoryError:
                 # Ranks of one model need the same rounds.
-                if not len(self.session.rounds) or tensor_parallel_group(self._target.model) is not None:
+                if not len(self.session.rounds) or self._target.is_split:
                     raise
                 return False
         return True
@@ -332,6 +331,6 @@ class SessionLease:
             if self._bytes_before is not None:
                 taken = tensor_bytes(self._target.model.device) - self._bytes_before
                 self.session.num_tensor_bytes = max(taken, 0)
-            self._pool.keep(self._key(), self.session)
+            self._target.pool.keep(self._key(), self.session)
         else:
             self.session.free_rows()

@@ -13,7 +13,6 @@ from ..calls.call import Call
 from ..calls.request import Request
 from ..kernels.types import RowRules
 from ..memory.virtual_memory import RowMemory, available_bytes
-from ..parallel.tensor_parallel import tensor_parallel_group
 from ..sampling.processors import BlockProcessor
 from ..state import DecodeState, RoundShape, set_rows, upload
 from ..stats import Counters
@@ -170,7 +169,7 @@ class Runner:
             try:
                 return attempt()
             except torch.OutOfMemoryError:
-                if tensor_parallel_group(self._call.model) is not None:
+                if self.target.is_split:
                     raise
             # Here the exception is freed, and with it the tensors of its frames.
             self._free_kept()

@@ -27,7 +27,7 @@ from hf_specdec.auto_k.auto_drafts import (
     candidates,
     tree_size,
 )
-from hf_specdec.engine import alone, lease
+from hf_specdec.engine import alone, hosted_target, lease
 from hf_specdec.state import RoundShape
 
 # Milliseconds of a round with 0 and with 3 drafts by rows: vLLM 0.26, Llama-3.1-8B and EAGLE-3, one H200.
@@ -548,7 +548,7 @@ def test_auto_begins_with_the_times_of_calls_with_a_fixed_k(monkeypatch):
     assert {RoundShape(1), RoundShape(2)} <= {*shared.measured()[0]}
     assert begun[0].current.num_drafts in (1, 2), "5 without known times"
     with monkeypatch.context() as patch:
-        patch.setattr(lease, "tensor_parallel_group", lambda model: "group")
+        patch.setattr(hosted_target, "tensor_parallel_group", lambda model: "group")
         greedy(target, inputs, drafter, 3, max_new_tokens=60)
     assert RoundShape(3) not in shared
     assert any(RoundShape(3) in session.round_times for _, session in drafter.sessions._idle)
