@@ -186,7 +186,7 @@ def failing_together(model: PreTrainedModel) -> Iterator[None]:
         yield
     except OutOfStep:
         raise
-    except BaseException:
+    except Exception:
         if tensor_parallel_group(model) is not None:
             # A `RuntimeError` if a process has died, or if the call was not to be made, as a manager runs its rounds.
             with suppress(OutOfStep, RuntimeError), lock_of(model):

@@ -182,10 +182,10 @@ class RoundThread:
         except BaseException as error:
             logger.exception("The manager's thread ends by an error.")
             self.status.request_stop(BackgroundThreadStatus.HARD_STOP, 0)
-            self._tell_of_error()
             with self._changed:
                 self.status.record_fatal_error(error)
                 self._requests.fail_all(f"{type(error).__name__}: {first_line(error)}")
+            self._tell_of_error()
         finally:
             with self._changed:
                 self.status.mark_as_stopped()
