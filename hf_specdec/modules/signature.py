@@ -207,8 +207,7 @@ class Signature:
 
     @property
     def configs(self) -> list[PreTrainedConfig]:
-        values = [one["config"] for one in self.attributes if "config" in one]
-        found = {id(config): config for config in values}
+        found = {id(one["config"]): one["config"] for one in self.attributes if "config" in one}
         return [config for config in found.values() if isinstance(config, PreTrainedConfig)]
 
     @cached_property
