@@ -45,7 +45,7 @@ from ..patching.support import configured_layers
 from ..sampling.processors import check_processors, check_rows_are_apart, readers_of
 from ..sampling.randomness import Randomness
 from ..stock.stock_engine import assist, check_stock_call
-from .validation import check_cache, check_prompts, check_same_device, check_tokens, check_whole, vocabulary_of
+from .validation import check_cache, check_prompts, check_tokens, check_whole, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
@@ -343,8 +343,11 @@ def _check_engine(call: Call, engine: str, prompts: Sequence[torch.Tensor] | Non
     """Check that `engine` can run the call now, on all ranks of the target; `prompts` as in `_call_of`."""
     model, drafter = call.model, call.drafter
     check_configured(call, engine)
-    if engine == "static":
-        check_same_device(call)
+    if engine == "static" and drafter.device != model.device:
+        raise ValueError(
+            f"The drafter is on {drafter.device} and {type(model).__name__} on {model.device}; expected the same "
+            f"device. Move it with drafter.to({str(model.device)!r})."
+        )
     drafter.sync_with(model)
     if tensor_parallel_group(model) is not None:
         check_same_call(model, call.criteria, _call_of(call, engine, prompts))
