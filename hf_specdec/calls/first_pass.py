@@ -228,19 +228,6 @@ def bounds_steps(model: PreTrainedModel) -> bool:
     return cache.bounds_steps
 
 
-@contextmanager
-def _recorded_inputs(decoder: nn.Module) -> Iterator[dict[str, Any]]:
-    """Context in which forward passes of `decoder`, if run by this engine, record their keyword arguments."""
-    found, ours = {}, this_thread.engine
-
-    def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if this_thread.engine is ours:
-            found.update(kwargs)
-
-    with register_pre_hook(decoder, record):
-        yield found
-
-
 class FirstPass:
     """The first pass of a call with `inputs`. It replaces the `Target` when the engine prefills the drafter."""
 
@@ -268,7 +255,13 @@ class FirstPass:
             recorder = stack.enter_context(
                 AuxHiddenStateRecorder(model, drafter.aux_hidden_state_layer_ids, drafter.reads_last_hidden_state)
             )
-            inputs = stack.enter_context(_recorded_inputs(text_decoder(model)))
+            inputs, ours = {}, this_thread.engine
+
+            def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+                if this_thread.engine is ours:
+                    inputs.update(kwargs)
+
+            stack.enter_context(register_pre_hook(text_decoder(model), record))
             if isinstance(cache, RaggedCache):
                 stack.enter_context(_on_column_cache(model))
             given = call.inputs

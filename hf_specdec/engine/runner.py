@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -54,7 +53,7 @@ class Runner:
     # The sessions in which requests are prefilled; None if they are prefilled in their rows.
     _groups: Groups | None = None
     # What a row starts with besides its text: for each buffer of the state a list over requests.
-    _numbers: Mapping[str, Sequence[int]] = MappingProxyType({})
+    _numbers: Mapping[str, Sequence[int]] = {}
 
     def __init__(self, call: Call, target: HostedTarget, process: BlockProcessor):
         self._call, self.target, self._process = call, target, process

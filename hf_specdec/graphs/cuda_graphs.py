@@ -17,9 +17,6 @@ from ..ops import capturing, compile_only
 
 _T = TypeVar("_T")
 
-# Runs of a function before its capture: one that compiles its kernels, and one that launches them.
-WARM_UPS = 2
-
 # All threads share the compiler's settings and the filters of warnings.
 _COMPILING = threading.RLock()
 
@@ -73,8 +70,8 @@ class GraphPool:
 class CudaGraph:
     """A function without arguments as a CUDA graph of the current device; a replay runs on the current stream.
 
-    The function must read and write tensors at fixed addresses, and read nothing on the host. It runs `WARM_UPS` times
-    before the capture; the caller makes sure that these runs have no effect.
+    The function must read and write tensors at fixed addresses, and read nothing on the host. It runs twice before the
+    capture, to compile its kernels and to launch them; the caller makes sure that these runs have no effect.
 
     Attributes:
         result: the result of the function at its capture; every replay overwrites its tensors.

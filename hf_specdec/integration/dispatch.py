@@ -53,7 +53,7 @@ from ..patching.support import configured_layers
 from ..sampling.processors import check_processors, check_rows_are_apart, readers_of
 from ..sampling.randomness import Randomness
 from ..stock.stock_engine import assist, check_stock_call
-from .validation import check_cache, check_prompts, check_same_device, check_tokens, check_whole, vocabulary_of
+from .validation import check_cache, check_prompts, check_tokens, check_whole, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
@@ -376,8 +376,11 @@ def _check_engine(call: Call, engine: str, is_split: bool) -> None:
     """Check that `engine` can run the call now, on all ranks of a split target."""
     model, drafter, config = call.model, call.drafter, call.config
     check_configured(call, engine)
-    if engine == "static":
-        check_same_device(call)
+    if engine == "static" and drafter.device != model.device:
+        raise ValueError(
+            f"The drafter is on {drafter.device} and {type(model).__name__} on {model.device}; expected the same "
+            f"device. Move it with drafter.to({str(model.device)!r})."
+        )
     anew: list[str] = []
     if is_split:
         state = None

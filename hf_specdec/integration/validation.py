@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..calls.call import Call
 from ..config import check_int
 from ..drafters.base import Drafter
 from ..host.caches import OUTPUT_NAME, Cache, is_of_caller, rounds_keys
@@ -182,13 +181,4 @@ def check_whole(model: PreTrainedModel) -> None:
             f"{type(model).__name__} is sharded by fully_shard() (FSDP2), so that its weights are whole only while its "
             "own forward runs; expected a target that a process can run by itself. Load all of it in every process, "
             "split it with a tp_plan, or drop assistant_model."
-        )
-
-
-def check_same_device(call: Call) -> None:
-    device, drafter_device = call.device, call.drafter.device
-    if drafter_device != device:
-        raise ValueError(
-            f"The drafter is on {drafter_device} and {type(call.model).__name__} on {device}; expected the same "
-            f"device. Move it with drafter.to({str(device)!r})."
         )

@@ -147,7 +147,9 @@ class SpeculativeBatchingManager:
         if block or tensor_parallel_group(self.model) is not None:
             self._call.warm_up(groups)
         else:
-            self._rounds.warm_up_later(groups)
+            with self._queue.changed:
+                self._rounds.warm_ups.extend(groups)
+                self._queue.changed.notify_all()
         self._is_warming_up = True
 
     @property

@@ -93,12 +93,6 @@ class RoundThread:
             self.thread.start()
             return True
 
-    def warm_up_later(self, groups: list[list[Request]]) -> None:
-        """Let the thread run `groups` of `ManagedCall.warm_up_groups` while there are no requests."""
-        with self._changed:
-            self.warm_ups.extend(groups)
-            self._changed.notify_all()
-
     def request_stop(self, is_hard: bool) -> None:
         """Ask the thread to stop when all requests have ended, or after the current round if `is_hard`."""
         if threading.get_ident() in self._pauses:

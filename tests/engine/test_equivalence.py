@@ -70,9 +70,9 @@ def test_what_a_rounding_changes_is_no_difference(monkeypatch, name):
         limits.append(limit_of_rounding(*args))
         return limits[-1]
 
+    target, other = unknown(1e-3), unknown(1e-4)  # the helper checks its family, with the limits as they are
     monkeypatch.setattr(equivalence, "limit_of_rounding", noted)
     monkeypatch.setattr(equivalence, "limit_of", lambda *_: -1.0)
-    target = unknown(1e-3)
     assert equivalence.why_not_equivalent(target, "static") is None
     assert limits and all(0 < one <= compared_texts.LARGEST_LIMIT for one in limits)
     assert name != "llama" or max(limits) < compared_texts.LARGEST_LIMIT / 2
@@ -80,7 +80,7 @@ def test_what_a_rounding_changes_is_no_difference(monkeypatch, name):
     assert not embedding._forward_hooks and torch.equal(embedding(torch.tensor([3])), embedding.weight[3:4])
     compute = equivalence._difference
     monkeypatch.setattr(equivalence, "_difference", lambda *args: compute(*args) + 1.01 * max(limits))
-    assert "differ there from plain generate()'s by" in equivalence.why_not_equivalent(unknown(1e-4), "static")
+    assert "differ there from plain generate()'s by" in equivalence.why_not_equivalent(other, "static")
 
 
 UNSOUND = {

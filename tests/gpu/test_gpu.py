@@ -280,7 +280,7 @@ def test_graphs_share_memory_until_a_capture_fails():
     for number in range(1, 4):
         count()
         assert [float(graph()) for graph in others] == [float(of_its_own())] * 4
-        assert float(buffer[0]) == number + cuda_graphs.WARM_UPS
+        assert float(buffer[0]) == number + 2  # runs before the capture
 
 
 def test_many_calls_leak_no_memory(monkeypatch):
