@@ -289,21 +289,6 @@ def has_fast_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -
     return _has_whole_tiles(inputs, weight)
 
 
-def linear_into(out: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor) -> None:
-    """Write `inputs @ weight.T`, `[n, in]` by `[out, in]`, to `out`, `[n, out]` and contiguous: with the kernel of
-    `linear` where that is faster for few rows."""
-    tiles = choose_tiles(len(inputs), *weight.shape)
-    if tiles is None or not has_fast_linear(inputs, weight):
-        torch.mm(inputs, weight.t(), out=out)
-        return
-    from .kernels.linear import linear
-
-    with torch.cuda.device_of(out):
-        linear(inputs, weight, None, tiles, out=out)
-    if is_compile_only():
-        out.zero_()
-
-
 def has_gated_linear(inputs: torch.Tensor, weight: torch.Tensor | StoredWeight) -> bool:
     """Whether `linear` of `[n, in]` by `[2 N, in]` with an activation is faster than without one and then
     `gated_activation`; the bits are the same."""

@@ -175,11 +175,8 @@ def linear(
     activation: str | None = None,
     updates: tuple | None = None,
     kind: tuple | None = None,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `linear_reference.linear`; `tiles` are the tiles. One launch, which depends only on shapes and strides.
-
-    The result is written to `out`, contiguous, if it is given.
 
     `updates` and `kind` are `low_rank`'s, which adds updates to the outputs before the activation.
 
@@ -197,8 +194,7 @@ def linear(
         assert tiles.num_warps == SPLITS.value, "each warp has a split"
         assert DEPTHS.value % tiles.depth == 0, "the depth must divide `DEPTHS`"
     assert activation is None or size_out % 2 == 0, "gate and up must have as many features each"
-    if out is None:
-        out = inputs.new_empty(num_rows, size_out if activation is None else size_out // 2)
+    out = inputs.new_empty(num_rows, size_out if activation is None else size_out // 2)
     _linear_kernel[(triton.cdiv(size_out, tiles.features), triton.cdiv(num_rows, tiles.rows))](
         inputs,
         values if stored is None else values.view(torch.uint8),

@@ -274,11 +274,14 @@ def _free(sessions: list[tuple[SessionKey, Session]]) -> None:
 
 @contextmanager
 def settled_on_error(session: Session) -> Iterator[None]:
-    """Context that, on an error, waits until the device is done with the session, and frees the memory of its rows."""
+    """Context that, on an error, waits until the device is done with the session, and frees its graphs and the memory
+    of its rows: the error's traceback may keep the session, and graphs of a split target the process group."""
     try:
         yield
     except BaseException:
         with suppress(RuntimeError):  # if the device itself has failed
             session.fence.set()
             session.free_rows()
+            for captured in (session.rounds, session.catch_ups, session.prefills):
+                captured.clear()
         raise

@@ -57,7 +57,8 @@ def decode(call: Call) -> SpeculativeOutput | torch.Tensor:
         if choice is None or not choice.is_alone:
             rows = Lockstep(call, target)
             run = rows.open()
-            rows.run_rounds(run)
+            with settled_on_error(rows.session):
+                rows.run_rounds(run)
             output = rows.complete(run)
             if choice is not None:
                 choice.note(call.drafter.stats)

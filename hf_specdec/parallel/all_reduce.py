@@ -22,7 +22,6 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
-from .. import ops
 from ..device_policy import policy_of
 from ..errors import first_line
 from ..host.serving import MoeExpertsParallel, RowwiseParallel
@@ -186,7 +185,7 @@ def _(addend: torch.Tensor, group: str) -> torch.Tensor:
 def _linear_all_reduce(input: torch.Tensor, weight: torch.Tensor, group: str) -> torch.Tensor:
     memory = _buffer_of(group)
     buffer = memory.buffer((*input.shape[:-1], len(weight)), input.dtype)
-    ops.linear_into(buffer.view(-1, len(weight)), input.reshape(-1, input.shape[-1]), weight)
+    torch.mm(input.reshape(-1, input.shape[-1]), weight.t(), out=buffer.view(-1, len(weight)))
     return memory.all_reduce(buffer)
 
 

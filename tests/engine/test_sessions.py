@@ -14,7 +14,7 @@ from graph_stand_ins import Tape, tape_on_cpu
 from oracle import RANDOM_DRAFTERS, copy_of
 from targets import padded_prompts, set_policy, tiny_target
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hf_specdec.engine import lease, sessions
 from hf_specdec.graphs import cuda_graphs
@@ -380,6 +380,39 @@ def test_captures_of_a_session_are_bounded(tape, monkeypatch):
     for length in (17, 33, 65, 9):
         call(0.1, length)
     assert len(session.rounds) == len(session.prefills) == 3
+
+
+class Fails(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        raise OSError("of the caller")
+
+
+def fail_alone(target, options):
+    target.generate(**padded_prompts([9, 1]), stopping_criteria=StoppingCriteriaList([Fails()]), **options)
+
+
+def fail_in_bulk(target, options):
+    failing = LogitsProcessorList([lambda input_ids, scores: Fails()(input_ids, scores)])
+    target.generate_batch([[3, 4, 5], [6]], logits_processor=failing, **options)
+
+
+@pytest.mark.parametrize("fail", [fail_alone, fail_in_bulk])
+def test_an_error_that_is_kept_keeps_no_graphs(tape, monkeypatch, fail):
+    """Those of a split target would keep its process group; others memory."""
+    made, capture = [], lease.capture_round
+
+    def noting(*args):
+        made.append(weakref.ref(captured := capture(*args)))
+        return captured
+
+    monkeypatch.setattr(lease, "capture_round", noting)
+    target = own_target()
+    drafter = RANDOM_DRAFTERS["eagle3"](target)
+    options = {"do_sample": False, "max_new_tokens": 8, "assistant_model": drafter, "num_assistant_tokens": 3}
+    with pytest.raises(OSError, match="of the caller") as error:
+        fail(target, options)
+    assert made and all(one() is None for one in made) and error.tb is not None
+    assert texts(target, drafter)[0] == texts(target, drafter)[1]
 
 
 @pytest.mark.parametrize("kind", cases(list(RANDOM_DRAFTERS), ["eagle3", "p-eagle", "draft-model", "mtp-by-target"]))

@@ -132,18 +132,6 @@ def test_bits_depend_on_neither_rows_nor_tiles(dtype):
                 assert torch.equal(linear(inputs[:rows], weight, bias, tiles)[:1], expected), (tiles, rows)
 
 
-@pytest.mark.parametrize("rows", [3, MAX_ROWS + 1])
-def test_into_a_tensor(rows):
-    """Where few rows run the kernel, and where PyTorch computes them; nothing after the result is written."""
-    dtype = DTYPES[-1] if DEVICE == "cuda" else torch.bfloat16
-    inputs, weight, _ = example(rows, 256, 512, dtype)
-    room = torch.full((rows * 256 + 8,), float("nan"), device=DEVICE, dtype=dtype)
-    ops.linear_into(room[: rows * 256].view(rows, 256), inputs, weight)
-    expected = ops.linear(inputs, weight, None)
-    torch.testing.assert_close(room[: rows * 256].view(rows, 256), expected, rtol=EPSILON.get(dtype, 0), atol=0.1)
-    assert room[rows * 256 :].isnan().all()
-
-
 @pytest.mark.parametrize("size", [64, 1000])
 def test_many_rows(size):
     """More blocks of rows than are grouped, and a part of one; layers of few features, whose rows are not aligned."""
