@@ -108,8 +108,7 @@ class DevicePages:
 
     def put(self, start: int, size: int) -> None:
         self._map(start, size, _checked(self._driver, self._driver.cuMemCreate(size, self._kind, 0)))
-        torch.empty(0, dtype=torch.uint8, device=self._device).set_(self.storage(start), 0, (size,)).zero_()
-        self._zeroed.set()
+        self.zero(start, size)
 
     def alias(self, start: int, size: int, source: int) -> None:
         self._map(start, size, _checked(self._driver, self._driver.cuMemRetainAllocationHandle(self.base + source)))
@@ -128,6 +127,10 @@ class DevicePages:
             driver.cuMemRelease(handle)
             raise
         self._handles[start] = (size, handle)
+
+    def zero(self, start: int, size: int) -> None:
+        torch.empty(0, dtype=torch.uint8, device=self._device).set_(self.storage(start), 0, (size,)).zero_()
+        self._zeroed.set()
 
     def take(self, start: int, size: int) -> None:
         self._zeroed.synchronize()  # memory that was just put, and is taken back at once, may still be written
