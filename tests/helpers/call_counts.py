@@ -1,4 +1,4 @@
-"""How many functions of the package a call runs: `python tests/helpers/call_counts.py` prints them by file.
+"""Functions of the package that a call runs: `PYTHONPATH=. python tests/helpers/call_counts.py` prints them by file.
 
 The counts are of a warm call of `generate()` on a CPU, up to its first committed token and in a round after it.
 """
