@@ -120,7 +120,8 @@ class DrafterConfig(PreTrainedConfig):
 
     def _complete(self) -> None:
         """Fill in fields that depend on others, and raise `ValueError` for fields that contradict each other."""
-        self._set_missing(draft_vocab_size=self.vocab_size)
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.vocab_size
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to vocab_size = {self.vocab_size}."
@@ -136,12 +137,6 @@ class DrafterConfig(PreTrainedConfig):
                 f"mask_token_id is {self.mask_token_id}; expected one of the {self.num_embeddings} tokens that the "
                 "drafter embeds."
             )
-
-    def _set_missing(self, **values: Any) -> None:
-        """Set the fields that are None."""
-        for name, value in values.items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
 
     bos_token_id = _token_of_target("bos_token_id")
     eos_token_id = _token_of_target("eos_token_id")
@@ -350,13 +345,16 @@ class DraftLayersConfig(DrafterConfig):
     num_aux_hidden_states: int | None = None
 
     def _complete(self) -> None:
-        self._set_missing(
-            num_key_value_heads=self.num_attention_heads,
-            head_dim=self.hidden_size // self.num_attention_heads,
-            target_hidden_size=self.hidden_size,
-            rope_parameters={"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA},
-            layer_types=["full_attention"] * self.num_hidden_layers,
-        )
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.rope_parameters is None:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA}
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
         check_windows("layer_types is", self.layer_types, self.num_hidden_layers, self.sliding_window)
         if self.use_aux_hidden_state and self.aux_hidden_state_layer_ids == []:
             raise ValueError(
@@ -484,9 +482,11 @@ class PEagleConfig(Eagle3Config):
     mask_hidden_shape: list[int] | None = None
 
     def _complete(self) -> None:
-        self._set_missing(parallel_drafting=self.mask_token_id is not None)
+        if self.parallel_drafting is None:
+            self.parallel_drafting = self.mask_token_id is not None
         super()._complete()
-        self._set_missing(mask_hidden_shape=[1, 1, self.aux_hidden_size])
+        if self.mask_hidden_shape is None:
+            self.mask_hidden_shape = [1, 1, self.aux_hidden_size]
 
 
 class DFlashConfig(DraftLayersConfig):
@@ -533,10 +533,14 @@ class DFlashConfig(DraftLayersConfig):
             )
         if self.logit_softcap is not None and not self.logit_softcap > 0:
             raise ValueError(f"logit_softcap is {self.logit_softcap}; expected more than 0, or None.")
-        self._set_missing(num_assistant_tokens=self.depth, num_aux_hidden_states=self.num_hidden_layers)
+        if self.num_assistant_tokens is None:
+            self.num_assistant_tokens = self.depth
+        if self.num_aux_hidden_states is None:
+            self.num_aux_hidden_states = self.num_hidden_layers
         super()._complete()
-        self._set_missing(causal=[kind == "sliding_attention" for kind in self.layer_types])
-        if isinstance(self.causal, bool):
+        if self.causal is None:
+            self.causal = [kind == "sliding_attention" for kind in self.layer_types]
+        elif isinstance(self.causal, bool):
             self.causal = [self.causal] * self.num_hidden_layers
         if len(self.causal) != self.num_hidden_layers:
             raise ValueError(
@@ -837,7 +841,8 @@ class MtpConfig(DrafterConfig):
     chaining: str | None = None
 
     def _complete(self) -> None:
-        self._set_missing(chaining=default_chaining(self.num_modules))
+        if self.chaining is None:
+            self.chaining = default_chaining(self.num_modules)
         super()._complete()
 
     @classmethod
