@@ -58,6 +58,7 @@ class SpeculativeBatchingManager:
 
     Attributes:
         background_thread_status: its `fatal_error` is the error that ended the thread, or None.
+        num_positions: positions that the target has embeddings of; None for any number.
 
     Raises:
         ValueError: continuous batching does not support the settings, the target or the drafter.
@@ -82,6 +83,7 @@ class SpeculativeBatchingManager:
         longest = 1 if hints is None else max(hints.max_prompt_length + hints.max_generated_length, 1)
         self._call = ManagedCall(model, drafter, config, settings, longest, self._queue, attachment, tree)
         self._factory = RequestFactory(self._call)
+        self.num_positions = self._factory.num_positions
         self._rounds = (RoundThread if tensor_parallel_group(model) is None else SplitRoundThread)(self._call)
         self.background_thread_status = self._rounds.status
         self._is_warming_up = False

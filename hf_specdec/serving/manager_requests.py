@@ -60,7 +60,7 @@ class RequestFactory:
 
     def __init__(self, call: ManagedCall):
         self._call, self._model, self._config = call, call.model, call.config
-        self._num_positions = num_positions(call.model)
+        self.num_positions = num_positions(call.model)
         self._seeds, seed = torch.Generator(), call.settings.seed
         with on_host():
             self._seeds.manual_seed(int(torch.randint(0, 2**63 - 1, (1,))) if seed is None else seed)
@@ -122,8 +122,8 @@ class RequestFactory:
             )
             for number in range(count)
         ]
-        for one in requests if self._num_positions is not None else ():
-            one.limit_to(self._num_positions, type(self._model).__name__)
+        for one in requests if self.num_positions is not None else ():
+            one.limit_to(self.num_positions, type(self._model).__name__)
         return requests
 
     def _stop_strings(self, strings: str | list[str] | None, tokenizer: Any) -> StoppingCriteriaList | None:

@@ -35,7 +35,7 @@ from ..host.parts import about
 from ..integration.request_processors import PROCESSOR_OPTIONS, SAMPLING_OPTIONS
 from ..modules.adapters import NO_ADAPTER
 from ..ops import row_seeds
-from ..patching.support import num_positions, stated_positions
+from ..patching.support import stated_positions
 from ..sampling.logits import PenaltyLogitsProcessor
 from .answers import StopStringQueue, join, join_streams, without_stops
 from .bodies import ParsedBody, RefusedRequest, read_body
@@ -242,7 +242,7 @@ def _fit(
 ) -> None:
     """Limit the answer to a prompt of `length` tokens to the room for it, in texts of at most `most` tokens. Raises
     `RefusedRequest` if there is no room, or less than was asked for although the target could have more."""
-    positions = num_positions(manager.model)
+    positions = manager.num_positions
     if positions is not None:  # the last token of a text is not embedded
         most = min(positions + 1, most or positions + 1)
     elif most is None:
