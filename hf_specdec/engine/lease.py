@@ -174,7 +174,7 @@ class SessionLease:
     def take(self) -> Session:
         """Take a session of the shape out of the pool, or make one, and make it ready for use."""
         target = self._target
-        session = self._target.pool.take(self._key()) if target.is_captured else None
+        session = target.pool.take(self._key()) if target.is_captured else None
         # The tensors of a new session are counted as a whole; torch's own count is slow on the host.
         self._bytes_before = None
         if session is None and target.is_captured:

@@ -6,12 +6,13 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import (
+    Cache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -23,7 +24,7 @@ from transformers import (
 from ..auto_k.auto_drafts import CANDIDATES
 from ..calls.call import Call
 from ..calls.first_pass import for_static_engine
-from ..calls.prompts import read_prompts
+from ..calls.prompts import Prompts, read_prompts
 from ..calls.request import ContinuousBatching, Request
 from ..config import AUTO, check_type
 from ..drafters.base import MATCH, Drafter
@@ -219,18 +220,10 @@ def generate_with_drafter(
     """
     is_split = tensor_parallel_group(model) is not None
     late = LateErrors(streamer) if is_split and streamer is not None else None
-    with failing_together(model) if is_split else nullcontext():
-        # A criterion of the caller replaces the limit of the settings; it is evaluated after a token.
-        limits = [rule.max_length for rule in stopping_criteria if type(rule) is MaxLengthCriteria]
-        longest = math.ceil(min(limits, default=generation_config.max_length))
-        generation_config.max_length = max(longest, input_ids.shape[1] + 1)
+    with failing_together(model):
         mask = model_kwargs.get("attention_mask")
         mask = None if mask is None else mask.cpu()  # read several times, with a single wait for the device
-        # A cache with recurrent states only does not know how many tokens it holds.
-        cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
-        check_prompts(input_ids, mask, cache, model_kwargs)
-        check_cache(cache)
-        prompts = read_prompts(input_ids.long(), mask, mask_length(generation_config), cache)
+        prompts, cache = _checked_prompts(model, input_ids, mask, generation_config, stopping_criteria, model_kwargs)
         check_processors(logits_processor)
         call = new_call(
             drafter,
@@ -243,7 +236,7 @@ def generate_with_drafter(
             processors=logits_processor,
             criteria=stopping_criteria,
             streamer=late or streamer,
-            cache=cache if is_of_caller(cache) else None,
+            cache=cache,
             logprobs=_logprobs(return_logprobs, generation_config),
             adapters=row_adapters(model, adapter_names, len(input_ids)),
         )
@@ -279,6 +272,27 @@ def generate_with_drafter(
     if attentions is not None:
         output.attentions = (attentions,) * (output.sequences.shape[1] - input_ids.shape[1])
     return output
+
+
+def _checked_prompts(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    config: GenerationConfig,
+    criteria: StoppingCriteriaList,
+    model_kwargs: dict[str, Any],
+) -> tuple[Prompts, Cache | None]:
+    """The prompts of a call of `generate()` whose attention mask is `mask`, on the host, and the caller's cache. The
+    limit of `criteria` becomes that of `config`."""
+    # A criterion of the caller replaces the limit of the settings; it is evaluated after a token.
+    limits = [rule.max_length for rule in criteria if type(rule) is MaxLengthCriteria]
+    config.max_length = max(math.ceil(min(limits, default=config.max_length)), input_ids.shape[1] + 1)
+    # A cache with recurrent states only does not know how many tokens it holds.
+    cache = given_cache(model_kwargs) if configured_layers(model).knows_length else None
+    check_prompts(input_ids, mask, cache, model_kwargs)
+    check_cache(cache)
+    prompts = read_prompts(input_ids.long(), mask, mask_length(config), cache)
+    return prompts, cache if is_of_caller(cache) else None
 
 
 def _logprobs(asked: str | None, config: GenerationConfig) -> tuple[str, ...]:
@@ -411,29 +425,23 @@ def on_static_engine(
     """`call` prepared for the static engine, for a pass over several texts. Raises `ValueError` if that cannot run it.
     `prompts` and `settings` as in `_check_same`; no `settings` if texts are only scored."""
     with failing_together(call.model):
-        return _on_static_engine(call, model_kwargs, prompts, settings)
-
-
-def _on_static_engine(
-    call: Call, model_kwargs: dict[str, Any], prompts: Sequence[torch.Tensor], settings: ContinuousBatching | None
-) -> Call:
-    is_split = tensor_parallel_group(call.model) is not None
-    if is_split:
-        _check_same(call, model_kwargs, prompts, settings)
-    drop_empty_attentions(call, model_kwargs)
-    call, engine = _choose_engine(call, model_kwargs, True)
-    name, what, instead = type(call.model).__name__, "Continuous batching", "Use generate(assistant_model=...)."
-    if settings is None:
-        what, instead = "drafter.score()", "Compute log-probabilities from the logits of the model's own forward."
-    if engine != "static":
-        raise ValueError(
-            f"{what} runs on the static engine, but {name} with this drafter runs on the {engine} engine: "
-            f"{call.reason}. {instead}"
-        )
-    if call.inputs is not None:
-        raise ValueError(
-            f"{what} runs several texts together, but {name} itself must run them in a pass of their own; expected a "
-            f"target whose text is causal. {instead}"
-        )
-    _check_engine(call, engine, is_split)
+        is_split = tensor_parallel_group(call.model) is not None
+        if is_split:
+            _check_same(call, model_kwargs, prompts, settings)
+        drop_empty_attentions(call, model_kwargs)
+        call, engine = _choose_engine(call, model_kwargs, True)
+        name, what, instead = type(call.model).__name__, "Continuous batching", "Use generate(assistant_model=...)."
+        if settings is None:
+            what, instead = "drafter.score()", "Compute log-probabilities from the logits of the model's own forward."
+        if engine != "static":
+            raise ValueError(
+                f"{what} runs on the static engine, but {name} with this drafter runs on the {engine} engine: "
+                f"{call.reason}. {instead}"
+            )
+        if call.inputs is not None:
+            raise ValueError(
+                f"{what} runs several texts together, but {name} itself must run them in a pass of their own; expected "
+                f"a target whose text is causal. {instead}"
+            )
+        _check_engine(call, engine, is_split)
     return call
